@@ -1,0 +1,5 @@
+"""`python -m kvdoctor`."""
+
+from kvdoctor.cli import main
+
+main()

@@ -1,0 +1,79 @@
+"""The case: all that is known of one file or one stack, as checks are asked about it."""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.findings import Advice
+from kvdoctor.graph import Declared, GraphView
+from kvdoctor.model_folder import ModelFolder, OnnxFile, StackFiles
+from kvdoctor.trace import Run, Seen, Step
+
+Consumer = Literal["plain", "held"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a check may ask about.
+
+    Checks that ask about a file get `file`; those that ask about the contract get `stack` and `contract`; those that
+    ask about runs get `runs` as well. `refusals` are files that the runtime did not open: file -> level -> its text.
+    """
+
+    folder: ModelFolder
+    consumer: Consumer = "plain"
+    file: OnnxFile | None = None
+    stack: StackFiles | None = None
+    contract: CacheContract | None = None
+    runs: tuple[Run, ...] = ()
+    refusals: tuple[tuple[str, dict[str, str], str | None], ...] = ()
+    crashes: tuple[str, ...] = ()
+
+    def run(self, experiment: str) -> Run | None:
+        """The run of that experiment, if there was one."""
+        return next((run for run in self.runs if run.experiment == experiment), None)
+
+    @property
+    def judged(self) -> Run | None:
+        """The run of the loop that the consumer uses: plain, or held where that is a loop of its own."""
+        held = self.run("held-loop")
+        if self.consumer == "held" and held is not None and held.steps:
+            return held
+        return self.run("plain-loop")
+
+    @property
+    def main(self) -> GraphView:
+        """The graph that decodes with the cache."""
+        assert self.stack is not None  # noqa: S101 - asked only where there is a stack
+        assert self.stack.main.view is not None  # noqa: S101 - stacks hold files that were read
+        return self.stack.main.view
+
+    @property
+    def decode_file(self) -> str:
+        """The name of the file that decodes with the cache."""
+        assert self.stack is not None  # noqa: S101 - asked only where there is a stack
+        return self.stack.main.name
+
+    def pairs(self) -> Iterator[tuple[Slot, Declared, Declared]]:
+        """Every slot with its past and its present, as declared by the graph that decodes."""
+        for slot in self.contract.slots if self.contract else ():
+            if slot.present is not None and slot.past in self.main.inputs and slot.present in self.main.outputs:
+                yield slot, self.main.inputs[slot.past], self.main.outputs[slot.present]
+
+    def re_export(self, text: str) -> Advice:
+        """Advice to let kvdoctor repair the graph."""
+        return Advice("graph", text, f"kvdoctor re-export {shlex.quote(self.folder.shown)} -o FIXED")
+
+    def returned(self, slot: Slot) -> Iterator[tuple[Step, Seen]]:
+        """What decode steps of the plain loop returned for a slot."""
+        run = self.run("plain-loop")
+        for step in run.steps if run else ():
+            if step.phase == "decode" and slot.present in step.returned:
+                yield step, step.returned[slot.present]
+
+
+def first_and_count(names: tuple[str, ...]) -> str:
+    """Name one of many: `present.0.encoder.key and 3 more`."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

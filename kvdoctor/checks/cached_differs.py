@@ -1,0 +1,100 @@
+"""Logits with the cache differ from the reference run.
+
+What it means: decoding with the cache runs, but gives other logits than the whole sequence in one call without a
+cache, beyond what rounding explains, for a cause that no other check names (KV301). Where dropping the past changes
+nothing at all, the graph ignores its cache (KV302).
+
+Reproduce: `kvdoctor step-test MODEL -v`: the difference of each step stands in the table of steps, as a fraction of
+the spread of the logits.
+
+Repair: export again with a current exporter. A difference with a batch of 2 or with another encoder length only is a
+warning.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.case import Case
+from kvdoctor.checks.growth import has_wrong_lengths
+from kvdoctor.checks.step_fails import ALLOWED, emptied_explains
+from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
+from kvdoctor.parity import TOLERANCES
+from kvdoctor.trace import Run
+
+EXPORT_AGAIN = Advice("re-export", "export again with a current exporter, and test the result")
+OPEN = {
+    "failed": "step {step} fails",
+    "inconclusive": "{reason}",
+    "ambiguous": "the difference to the reference run lies between noise and fault",
+    "skipped": "{reason}",
+    "died": "the worker died",
+}
+
+
+@check("KV301", "cached-differs", "runs")
+def cached_differs(case: Case) -> Iterator[Fault]:
+    """Judged runs whose logits are wrong for no named cause."""
+    run = case.judged
+    if run is None:
+        raise CannotCheck("no decode loop was run", essential=True)
+    if _ignores_past(run):
+        raise CannotCheck("the past is ignored, see KV302")
+    if any(step.difference and not step.difference.finite for step in run.steps):
+        raise CannotCheck("logits are not finite, see KV304")
+    if has_wrong_lengths(case):
+        raise CannotCheck("the present does not grow as it should, see KV205 and KV206")
+    if run.outcome == "differs" and not emptied_explains(case, run):
+        yield _fault(case, run, "error", "decoding with the cache gives other logits than without")
+    elif run.outcome in OPEN:
+        reason = OPEN[run.outcome].format(step=run.failed_step, reason=run.reason)
+        raise CannotCheck(f"logits parity of the {run.experiment}: {reason}", essential=run.outcome != "failed")
+    for experiment, use in ALLOWED.items():
+        other = case.run(experiment)
+        if other is not None and other.outcome == "differs" and run.outcome != "differs":
+            yield _fault(case, other, "warning", f"with {use}, decoding with the cache gives other logits than without")
+
+
+@check("KV302", "past-ignored", "runs")
+def past_ignored(case: Case) -> Iterator[Fault]:
+    """Wrong logits, and zeroing the self-attention cache changes nothing."""
+    run = case.judged
+    if run is None or not _ignores_past(run):
+        return
+    yield _fault(case, run, "error", "the cached step gives what it would give without any past")
+
+
+@check("KV304", "non-finite", "runs")
+def non_finite(case: Case) -> Iterator[Fault]:
+    """NaN or infinity in the logits of a judged run."""
+    run = case.judged
+    for step in run.steps if run else ():
+        if run and step.difference and not step.difference.finite:
+            yield _fault(case, run, "error", f"logits are not finite from step {step.step} on")
+            return
+
+
+def _ignores_past(run: Run) -> bool:
+    """The spoilt call equals the unspoilt one although the loop is wrong: both are off by the same."""
+    last = run.steps[-1].difference if run.steps else None
+    return run.outcome == "differs" and any(
+        control.spoilt.startswith("self") and control.difference is not None and control.difference == last
+        for control in run.controls
+    )
+
+
+def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
+    exactness = case.contract.exactness if case.contract else "float"
+    tolerance = TOLERANCES[exactness]
+    step = next((step for step in run.steps if step.step == run.failed_step), run.steps[-1])
+    difference = step.difference
+    seen = f"off by {difference.relative:g} of their spread" if difference and difference.finite else "not finite"
+    logits = case.contract.graph("decode").port("logits") if case.contract else None
+    return Fault(
+        severity=severity,
+        file=case.decode_file,
+        subject=(logits.name if logits else "logits",),
+        where=f"output {logits.name if logits else 'logits'}, {run.experiment}",
+        promised=f"the logits of the reference run, within {tolerance.passes:g} of their spread ({exactness})",
+        observed=f"step {step.step} (past {step.past_length}, new {step.new_tokens}): logits {seen}",
+        cause=cause,
+        advice=EXPORT_AGAIN,
+    )

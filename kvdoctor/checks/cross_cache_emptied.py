@@ -1,0 +1,78 @@
+"""A decode step returns an empty cross-attention cache.
+
+What it means: a merged decoder (`decoder_model_merged.onnx`) has two branches that must return the same outputs. The
+cached branch does not compute the cross-attention cache, so the exporter fills its outputs with constants without
+elements, of shape (0, heads, 1, head_dim) and with a null data pointer. A loop that feeds every present back hands
+this constant to the next step. That step dies in a Reshape (`The dimension with value zero exceeds the dimension size
+of the input tensor`) or in a MatMul (`right operand cannot broadcast on dim 0`), or runs without the encoder and
+gives wrong words. Bindings that build a slice from the pointer abort. Dynamic axes, the IR version and the runtime
+have no part in it, and switching the cache off only hides it at quadratic cost.
+
+Reproduce: `kvdoctor step-test MODEL`: the plain loop fails at step 2, the held loop passes.
+
+Repair: in the graph, `kvdoctor re-export MODEL -o FIXED` makes the cached branch pass its past through, and every loop
+is right. Or in your loop: keep `present.*.encoder.*` of the first step and feed those values at every later step; feed
+back only `present.*.decoder.*`.
+
+Source: `_unify_onnx_outputs` in optimum/onnx/transformations_utils.py (optimum-onnx 0.1.0).
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.case import Case, first_and_count
+from kvdoctor.contract import Slot, describe
+from kvdoctor.findings import Fault, check
+from kvdoctor.trace import Run
+
+REPAIR = "or, in your loop, hold the prefill value of these outputs and feed it at every step"
+
+
+@check("KV203", "cross-cache-emptied", "contract")
+def cross_cache_emptied(case: Case) -> Iterator[Fault]:
+    """Slots that the cached branch returns as a constant without elements: read from the graph, shown by the runs."""
+    emptied = [slot for slot in (case.contract.slots if case.contract else ()) if slot.emptied]
+    if not emptied or case.main.branches is None:
+        return
+    slot, (_, branches) = emptied[0], case.main.branches
+    names = tuple(s.present for s in emptied if s.present)
+    yield Fault(
+        severity="error" if case.consumer == "plain" else "note",
+        file=case.decode_file,
+        subject=names,
+        where=f'If "{branches.node.name}", cached branch, constant',
+        promised=describe(slot.dtype, case.main.outputs[slot.present or ""].shape),
+        observed=_observed(case, slot),
+        cause=f"the cached branch returns {first_and_count(names)} as constants without elements",
+        advice=case.re_export(REPAIR),
+        follows=tuple(_consequences(case)),
+    )
+
+
+def _observed(case: Case, slot: Slot) -> str:
+    for step, seen in case.returned(slot):
+        pointer = ", data pointer null" if seen.null else ""
+        prefill = case.run("plain-loop").steps[0].returned.get(slot.filled_by or "")  # type: ignore[union-attr]
+        before = f"   (prefill: {describe(prefill.dtype, list(prefill.shape))})" if prefill else ""
+        return f"decode step {step.step}: {describe(seen.dtype, list(seen.shape))}{pointer}{before}"
+    cached = case.main.branches[1].cached if case.main.branches else None
+    inner = case.main.branch_output(slot.present or "", cached) if cached else None
+    tensor = cached.constant(inner) if cached and inner else None
+    return f"in the graph: a constant {describe(slot.dtype, list(tensor.dims) if tensor is not None else None)}"
+
+
+def _consequences(case: Case) -> Iterator[str]:
+    plain = case.run("plain-loop")
+    if plain is None or not plain.steps:
+        yield "fed back, a later decode step fails or computes without the encoder"
+        return
+    if plain.outcome == "failed":
+        yield f"fed back, decode step {plain.failed_step} fails{_place(plain)}"
+    elif plain.outcome == "differs":
+        yield f"fed back, decode step {plain.failed_step} runs and gives wrong logits"
+    held = case.run("held-loop")
+    if held is not None and held.outcome == "passed":
+        yield "held instead, every step has the logits of the reference run"
+
+
+def _place(run: Run) -> str:
+    return f' in {run.node.op} "{run.node.name}"' if run.node else ""

@@ -1,0 +1,67 @@
+"""The present does not grow by the new tokens.
+
+What it means: after a step with past length P and S new tokens the self-attention cache must be P + S long. It grew by
+another amount (KV205), or it holds the new tokens alone (KV206), so that the history is lost when it is fed back.
+
+Reproduce: `kvdoctor step-test MODEL -v`: the lengths stand in the table of steps.
+
+Repair: export again; in a loop of your own, append what is returned to what you hold.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.case import Case, first_and_count
+from kvdoctor.contract import Slot, describe
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.trace import Seen, Step
+
+EXPORT_AGAIN = Advice("re-export", "export again, so that present = past followed by the new tokens")
+
+
+@check("KV205", "present-does-not-grow", "runs")
+def present_does_not_grow(case: Case) -> Iterator[Fault]:
+    """Slots whose length after a step is neither past + new nor new."""
+    wrong = [item for item in _lengths(case) if item[3] not in (_total(item[1]), item[1].new_tokens)]
+    yield from _faults(case, wrong, "the present has another length than past + new")
+
+
+@check("KV206", "present-drops-past", "runs")
+def present_drops_past(case: Case) -> Iterator[Fault]:
+    """Slots that hold only the new tokens after a step with a past."""
+    wrong = [item for item in _lengths(case) if item[3] == item[1].new_tokens]
+    yield from _faults(case, wrong, "the present holds the new tokens alone, the past is dropped")
+
+
+def has_wrong_lengths(case: Case) -> bool:
+    """Whether any slot of this case is as long as it must not be: then wrong logits need no other cause."""
+    return any(length != _total(step) for _, step, _, length in _lengths(case))
+
+
+def _total(step: Step) -> int:
+    return step.past_length + step.new_tokens
+
+
+def _lengths(case: Case) -> Iterator[tuple[Slot, Step, Seen, int]]:
+    """Each growing slot at the first decode step that had a past: (slot, step, what came back, its length)."""
+    for slot in case.contract.of_kind("self-attention") if case.contract else ():
+        for step, seen in case.returned(slot):
+            if step.past_length > 0 and len(seen.shape) == len(slot.axes):
+                yield slot, step, seen, seen.shape[slot.axes.index("past")]
+                break
+
+
+def _faults(case: Case, wrong: list[tuple[Slot, Step, Seen, int]], cause: str) -> Iterator[Fault]:
+    if wrong:
+        slot, step, seen, _ = wrong[0]
+        names = tuple(item[0].present or "" for item in wrong)
+        yield Fault(
+            severity="error",
+            file=case.decode_file,
+            subject=names,
+            where=f"output {first_and_count(names)}",
+            promised=f"length {step.past_length + step.new_tokens} (past {step.past_length} + new {step.new_tokens})",
+            observed=f"step {step.step}: {describe(seen.dtype, list(seen.shape))}",
+            cause=cause,
+            advice=EXPORT_AGAIN,
+            follows=(f"{slot.past} no longer holds the history at step {step.step + 1}",),
+        )

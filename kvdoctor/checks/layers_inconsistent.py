@@ -1,0 +1,59 @@
+"""Layers disagree, or one is missing.
+
+What it means: heads or head width differ between layers, a layer number is skipped, or a layer has a key without a
+value, and nothing in the graph gives a reason for it.
+
+Reproduce: `kvdoctor inspect MODEL` lists the slots by layer.
+
+Repair: export again; where the model really is built so, ignore this check for it.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.case import Case
+from kvdoctor.contract import Slot
+from kvdoctor.findings import Advice, Fault, check
+
+
+@check("KV106", "layers-inconsistent", "contract")
+def layers_inconsistent(case: Case) -> Iterator[Fault]:
+    """Compare the layers of each kind of cache."""
+    if case.contract is None:
+        return
+    for kind in ("self-attention", "cross-attention"):
+        slots = case.contract.of_kind(kind)
+        reasons = [*_gaps(slots), *_lonely(slots), *_widths(slots)]
+        if reasons:
+            yield Fault(
+                severity="warning",
+                file=case.decode_file,
+                subject=tuple(slot.past for slot in slots),
+                where=f"{kind} cache",
+                promised="the same slots in every layer",
+                observed="; ".join(reasons),
+                cause="the layers of one cache are not alike",
+                advice=Advice("re-export", "export again, or ignore this check if the model is built so"),
+            )
+
+
+def _gaps(slots: tuple[Slot, ...]) -> list[str]:
+    layers = {slot.layer for slot in slots}
+    lacking = sorted(set(range(max(layers, default=-1) + 1)) - layers) if len(layers) < 10_000 else []
+    return [f"layer {', '.join(map(str, lacking[:8]))} has no slot"] if lacking else []
+
+
+def _lonely(slots: tuple[Slot, ...]) -> list[str]:
+    parts: dict[int, set[str]] = {}
+    for slot in slots:
+        parts.setdefault(slot.layer, set()).add(slot.part)
+    return [f"layer {layer} has a {min(found)} only" for layer, found in parts.items() if len(found) == 1][:8]
+
+
+def _widths(slots: tuple[Slot, ...]) -> list[str]:
+    reasons = []
+    for part in ("key", "value"):
+        for axis in ("kv_heads", "head_dim"):
+            sizes = {slot.size(axis) for slot in slots if slot.part == part}  # type: ignore[arg-type]
+            if len(sizes) > 1:
+                reasons.append(f"{axis} of the {part}s is {' and '.join(sorted(map(str, sizes)))}")
+    return reasons

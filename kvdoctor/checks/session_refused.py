@@ -1,0 +1,37 @@
+"""The runtime does not open the file.
+
+What it means: ONNX Runtime refuses to make a session, at every optimisation level or only at the higher ones (then an
+optimisation of the runtime is at fault, and a lower level is a way round it).
+
+Reproduce: open the file with `onnxruntime.InferenceSession` at the level that the finding names.
+
+Repair: export again for this runtime, or use a runtime that takes the file's IR version, opsets and operators.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.case import Case
+from kvdoctor.findings import Advice, Fault, check
+
+
+@check("KV010", "session-refused", "runs")
+def session_refused(case: Case) -> Iterator[Fault]:
+    """Files that no session could be made of, or only at a lower level."""
+    for file, errors, opens_at in case.refusals:
+        text = "; ".join(f"level {level}: {error}" for level, error in errors.items())
+        if opens_at is None:
+            cause = "the runtime refuses the file at every optimisation level"
+            advice = Advice("re-export", "export again for this runtime, or run it where its operators are known")
+        else:
+            cause = f"an optimisation of the runtime fails on the file; level {opens_at!r} opens it"
+            advice = Advice("caller", f"set the graph optimisation level to {opens_at!r} when you open the session")
+        yield Fault(
+            severity="error",
+            file=file,
+            subject=(file,),
+            where=f"file {file}",
+            promised="a model that the runtime opens",
+            observed=text,
+            cause=cause,
+            advice=advice,
+        )

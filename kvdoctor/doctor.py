@@ -1,0 +1,334 @@
+"""The commands: each a short table of contents that joins the stages.
+
+ModelFolder -> GraphView -> CacheContract -> Experiment -> Trace -> checks -> Report
+"""
+
+import hashlib
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvdoctor.case import Case, Consumer
+from kvdoctor.contract import CacheContract
+from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks
+from kvdoctor.model_folder import ModelFolder, OnnxFile, StackFiles, open_folder
+from kvdoctor.reading import read_contract
+from kvdoctor.report.document import (
+    EXIT_FINDINGS,
+    EXIT_HEALTHY,
+    EXIT_INCOMPLETE,
+    CacheSize,
+    FailOn,
+    FileFacts,
+    ModelFacts,
+    Report,
+    StackFacts,
+    decide,
+    exit_code,
+    worst_first,
+)
+from kvdoctor.runtimes import Examined, Job, Limits, Runtime
+from kvdoctor.trace import Node, Run
+
+if TYPE_CHECKING:
+    from kvdoctor.graph import Declared
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for, the same for every command."""
+
+    consumer: Consumer = "plain"
+    fail_on: FailOn = "error"
+    selection: Selection = field(default_factory=Selection)
+    seed: int = 0
+    provider: str = "CPUExecutionProvider"
+    limits: Limits = field(default_factory=Limits)
+    hash_files: bool = False
+
+    def as_arguments(self) -> dict[str, Any]:
+        """The options as the report shows them."""
+        return {
+            "consumer": self.consumer,
+            "fail_on": self.fail_on,
+            "select": list(self.selection.select),
+            "ignore": list(self.selection.ignore),
+            "provider": self.provider,
+        }
+
+
+def inspect(path: str, options: Options | None = None) -> Report:
+    """Read a model without its weights and without a runtime.
+
+    Raises:
+        UsageError: there is nothing at the path.
+    """
+    options = options or Options()
+    folder, verdicts = open_folder(path), Verdicts()
+    _check_files(folder, options, verdicts)
+    stacks = []
+    for stack in folder.stacks:
+        contract = read_contract(stack, folder.config)
+        stacks.append(_stack_facts(stack, contract))
+        case = Case(folder, options.consumer, stack=stack, contract=contract)
+        run_checks(case, "contract", options.selection, verdicts)
+    return _report("inspect", folder, options, verdicts, stacks)
+
+
+def step_test(
+    path: str,
+    options: Options | None = None,
+    runtime: Runtime | None = None,
+    scratch: Path | None = None,
+    at: Path | None = None,
+) -> Report:
+    """Run decode steps with and without the cache, and say what they showed.
+
+    `scratch` is a private folder in which each stack leaves the logits of its experiments as `STACK.npz`. `at` is where
+    the model really lies, when `path` is what to call it.
+
+    Raises:
+        UsageError: there is nothing at the path.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    options = options or Options()
+    if runtime is None:
+        # The worker loads the runtime while this process reads the graphs.
+        with Runtime(options.limits) as fresh:
+            return step_test(path, options, fresh, scratch, at)
+    folder, verdicts = open_folder(path, at), Verdicts()
+    _check_files(folder, options, verdicts)
+    stacks, runs, measured = [], [], {}
+    for stack in folder.stacks:
+        contract = read_contract(stack, folder.config)
+        stacks.append(_stack_facts(stack, contract))
+        case = Case(folder, options.consumer, stack=stack, contract=contract)
+        case, examined = _examine(case, options, verdicts, runtime, scratch)
+        runs += list(case.runs)
+        measured[stack.name] = _measured(examined)
+        run_checks(case, "contract", options.selection, verdicts)
+        if case.runs:
+            run_checks(case, "runs", options.selection, verdicts)
+    report = _report("step-test", folder, options, verdicts, stacks)
+    environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
+    return replace(report, runs=tuple(runs), measured=measured, environment=environment)
+
+
+def gate(paths: tuple[str, ...], options: Options) -> tuple[str, list[Report], int]:
+    """Step-test every model under one policy, on one warm worker: (verdict, reports, exit code).
+
+    Findings weigh more than what could not be checked; healthy is only what all models are.
+
+    Raises:
+        UsageError: there is nothing at one of the paths.
+    """
+    with Runtime(options.limits) as runtime:
+        reports = [step_test(path, options, runtime) for path in paths]
+    codes = [exit_code(report, options.fail_on) for report in reports]
+    verdicts = [report.verdict for report in reports]
+    verdict = next((v for v in ("unhealthy", "incomplete") if v in verdicts), "healthy")
+    return verdict, reports, next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in codes), EXIT_HEALTHY)
+
+
+def _examine(
+    case: Case, options: Options, verdicts: Verdicts, runtime: Runtime, scratch: Path | None
+) -> tuple[Case, Examined]:
+    """Put all experiments to one stack, if it can be driven."""
+    assert case.stack is not None  # noqa: S101 - made with both by step_test
+    assert case.contract is not None  # noqa: S101
+    obstacle = _obstacle(case.stack, case.contract)
+    if obstacle:
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", obstacle, essential=True))
+        return case, Examined()
+    from kvdoctor.experiments import load
+
+    job = Job(
+        stack=case.stack.name,
+        folder=case.folder.root.absolute(),
+        contract=case.contract,
+        experiments=tuple(experiment.name for experiment in load()),
+        seed=options.seed,
+        provider=options.provider,
+        keep_logits=scratch / f"{case.stack.name}.npz" if scratch else None,
+    )
+    examined = runtime.examine(job)
+    for crash in examined.crashes:
+        reason = f"an experiment crashed ({crash.strip().splitlines()[-1]}); please report it"
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", reason, essential=True))
+    runs = tuple(_located(run, case) for run in examined.runs)
+    refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in examined.refusals)
+    return replace(case, runs=runs, refusals=refusals), examined
+
+
+def _obstacle(stack: StackFiles, contract: CacheContract) -> str | None:
+    """Why decode steps cannot be run on a stack, or None."""
+    for file in stack.files.values():
+        if file.external_problems:
+            return f"not run: external data of {file.name} cannot be read"
+    if contract.missing or stack.kind == "unpaired" or not contract.slots:
+        return "not run: the cache contract is not complete"
+    if any(slot.filled_by is None for slot in contract.slots):
+        return "not run: a past has no present that fills it"
+    frozen = [slot for slot in contract.of_kind("self-attention") if slot.size("past") is not None]
+    if frozen:
+        return f"not run: the past length of {frozen[0].past} is fixed at {frozen[0].size('past')}"
+    for phase in {contract.phases["prefill"].graph}:
+        ids = contract.graphs[phase].port("token_ids")
+        if ids and ids.shape and isinstance(ids.shape[-1], int):
+            return f"not run: {ids.name} takes {ids.shape[-1]} new tokens only, so there is no reference run"
+    unknown = {port.dtype for graph in contract.graphs.values() for port in graph.inputs} - _feedable()
+    return f"not run: no feed can be made of element type {', '.join(sorted(unknown))}" if unknown else None
+
+
+def _feedable() -> set[str]:
+    from kvdoctor.feeds import NUMPY_TYPES
+
+    return set(NUMPY_TYPES)
+
+
+def _located(run: Run, case: Case) -> Run:
+    """Turn names that the runtime mentioned into a place, if the graph holds a node of that name."""
+    view = case.main
+    if run.steps and case.contract and case.stack:
+        file = case.contract.graphs[case.contract.phases[run.steps[-1].phase].graph].file
+        view = next((f.view for f in case.stack.files.values() if f.name == file and f.view), view)
+    for name in reversed(run.node_names):
+        node = view.node(name)
+        if node is not None and node.op_type not in ("If", "Loop", "Scan"):
+            return replace(run, node=Node(name, node.op_type), node_names=())
+    return replace(run, node_names=())
+
+
+def _check_files(folder: ModelFolder, options: Options, verdicts: Verdicts) -> None:
+    for file in folder.files:
+        run_checks(Case(folder, options.consumer, file=file), "file", options.selection, verdicts)
+    if not folder.stacks and not any(file.role == "unreadable" for file in folder.files):
+        verdicts.not_checked.append(NotChecked(None, "*", _why_no_stack(folder), essential=True))
+
+
+def _why_no_stack(folder: ModelFolder) -> str:
+    if not folder.files:
+        return f"no .onnx file in {folder.shown}; give the folder of an export or an .onnx file"
+    cacheless = [file.name for file in folder.files if file.view and "logits" in file.view.outputs]
+    if cacheless:
+        return (
+            f"{cacheless[0]} gives logits but has neither past inputs nor present outputs: a model without a cache; "
+            "export a decoder with the task ...-with-past"
+        )
+    others = ", ".join(f"{file.name} ({file.role})" for file in folder.files[:4])
+    return f"no decoder in {folder.shown}, only {others}; give the folder or file of the decoder"
+
+
+def _report(
+    command: str, folder: ModelFolder, options: Options, verdicts: Verdicts, stacks: list[StackFacts]
+) -> Report:
+    findings, not_checked = worst_first(verdicts.findings), tuple(verdicts.not_checked)
+    return Report(
+        command=command,
+        arguments=options.as_arguments(),
+        seed=options.seed,
+        verdict=decide(command, findings, not_checked, options.fail_on),
+        environment=environment(),
+        model=ModelFacts(folder.shown, tuple(_file_facts(file, options.hash_files) for file in folder.files)),
+        stacks=tuple(stacks),
+        findings=findings,
+        not_checked=not_checked,
+        notes=tuple(_notes(folder)),
+    )
+
+
+def _notes(folder: ModelFolder) -> Iterator[str]:
+    if folder.config_problem:
+        yield folder.config_problem
+    used = {file.name for stack in folder.stacks for file in stack.files.values()}
+    for file in folder.files:
+        if folder.stacks and file.name not in used and file.role != "unreadable":
+            yield f"{file.name} was skipped: it is no part of a decoder with a cache ({file.role})"
+
+
+def environment() -> dict[str, str]:
+    """Versions that a report depends on."""
+    import onnx
+
+    return {
+        "onnx": onnx.__version__,
+        "python": platform.python_version(),
+        "platform": f"{sys.platform} {platform.machine()}",
+    }
+
+
+def _file_facts(file: OnnxFile, hash_it: bool) -> FileFacts:
+    size = file.skeleton.bytes_on_disk if file.skeleton else _size(file.path)
+    sha256 = _sha256(file.path) if hash_it and file.path.is_file() else None
+    if file.view is None:
+        return FileFacts(file.name, file.role, size, sha256)
+    view = file.view
+    return FileFacts(
+        path=file.name,
+        role=file.role,
+        bytes=size,
+        sha256=sha256,
+        ir_version=view.model.ir_version,
+        opsets=view.opsets,
+        producer=view.producer,
+        external=tuple(external.location for external in file.external),
+        inputs=tuple(_port_facts(port) for port in view.inputs.values()),
+        outputs=tuple(_port_facts(port) for port in view.outputs.values()),
+    )
+
+
+def _port_facts(port: "Declared") -> dict[str, Any]:
+    return {"name": port.name, "dtype": port.dtype, "shape": None if port.shape is None else list(port.shape)}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256_310(stream)
+
+
+def _sha256_310(stream: Any) -> str:
+    digest = hashlib.sha256()
+    while block := stream.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _stack_facts(stack: StackFiles, contract: CacheContract) -> StackFacts:
+    names = tuple(file.name for file in stack.files.values())
+    return StackFacts(stack.name, contract.layout, names, contract, cache_size(contract))
+
+
+def cache_size(contract: CacheContract) -> CacheSize:
+    """Bytes of the cache for one sequence, from the declared widths; None where one is not known."""
+    per_token = _summed(contract, "self-attention")
+    limit = contract.context_limit
+    return CacheSize(
+        bytes_per_token=per_token,
+        bytes_per_encoder_state=_summed(contract, "cross-attention"),
+        context=limit,
+        bytes_at_context=per_token * limit if per_token is not None and limit is not None else None,
+    )
+
+
+def _summed(contract: CacheContract, kind: str) -> int | None:
+    sizes = [slot.bytes_per_position() for slot in contract.of_kind(kind)]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _measured(examined: Examined) -> dict[str, Any]:
+    return {
+        "seconds": examined.seconds,
+        "step_seconds": examined.timings,
+        "peak_bytes": examined.peak_bytes,
+    }

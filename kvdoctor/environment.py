@@ -1,0 +1,42 @@
+"""`kvdoctor env`: what is here, and the command that mends what is not."""
+
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from kvdoctor import __version__
+from kvdoctor.errors import KvdoctorError, WorkerDied
+
+NEEDED = ("onnx", "onnxruntime", "numpy", "click", "rich", "psutil")
+
+
+def lines() -> Iterator[str]:
+    """One line for each thing: a mark, its name, its version, and the command that mends it."""
+    yield f"kvdoctor {__version__}, Python {platform.python_version()}, {sys.platform} {platform.machine()}"
+    missing = []
+    for name in NEEDED:
+        try:
+            yield f"ok       {name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+            yield f"MISSING  {name}: pip install {name}"
+    yield _providers(missing)
+    if shutil.which("uv"):
+        yield "ok       uv: other versions of onnxruntime can be had in isolated environments"
+    else:
+        yield "absent   uv, for other versions of onnxruntime and for exporters: pip install uv"
+    yield f"limits   time: enforced; memory: resident memory watched {'(Linux)' if sys.platform == 'linux' else f'({sys.platform})'}"
+
+
+def _providers(missing: list[str]) -> str:
+    if "onnxruntime" in missing:
+        return "MISSING  execution providers: pip install onnxruntime"
+    from kvdoctor.runtimes import Limits, Worker
+
+    try:
+        with Worker(Limits(timeout=60)) as worker:
+            return f"ok       execution providers: {', '.join(worker.greet()['providers'])}"
+    except (KvdoctorError, WorkerDied) as error:
+        return f"BROKEN   onnxruntime does not load ({error}): pip install --force-reinstall onnxruntime"

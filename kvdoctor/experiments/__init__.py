@@ -1,0 +1,47 @@
+"""Experiments: generators that put one question to a model, one file for each.
+
+An experiment yields a `Call` and is sent the `Answer`, then decides the next. It needs no runtime: tests answer with
+scripted steps. A module of this package that defines `EXPERIMENTS` is found by itself. Standard library and numpy only.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.feeds import Answer, Call, Deal, Scenario
+
+Calls = Generator[Call, Answer, None]
+
+
+def always(contract: CacheContract) -> str | None:  # noqa: ARG001
+    """Applies to every contract."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """One question put to a model.
+
+    `applies` gives the reason why a contract does not allow it, or None. `expects` says what a right decoder does.
+    Runs of a `judged` experiment are what findings rest on, and are located when they fail; the others show what
+    teams try and what becomes of it, with `why`.
+    """
+
+    name: str
+    question: str
+    calls: Callable[[Deal], Calls]
+    scenario: Scenario = field(default_factory=Scenario)
+    applies: Callable[[CacheContract], str | None] = always
+    judged: bool = True
+    why: str = ""
+    order: int = 50
+
+
+def load() -> tuple[Experiment, ...]:
+    """All experiments, in the order in which they are run."""
+    found: list[Experiment] = []
+    for module in pkgutil.iter_modules(__path__):
+        found += getattr(importlib.import_module(f"{__name__}.{module.name}"), "EXPERIMENTS", ())
+    return tuple(sorted(found, key=lambda experiment: (experiment.order, experiment.name)))

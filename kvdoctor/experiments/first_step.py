@@ -1,0 +1,60 @@
+"""What the first step may be fed: a past of length 0, a dummy of length 1, the cached branch."""
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.experiments import Calls, Experiment
+from kvdoctor.feeds import Deal
+
+
+def empty_past(deal: Deal) -> Calls:
+    """Past length 0: what Optimum and transformers.js feed."""
+    expected = (yield deal.reference()).logits
+    yield deal.prefill(deal.scenario.prompt, expected[:, : deal.scenario.prompt])
+
+
+def dummy_past(deal: Deal) -> Calls:
+    """A dummy past of length 1: what bindings that refuse empty tensors feed."""
+    expected = (yield deal.reference()).logits
+    yield deal.prefill(deal.scenario.prompt, expected[:, : deal.scenario.prompt], dummy=1)
+
+
+def cached_branch(deal: Deal) -> Calls:
+    """The switch already true on the first step, over an empty cache."""
+    expected = (yield deal.reference()).logits
+    prompt = deal.scenario.prompt
+    empty = {slot.past: deal.placeholder(slot, 0) for slot in deal.contract.slots}
+    yield deal.decode(0, prompt, dict(empty), expected[:, :prompt])
+
+
+def takes_past(contract: CacheContract) -> str | None:
+    """The graph of the first step must have past inputs."""
+    if contract.first_step == "no-past-graph":
+        return "the graph of the first step takes no past"
+    return None
+
+
+def has_switch(contract: CacheContract) -> str | None:
+    """Only a merged decoder has a cached branch to choose."""
+    return None if contract.first_step == "no-past-branch" else "there is no branch switch"
+
+
+EXPERIMENTS = (
+    Experiment("empty-past", "first step with past length 0", empty_past, applies=takes_past, order=10),
+    Experiment(
+        "dummy-past",
+        "first step with a dummy past of length 1",
+        dummy_past,
+        applies=takes_past,
+        judged=False,
+        why="the no-past branch of a merged decoder ignores the dummy; elsewhere it is attended to unless masked",
+        order=11,
+    ),
+    Experiment(
+        "cached-branch-first",
+        "cached branch on the first step",
+        cached_branch,
+        applies=has_switch,
+        judged=False,
+        why="the cached branch never computes the cross-attention cache: it attends to the dummy",
+        order=12,
+    ),
+)

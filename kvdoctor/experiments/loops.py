@@ -1,0 +1,81 @@
+"""The two loops that people write: does decoding with the cache give the logits of the reference run?"""
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.experiments import Calls, Experiment
+from kvdoctor.feeds import Deal, Loop, Scenario
+
+
+def plain(deal: Deal) -> Calls:
+    """Feed every returned slot back."""
+    yield from decode_loop(deal, "plain")
+
+
+def held(deal: Deal) -> Calls:
+    """Feed back what grows, hold what the contract holds."""
+    yield from decode_loop(deal, "held")
+
+
+def decode_loop(deal: Deal, loop: Loop) -> Calls:
+    """Prefill, then one token a step; each step held against the reference run. Ends with the positive controls."""
+    expected = (yield deal.reference()).logits
+    start = deal.scenario.prompt
+    answer = yield deal.prefill(start, expected[:, :start])
+    past = deal.carry(None, answer, loop)
+    before_last = past
+    for position in range(start, deal.scenario.total):
+        before_last = past
+        answer = yield deal.decode(position, position + 1, past, expected[:, position : position + 1])
+        past = deal.carry(past, answer, loop)
+    last = deal.scenario.total - 1
+    for spoilt, past_spoilt in deal.spoil(before_last):
+        yield deal.decode(last, last + 1, past_spoilt, expected[:, last:], kind="control", label=spoilt)
+
+
+def has_something_to_hold(contract: CacheContract) -> str | None:
+    """The held loop differs from the plain one only where a returned slot is to be held."""
+    if any(slot.present is not None for slot in contract.held):
+        return None
+    return "no returned slot is to be held: the same as the plain loop"
+
+
+def takes_encoder_states(contract: CacheContract) -> str | None:
+    """Encoder lengths can be varied only where there is an encoder, and where its length is not a number."""
+    if not contract.has_encoder_states:
+        return "the decoder takes no encoder states"
+    sizes = [port.shape for graph in contract.graphs.values() for port in graph.inputs if port.role == "encoder_states"]
+    if all(shape and isinstance(shape[1], int) for shape in sizes):
+        return "the encoder length is a fixed number"
+    if "encode" in contract.phases and not any(
+        "encoder_input" in port.axes and not isinstance((port.shape or ())[port.axes.index("encoder_input")], int)
+        for port in contract.graph("encode").inputs
+    ):
+        return "the encoder takes one length only"
+    return None
+
+
+def takes_any_batch(contract: CacheContract) -> str | None:
+    """The batch can be varied only where no decoder input declares it as a number."""
+    ports = [port for phase in contract.phases.values() for port in contract.graphs[phase.graph].inputs]
+    for port in ports:
+        if "batch" in port.axes and isinstance((port.shape or ())[port.axes.index("batch")], int):
+            return f"the batch of {port.name!r} is a fixed number"
+    return None
+
+
+EXPERIMENTS = (
+    Experiment("plain-loop", "every returned slot fed back, one token a step", plain, order=1),
+    Experiment(
+        "held-loop", "cross-attention cache of the prefill held", held, applies=has_something_to_hold, order=2
+    ),
+    Experiment(
+        "batch", "the held loop with batch 2", held, Scenario(batch=2), applies=takes_any_batch, order=3
+    ),
+    Experiment(
+        "other-encoder-length",
+        "the held loop with encoder length 11",
+        held,
+        Scenario(encoder=11),
+        applies=takes_encoder_states,
+        order=4,
+    ),
+)

@@ -1,0 +1,202 @@
+"""Findings, and the frame in which checks run.
+
+A check is one file under `checks/`: a docstring that explains the fault, and a function with the `check` decorator.
+Its code, name and text come from there and nowhere else.
+"""
+
+import hashlib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kvdoctor.case import Case
+
+Severity = Literal["note", "warning", "error"]
+Confidence = Literal["confirmed", "suspected"]
+SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
+Asks = Literal["file", "contract", "runs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Who mends a fault and how: the graph by kvdoctor, the export, or the caller's loop."""
+
+    kind: Literal["graph", "re-export", "caller"]
+    text: str
+    command: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What a check found, before the frame adds the check's own code and name.
+
+    `follows` are the consequences, which are not reported as faults of their own.
+    """
+
+    severity: Severity
+    subject: tuple[str, ...]
+    where: str
+    promised: str
+    observed: str
+    cause: str
+    advice: Advice
+    follows: tuple[str, ...] = ()
+    file: str | None = None
+    confidence: Confidence = "confirmed"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault with the code and name of its check, the stack and the file."""
+
+    code: str
+    name: str
+    severity: Severity
+    confidence: Confidence
+    stack: str | None
+    file: str | None
+    subject: tuple[str, ...]
+    where: str
+    promised: str
+    observed: str
+    cause: str
+    follows: tuple[str, ...]
+    repair: Advice
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NotChecked:
+    """A check that could not run, and why. `crashed` tells a fault of kvdoctor from a reason in the model."""
+
+    stack: str | None
+    code: str
+    reason: str
+    essential: bool = False
+
+
+class CannotCheck(Exception):
+    """Raised by a check whose question cannot be answered here. `essential`: without it no model is called healthy."""
+
+    def __init__(self, reason: str, essential: bool = False) -> None:
+        super().__init__(reason)
+        self.essential = essential
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A registered check. `asks` says what it reads; `incomplete` that its finding means: not diagnosed."""
+
+    code: str
+    name: str
+    asks: Asks
+    incomplete: bool
+    function: "Callable[[Case], Iterator[Fault]]"
+
+    @property
+    def documentation(self) -> str:
+        """The docstring of its module."""
+        return inspect.cleandoc(importlib.import_module(self.function.__module__).__doc__ or "")
+
+    @property
+    def summary(self) -> str:
+        """The first line of its documentation."""
+        return self.documentation.partition("\n")[0]
+
+
+_REGISTERED: dict[str, Check] = {}
+
+
+def check(
+    code: str, name: str, asks: Asks, *, incomplete: bool = False
+) -> "Callable[[Callable[[Case], Iterator[Fault]]], Callable[[Case], Iterator[Fault]]]":
+    """Register a function as the check of that code and name."""
+
+    def register(function: "Callable[[Case], Iterator[Fault]]") -> "Callable[[Case], Iterator[Fault]]":
+        if code in _REGISTERED or any(known.name == name for known in _REGISTERED.values()):
+            raise ValueError(f"check {code} {name} is registered twice")
+        _REGISTERED[code] = Check(code, name, asks, incomplete, function)
+        return function
+
+    return register
+
+
+@cache
+def all_checks() -> tuple[Check, ...]:
+    """Every check under `checks/`, by code."""
+    package = importlib.import_module("kvdoctor.checks")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"kvdoctor.checks.{module.name}")
+    return tuple(_REGISTERED[code] for code in sorted(_REGISTERED))
+
+
+def find_check(wanted: str) -> Check | None:
+    """The check of that code or name."""
+    return next((c for c in all_checks() if wanted.upper() == c.code or wanted.lower() == c.name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which checks count, by code, code prefix or name; nothing selected means all of them."""
+
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def takes(self, code: str, name: str) -> bool:
+        """Whether a check is selected and not ignored."""
+        if self.select and not _named(self.select, code, name):
+            return False
+        return not _named(self.ignore, code, name)
+
+
+def _named(wanted: tuple[str, ...], code: str, name: str) -> bool:
+    return any(code.startswith(word.upper()) or word.lower() == name for word in wanted)
+
+
+@dataclass
+class Verdicts:
+    """What a round of checks brought."""
+
+    findings: list[Finding] = field(default_factory=list)
+    not_checked: list[NotChecked] = field(default_factory=list)
+
+
+def run_checks(case: "Case", asks: Asks, selection: Selection, verdicts: Verdicts) -> None:
+    """Run the selected checks that ask for `asks` on a case. A check that raises is reported, not lost."""
+    for one in all_checks():
+        if one.asks != asks or not selection.takes(one.code, one.name):
+            continue
+        stack = case.stack.name if case.stack else None
+        try:
+            for fault in one.function(case):
+                verdicts.findings.append(_finding(one, fault, stack))
+        except CannotCheck as reason:
+            verdicts.not_checked.append(NotChecked(stack, one.code, str(reason), reason.essential))
+        except Exception as error:  # noqa: BLE001 - one broken check must not hide what the others found
+            reason_text = f"the check crashed ({type(error).__name__}: {error}); please report it"
+            verdicts.not_checked.append(NotChecked(stack, one.code, reason_text, essential=True))
+
+
+def _finding(one: Check, fault: Fault, stack: str | None) -> Finding:
+    identity = "\n".join((one.name, stack or "", fault.where, *sorted(fault.subject)))
+    return Finding(
+        code=one.code,
+        name=one.name,
+        severity=fault.severity,
+        confidence=fault.confidence,
+        stack=stack,
+        file=fault.file,
+        subject=fault.subject,
+        where=fault.where,
+        promised=fault.promised,
+        observed=fault.observed,
+        cause=fault.cause,
+        follows=fault.follows,
+        repair=fault.advice,
+        fingerprint=hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()[:16],
+    )

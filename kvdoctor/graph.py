@@ -1,0 +1,189 @@
+"""GraphView: read-only questions to a graph, its subgraphs and its functions. No weights, no runtime."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import onnx
+
+from kvdoctor.contract import Dim
+
+ELEMENT_TYPES = {number: name.lower() for name, number in onnx.TensorProto.DataType.items()}
+"""ONNX words for element types: float, float16, int64, bool, ..."""
+
+PASSES_ON = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape"}
+"""Operators through which a flag stays the same flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A tensor as the file declares it. `shape` is None where the file gives no shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...] | None
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A graph, a subgraph or a function body, with the scope around it. `path` is for people."""
+
+    graph: onnx.GraphProto
+    path: str
+    outer: "Scope | None" = None
+
+    @cached_property
+    def producers(self) -> dict[str, onnx.NodeProto]:
+        """The node that makes each value of this scope."""
+        return {name: node for node in self.graph.node for name in node.output if name}
+
+    @cached_property
+    def initializers(self) -> dict[str, onnx.TensorProto]:
+        """Initializers of this scope by name."""
+        return {tensor.name: tensor for tensor in self.graph.initializer}
+
+    def constant(self, name: str) -> onnx.TensorProto | None:
+        """The tensor behind a value that is a constant or an initializer, in this scope or one around it.
+
+        Values that only pass through Identity count. An initializer that is also a graph input is no constant.
+        """
+        name = self.through(name, {"Identity"})
+        node = self.producers.get(name)
+        if node is not None:
+            if node.op_type != "Constant":
+                return None
+            return next((a.t for a in node.attribute if a.name == "value" and a.HasField("t")), None)
+        if name in self.initializers:
+            return self.initializers[name]
+        return self.outer.constant(name) if self.outer else None
+
+    def through(self, name: str, operators: set[str]) -> str:
+        """Walk back over nodes of the given operators, by their first input; a loop in a damaged graph ends it."""
+        for _ in range(len(self.graph.node)):
+            node = self.producers.get(name)
+            if node is None or node.op_type not in operators or not node.input:
+                break
+            name = node.input[0]
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The `If` of a merged decoder: its node, and the bodies taken when the switch is true and when it is false."""
+
+    node: onnx.NodeProto
+    cached: Scope
+    no_past: Scope
+
+
+@dataclass(frozen=True)
+class GraphView:
+    """Questions to one model. Whoever holds it must not change the model."""
+
+    model: onnx.ModelProto
+    main: Scope = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "main", Scope(self.model.graph, "graph"))
+
+    @cached_property
+    def inputs(self) -> dict[str, Declared]:
+        """Graph inputs by name; those that initializers give a value to are left out."""
+        given = self.main.initializers
+        return {v.name: declared(v) for v in self.model.graph.input if v.name not in given}
+
+    @cached_property
+    def outputs(self) -> dict[str, Declared]:
+        """Graph outputs by name."""
+        return {value.name: declared(value) for value in self.model.graph.output}
+
+    @cached_property
+    def opsets(self) -> dict[str, int]:
+        """Opset version by domain; the standard domain is the empty name."""
+        return {o.domain if o.domain != "ai.onnx" else "": o.version for o in self.model.opset_import}
+
+    @property
+    def producer(self) -> str:
+        """Name and version of the program that wrote the file."""
+        return f"{self.model.producer_name} {self.model.producer_version}".strip()
+
+    def scopes(self) -> Iterator[Scope]:
+        """The main graph and every subgraph, outer ones first. Function bodies hold no graph values of their own."""
+        yield from _scopes_below(self.main)
+
+    @cached_property
+    def operators(self) -> dict[str, int]:
+        """How often each operator occurs, at any depth and in functions."""
+        counts: dict[str, int] = {}
+        bodies = [scope.graph.node for scope in self.scopes()] + [function.node for function in self.model.functions]
+        for nodes in bodies:
+            for node in nodes:
+                counts[node.op_type] = counts.get(node.op_type, 0) + 1
+        return counts
+
+    def node(self, name: str) -> onnx.NodeProto | None:
+        """The node of that name, at any depth."""
+        return self._named_nodes.get(name)
+
+    @cached_property
+    def _named_nodes(self) -> dict[str, onnx.NodeProto]:
+        return {node.name: node for scope in self.scopes() for node in scope.graph.node if node.name}
+
+    @cached_property
+    def branches(self) -> tuple[str, Branches] | None:
+        """The switch input and the `If` it decides: found by its condition, never by being the only node."""
+        flags = {name for name, port in self.inputs.items() if port.dtype == "bool"}
+        for node in self.model.graph.node:
+            if node.op_type == "If" and node.input:
+                switch, holds = self._condition(node.input[0])
+                bodies = {a.name: Scope(a.g, f"If {node.name!r}, {a.name}", self.main) for a in node.attribute}
+                if switch in flags and {"then_branch", "else_branch"} <= set(bodies):
+                    chosen, other = bodies["then_branch"], bodies["else_branch"]
+                    return switch, Branches(node, *((chosen, other) if holds else (other, chosen)))
+        return None
+
+    def branch_output(self, output: str, branch: Scope) -> str | None:
+        """The value inside a branch of `branches` that becomes the graph output of that name."""
+        if self.branches is None:
+            return None
+        made = list(self.branches[1].node.output)
+        name = self.main.through(output, {"Identity"})
+        if name not in made or made.index(name) >= len(branch.graph.output):
+            return None
+        return branch.graph.output[made.index(name)].name
+
+    def _condition(self, name: str) -> tuple[str, bool]:
+        """Walk from the condition of an `If` back to the value that decides it; False when it was negated."""
+        holds = True
+        for _ in range(len(self.model.graph.node)):
+            name = self.main.through(name, PASSES_ON)
+            node = self.main.producers.get(name)
+            if node is None or node.op_type != "Not":
+                break
+            name, holds = node.input[0], not holds
+        return name, holds
+
+
+def declared(value: onnx.ValueInfoProto) -> Declared:
+    """Read a value's declared type; an empty dtype where it has none or is no tensor."""
+    if not value.type.HasField("tensor_type"):
+        return Declared(value.name, "", None)
+    tensor = value.type.tensor_type
+    dtype = ELEMENT_TYPES.get(tensor.elem_type, "")
+    if not tensor.HasField("shape"):
+        return Declared(value.name, "" if dtype == "undefined" else dtype, None)
+    return Declared(value.name, dtype, tuple(_dim(dim) for dim in tensor.shape.dim))
+
+
+def _dim(dim: onnx.TensorShapeProto.Dimension) -> Dim:
+    if dim.HasField("dim_value"):
+        return int(dim.dim_value)
+    return str(dim.dim_param) if dim.dim_param else None
+
+
+def _scopes_below(scope: Scope) -> Iterator[Scope]:
+    yield scope
+    for node in scope.graph.node:
+        for attribute in node.attribute:
+            for body in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+                yield from _scopes_below(Scope(body, f"{node.op_type} {node.name!r}, {attribute.name}", scope))

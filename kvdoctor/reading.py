@@ -1,0 +1,235 @@
+"""Reads the cache contract of a stack out of its graphs. Names are hints; what branches return is asked of the graph."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvdoctor.contract import Axis, CacheContract, Dim, Graph, Phase, Port, Role, Slot
+from kvdoctor.dialects import Dialect, RoleRule, SlotRule
+from kvdoctor.dialects.optimum import OPTIMUM
+from kvdoctor.graph import Declared, GraphView
+from kvdoctor.model_folder import OnnxFile, StackFiles
+
+DYNAMIC_QUANTISATION = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QAttention"}
+CONTEXT_KEYS = ("max_target_positions", "max_position_embeddings", "n_positions", "n_ctx", "max_decoder_position_embeddings")
+SYMBOL = {"past": "past", "encoder": "encoder", "batch": "batch"}
+
+
+def read_contract(stack: StackFiles, config: dict[str, Any], dialect: Dialect = OPTIMUM) -> CacheContract:
+    """Read how to drive a stack. What cannot be understood is listed in `missing`."""
+    return _Reader(stack, config, dialect).read()
+
+
+def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the decoder: nested for vision and speech encoder-decoders."""
+    for key in ("decoder", "text_config"):
+        if isinstance(config.get(key), dict):
+            return dict(config[key])
+    return config
+
+
+def context_limit(config: dict[str, Any]) -> int | None:
+    """Tokens that the config declares usable. T5 has relative positions and declares none."""
+    part = decoder_config(config)
+    values = [part[key] for key in CONTEXT_KEYS if isinstance(part.get(key), int) and part[key] > 0]
+    return values[0] if values else None
+
+
+@dataclass
+class _Reader:
+    stack: StackFiles
+    config: dict[str, Any]
+    dialect: Dialect
+    missing: list[str] = field(default_factory=list)
+    evidence: list[str] = field(default_factory=list)
+
+    def read(self) -> CacheContract:
+        files = self.stack.files
+        last, first = self.stack.main, files.get("decoder", self.stack.main)
+        graphs = {"decoder": self._decoder_graph(last)}
+        if first is not last:
+            graphs["first-step"] = self._decoder_graph(first)
+        phases = self._phases(graphs)
+        if "encoder" in files and any(g.port("encoder_states") for g in graphs.values()):
+            graphs["encoder"] = self._encoder_graph(files["encoder"])
+            phases["encode"] = Phase("encoder")
+        slots = tuple(self._slots(graphs["decoder"], graphs[phases["prefill"].graph], last))
+        self._require(graphs, slots)
+        return CacheContract(
+            layout=self._layout(slots),
+            graphs=graphs,
+            phases=phases,
+            slots=slots,
+            first_step=self._first_step(),
+            exactness=self._exactness(slots),
+            vocabulary=self._vocabulary(graphs["decoder"]),
+            context_limit=context_limit(self.config),
+            evidence=tuple(self.evidence),
+            missing=tuple(dict.fromkeys(self.missing)),
+        )
+
+    def _layout(self, slots: tuple[Slot, ...]) -> str:
+        if not slots:
+            return "unknown"
+        kind = self.stack.kind
+        if kind == "merged" and not any(slot.kind == "cross-attention" for slot in slots):
+            return "optimum-merged-self-only"
+        return "unknown" if kind == "unpaired" else f"optimum-{kind}"
+
+    def _first_step(self) -> Any:
+        return {"merged": "no-past-branch", "pair": "no-past-graph"}.get(self.stack.kind, "empty-past")
+
+    def _phases(self, graphs: dict[str, Graph]) -> dict[str, Phase]:
+        if self.stack.kind == "merged":
+            switch, branches = self._view(self.stack.main).branches or ("", None)
+            self.evidence.append(f"an If decided by {switch!r} holds the cached and the no-past branch")
+            holds = branches is not None and branches.cached.path.endswith("then_branch")
+            return {"prefill": Phase("decoder", not holds), "decode": Phase("decoder", holds)}
+        if "first-step" in graphs:
+            self.evidence.append("a graph without past makes the cache that a second graph takes")
+            return {"prefill": Phase("first-step"), "decode": Phase("decoder")}
+        self.evidence.append("one graph takes a past of any length")
+        return {"prefill": Phase("decoder"), "decode": Phase("decoder")}
+
+    def _decoder_graph(self, file: OnnxFile) -> Graph:
+        view = self._view(file)
+        switch = view.branches[0] if view.branches else None
+        inputs = [self._input(port, switch, file) for port in view.inputs.values()]
+        presents = {self._present_name(match, rule) for match, rule in self._matches(view.inputs)}
+        outputs = [self._output(port, presents) for port in view.outputs.values()]
+        return Graph(file.name, tuple(inputs), tuple(outputs))
+
+    def _encoder_graph(self, file: OnnxFile) -> Graph:
+        view = self._view(file)
+        inputs = [_ruled(port, self.dialect.encoder_inputs) or _port(port, "auxiliary") for port in view.inputs.values()]
+        for port in inputs:
+            if port.role == "auxiliary":
+                self.missing.append(f"encoder input {port.name!r} plays no known part")
+        outputs = [_ruled(p, self.dialect.encoder_outputs) or _port(p, "auxiliary") for p in view.outputs.values()]
+        return Graph(file.name, tuple(inputs), tuple(outputs))
+
+    def _input(self, port: Declared, switch: str | None, file: OnnxFile) -> Port:
+        if port.name == switch:
+            return _port(port, "branch_switch", ("fixed",) * len(port.shape or ()))
+        for rule in self.dialect.slots:
+            if rule.past.fullmatch(port.name):
+                return _port(port, "past", rule.axes)
+        ruled = _ruled(port, self.dialect.inputs)
+        if ruled is None:
+            kind = "looks like a cache" if self.dialect.looks_like_cache.match(port.name) else "plays no known part"
+            self.missing.append(f"input {port.name!r} of {file.name} {kind}, and no rule says what to feed it")
+            return _port(port, "auxiliary")
+        if ruled.shape is None or len(ruled.shape) != len(ruled.axes):
+            # logits_to_keep is a scalar in some exports and a vector in others; the rest has a fixed rank.
+            if ruled.role != "logits_to_keep":
+                self.missing.append(f"input {port.name!r} of {file.name} has not the rank that its name stands for")
+            return _port(port, ruled.role, ("fixed",) * len(port.shape or ()))
+        return ruled
+
+    def _output(self, port: Declared, presents: set[str]) -> Port:
+        if port.name in presents or port.name.startswith("present"):
+            return _port(port, "present")
+        return _ruled(port, self.dialect.outputs) or _port(port, "auxiliary")
+
+    def _matches(self, ports: dict[str, Declared]) -> Iterator[tuple[Any, SlotRule]]:
+        for name in ports:
+            for rule in self.dialect.slots:
+                if match := rule.past.fullmatch(name):
+                    yield match, rule
+
+    def _present_name(self, match: Any, rule: SlotRule) -> str:
+        return rule.present.format(**match.groupdict())
+
+    def _slots(self, decode: Graph, prefill: Graph, file: OnnxFile) -> Iterator[Slot]:
+        view = self._view(file)
+        made, returned = {p.name for p in prefill.outputs}, {p.name for p in decode.outputs}
+        found = sorted(self._matches(view.inputs), key=lambda item: (int(item[0]["layer"]), item[1].kind, item[0]["part"]))
+        for match, rule in found:
+            present, port = self._present_name(match, rule), view.inputs[match.string]
+            if port.shape is None or len(port.shape) != len(rule.axes):
+                self.missing.append(f"input {port.name!r} has no declared shape with {len(rule.axes)} axes")
+                continue
+            yield Slot(
+                kind=rule.kind,
+                layer=int(match["layer"]),
+                part=match["part"],
+                dtype=port.dtype,
+                shape=port.shape,
+                axes=rule.axes,
+                past=port.name,
+                present=present if present in returned else None,
+                filled_by=present if present in made else None,
+                carry="hold" if rule.kind == "cross-attention" else "feed-back",
+                emptied=_is_emptied(view, present),
+            )
+
+    def _require(self, graphs: dict[str, Graph], slots: tuple[Slot, ...]) -> None:
+        """Say what stands in the way of driving the stack."""
+        decode = graphs["decoder"]
+        if not slots:
+            self.missing.append("no past input is named as a known exporter names it")
+        for role in ("token_ids", "logits"):
+            if decode.port(role) is None:  # type: ignore[arg-type]
+                self.missing.append(f"{decode.file} has no {role}")
+        for slot in slots:
+            symbolic = [a for d, a in zip(slot.shape, slot.axes, strict=True) if not isinstance(d, int)]
+            if unknown := {"kv_heads", "head_dim"} & set(symbolic):
+                self.missing.append(f"the {' and '.join(sorted(unknown))} of {slot.past!r} is not a number in the graph")
+
+    def _exactness(self, slots: tuple[Slot, ...]) -> Any:
+        operators: set[str] = set()
+        for role, file in self.stack.files.items():
+            if role != "encoder":
+                operators |= set(self._view(file).operators)
+        if operators & DYNAMIC_QUANTISATION:
+            return "dynamic-quantisation"
+        kinds = {slot.dtype for slot in slots} | {p.dtype for p in self._view(self.stack.main).outputs.values()}
+        kinds |= {_weight_type(self._view(self.stack.main))}
+        return next((kind for kind in ("bfloat16", "float16") if kind in kinds), "float")
+
+    def _vocabulary(self, graph: Graph) -> int | None:
+        logits = graph.port("logits")
+        if logits and logits.shape and isinstance(logits.shape[-1], int):
+            return logits.shape[-1]
+        size = decoder_config(self.config).get("vocab_size")
+        return size if isinstance(size, int) and size > 1 else None
+
+    @staticmethod
+    def _view(file: OnnxFile) -> GraphView:
+        assert file.view is not None  # noqa: S101 - stacks hold files that were read
+        return file.view
+
+
+def _weight_type(view: GraphView) -> str:
+    """The element type that most weights are stored in: a float16 graph may keep float inputs and outputs."""
+    from kvdoctor.graph import ELEMENT_TYPES
+
+    sizes: dict[str, int] = {}
+    for tensor in view.model.graph.initializer:
+        kind = ELEMENT_TYPES.get(tensor.data_type, "")
+        sizes[kind] = sizes.get(kind, 0) + math.prod(tensor.dims)
+    return max(sizes, key=lambda kind: sizes[kind], default="")
+
+
+def _is_emptied(view: GraphView, present: str) -> bool:
+    """Whether the cached branch makes this output a constant without elements."""
+    if view.branches is None:
+        return False
+    cached = view.branches[1].cached
+    inner = view.branch_output(present, cached)
+    tensor = cached.constant(inner) if inner is not None else None
+    return tensor is not None and 0 in tensor.dims
+
+
+def _ruled(port: Declared, rules: tuple[RoleRule, ...]) -> Port | None:
+    for rule in rules:
+        if rule.name.fullmatch(port.name):
+            return _port(port, rule.role, rule.axes)
+    return None
+
+
+def _port(port: Declared, role: Role, axes: tuple[Axis, ...] = ()) -> Port:
+    """A port whose axes are the rule's as long as the ranks agree."""
+    shape: tuple[Dim, ...] | None = port.shape
+    return Port(port.name, port.dtype, shape, role, axes)

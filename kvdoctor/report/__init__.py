@@ -1,0 +1,1 @@
+"""One report document, many renderers."""

@@ -1,0 +1,118 @@
+"""The report: everything a command found, as one frozen document. Its field names are the public contract."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvdoctor import __version__
+from kvdoctor.contract import CacheContract
+from kvdoctor.findings import SEVERITIES, Finding, NotChecked, Severity, all_checks
+from kvdoctor.plain import to_plain
+from kvdoctor.trace import Run
+
+SCHEMA = "kvdoctor/report/1"
+GATE_SCHEMA = "kvdoctor/gate/1"
+
+Verdict = Literal["healthy", "unhealthy", "incomplete", "nothing-found"]
+FailOn = Literal["note", "warning", "error", "never"]
+
+EXIT_HEALTHY, EXIT_FINDINGS, EXIT_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """One file as it is on disk. `bytes` without external data; `external` are the files that hold weights."""
+
+    path: str
+    role: str
+    bytes: int
+    sha256: str | None = None
+    ir_version: int | None = None
+    opsets: dict[str, int] = field(default_factory=dict)
+    producer: str | None = None
+    external: tuple[str, ...] = ()
+    inputs: tuple[dict[str, Any], ...] = ()
+    outputs: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The model: its path as the user wrote it, and its files."""
+
+    path: str
+    files: tuple[FileFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Bytes the cache takes for one sequence: per decoded token, per encoder state, and at the context length."""
+
+    bytes_per_token: int | None
+    bytes_per_encoder_state: int | None
+    context: int | None
+    bytes_at_context: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StackFacts:
+    """One stack: what decodes together."""
+
+    name: str
+    layout: str
+    files: tuple[str, ...]
+    contract: CacheContract | None
+    cache: CacheSize | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a command found on one model. All times (seconds) and memory (bytes) of this run are under `measured`."""
+
+    command: str
+    arguments: dict[str, Any]
+    seed: int
+    verdict: Verdict
+    environment: dict[str, str]
+    model: ModelFacts
+    stacks: tuple[StackFacts, ...] = ()
+    runs: tuple[Run, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    not_checked: tuple[NotChecked, ...] = ()
+    repair: dict[str, Any] | None = None
+    measured: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document as it is written to JSON."""
+        body = to_plain(self)
+        for run in body["runs"]:
+            del run["node_names"]
+        return {"schema": SCHEMA, "tool": {"name": "kvdoctor", "version": __version__}, **body}
+
+
+def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Errors before warnings before notes, then by code, stack and subject: the order of every report."""
+    return tuple(sorted(findings, key=lambda f: (-SEVERITIES.index(f.severity), f.code, f.stack or "", f.subject)))
+
+
+def decide(command: str, findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...], fail_on: FailOn) -> Verdict:
+    """The verdict. `could not check` is never healthy, and an inspection alone never says healthy."""
+    counting = _at_or_above(findings, "error" if fail_on == "never" else fail_on)
+    incomplete = {check.code for check in all_checks() if check.incomplete}
+    if any(finding.code not in incomplete for finding in counting):
+        return "unhealthy"
+    if any(finding.code in incomplete for finding in findings) or any(entry.essential for entry in not_checked):
+        return "incomplete"
+    return "nothing-found" if command == "inspect" else "healthy"
+
+
+def exit_code(report: Report, fail_on: FailOn) -> int:
+    """0, 1 or 3 by the verdict; with `never` findings do not count, but what could not be checked does."""
+    if report.verdict == "incomplete":
+        return EXIT_INCOMPLETE
+    if report.verdict == "unhealthy":
+        return EXIT_HEALTHY if fail_on == "never" else EXIT_FINDINGS
+    return EXIT_HEALTHY
+
+
+def _at_or_above(findings: tuple[Finding, ...], lowest: Severity) -> list[Finding]:
+    return [f for f in findings if SEVERITIES.index(f.severity) >= SEVERITIES.index(lowest)]

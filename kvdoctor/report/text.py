@@ -1,0 +1,182 @@
+"""The report for a terminal or a log: colour and wrapping on a terminal, one line per fact in a pipe."""
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvdoctor.report import wording
+from kvdoctor.report.document import Report, StackFacts
+from kvdoctor.report.safe import printable, shortened
+from kvdoctor.trace import Run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan", "passed": "green", "failed": "red"}
+VERDICTS = {"healthy": "bold green", "unhealthy": "bold red", "incomplete": "bold yellow", "nothing-found": "bold"}
+PIPE_WIDTH = 4096
+LABEL_WIDTH = 10
+
+
+def render(report: Report, console: Console, verbosity: int = 0, show_diff: bool = False) -> None:
+    """Print a report. `verbosity`: -1 findings and verdict alone, 0 as usual, 1 with every step and every port."""
+    page = _Page(console, verbosity)
+    if verbosity >= 0:
+        page.head(report)
+        for stack in report.stacks:
+            page.stack(stack, report)
+        page.repair(report, show_diff)
+        page.notes(report)
+    page.findings(report)
+    page.line(wording.verdict_line(report), VERDICTS[report.verdict])
+
+
+class _Page:
+    def __init__(self, console: Console, verbosity: int) -> None:
+        self.console, self.verbosity = console, verbosity
+
+    def line(self, text: str, style: str = "") -> None:
+        """One line; only a terminal wraps it."""
+        self.console.print(Text(printable(text), style), soft_wrap=not self.console.is_terminal)
+
+    def pairs(self, rows: "Iterable[tuple[str, str]]", indent: int = 2) -> None:
+        """Label and text, the text wrapped under itself."""
+        if not self.console.is_terminal:
+            for label, text in rows:
+                self.line(f"{' ' * indent}{label:<{LABEL_WIDTH}}{text}")
+            return
+        grid = Table.grid(padding=(0, 0))
+        grid.add_column(width=indent + LABEL_WIDTH, no_wrap=True)
+        grid.add_column(overflow="fold")
+        for label, text in rows:
+            grid.add_row(Text(" " * indent + label, "dim"), Text(printable(text)))
+        self.console.print(grid)
+
+    def table(self, header: list[str], rows: list[list[str]], styled: int = -1) -> None:
+        """A table without lines, indented by two."""
+        grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        grid.add_column("")
+        for column, title in enumerate(header):
+            grid.add_column(title, overflow="fold", no_wrap=column < len(header) - 1 and len(header) < 5)
+        for row in rows:
+            texts = [Text(printable(shortened(cell))) for cell in row]
+            if styled >= 0:
+                texts[styled].stylize(STYLES.get(row[styled].partition(" ")[0], ""))
+            grid.add_row("", *texts)
+        self.console.print(grid)
+
+    def head(self, report: Report) -> None:
+        versions = ", ".join(f"{name} {version}" for name, version in report.environment.items())
+        self.line(f"kvdoctor {report.command} {report.model.path}", "bold")
+        self.line(versions, "dim")
+        if report.command == "inspect":
+            self.line("")
+            rows = [wording.file_row(file) for file in report.model.files]
+            self.table(["file", "role", "size", "IR", "opsets", "producer"], rows)
+
+    def stack(self, stack: StackFacts, report: Report) -> None:
+        self.line("")
+        runs = [run for run in report.runs if run.stack == stack.name]
+        if report.command == "inspect":
+            self.line(f"{stack.name}: the cache contract", "bold")
+            self.pairs(wording.contract_rows(stack))
+            self.ports(stack, report)
+        elif runs:
+            self.runs(stack, runs, report)
+        else:
+            self.line(f"{stack.name} ({stack.layout}): no decode step was run", "bold")
+
+    def ports(self, stack: StackFacts, report: Report) -> None:
+        for file in report.model.files:
+            if file.path in stack.files:
+                self.line(f"  {file.path}", "bold")
+                rows = list(wording.port_rows(file, everything=self.verbosity > 0))
+                self.table(["", "name", "type"], rows)
+
+    def runs(self, stack: StackFacts, runs: list[Run], report: Report) -> None:
+        """All runs of a stack with a finding; one line for a stack where nothing was found."""
+        from kvdoctor.experiments import load
+
+        known = {experiment.name: experiment for experiment in load()}
+        done = [run for run in runs if run.outcome != "skipped"]
+        sick = any(f.stack == stack.name and f.severity != "note" for f in report.findings)
+        open_ends = any(entry.stack == stack.name and entry.essential for entry in report.not_checked)
+        if not (sick or open_ends or self.verbosity > 0):
+            judged = [run for run in done if run.experiment in known and known[run.experiment].judged]
+            names = ", ".join(run.experiment for run in judged)
+            self.line(f"{stack.name} ({stack.layout}): {names} passed", "bold green")
+            self.cost(stack, report)
+            return
+        self.line(f"{stack.name} ({stack.layout})", "bold")
+        rows = []
+        for run in done if self.verbosity <= 0 else runs:
+            experiment = known.get(run.experiment)
+            why = experiment.why if experiment and not experiment.judged else ""
+            rows.append([run.experiment, wording.outcome(run), wording.detail(run, why)])
+        self.table(["experiment", "outcome", ""], rows, styled=1)
+        self.cost(stack, report)
+        for run in done:
+            if self.verbosity > 0 or run.experiment == self.shown_steps(done):
+                self.steps(run, stack)
+
+    @staticmethod
+    def shown_steps(runs: list[Run]) -> str | None:
+        """The run whose steps are worth showing: the first loop that did not pass."""
+        loops = ("plain-loop", "held-loop", "empty-past", "batch", "other-encoder-length")
+        bad = [run for run in runs if run.experiment in loops and run.outcome not in ("passed", "skipped")]
+        return bad[0].experiment if bad else None
+
+    def steps(self, run: Run, stack: StackFacts) -> None:
+        if not run.steps or stack.contract is None:
+            return
+        self.line(f"  {run.experiment}, step by step", "bold")
+        self.table(*wording.steps_table(run, stack.contract))
+        if run.error:
+            self.pairs([("runtime", shortened(run.error, 600))])
+
+    def cost(self, stack: StackFacts, report: Report) -> None:
+        measured = report.measured.get(stack.name, {}).get("step_seconds", {})
+        line = wording.cost_line(stack.name, measured)
+        if line:
+            self.line(f"  {line}", "dim")
+
+    def repair(self, report: Report, show_diff: bool) -> None:
+        """What was changed, and what proves it."""
+        if not report.repair or not report.repair["changes"]:
+            return
+        changes = report.repair["changes"]
+        self.line("")
+        self.line(f"changed: {len(changes)} places", "bold")
+        for change in changes if show_diff or self.verbosity > 0 else changes[:2]:
+            self.line(f"  {change['file']}: {change['where']}")
+            self.line(f"  - {change['before']}", "red")
+            self.line(f"  + {change['after']}", "green")
+        if len(changes) > 2 and not (show_diff or self.verbosity > 0):
+            self.line(f"  ... and {len(changes) - 2} more like these (--diff or the fix report list all of them)", "dim")
+        self.line("proof", "bold")
+        for entry in report.repair["proof"]:
+            detail = f": {entry['detail']}" if entry["detail"] else ""
+            mark = "holds " if entry["holds"] else "FAILS "
+            self.line(f"  {mark} {entry['stack']}: {entry['claim']}{detail}", "green" if entry["holds"] else "red")
+        if report.repair["out"] is not None:
+            self.line(f"written: {report.repair['out']} (fix report: kvdoctor-report.md)", "bold")
+
+    def notes(self, report: Report) -> None:
+        for note in report.notes:
+            self.line(f"note: {note}", "dim")
+
+    def findings(self, report: Report) -> None:
+        for finding in report.findings:
+            if self.verbosity < 0 or finding.severity != "note" or self.verbosity > 0 or report.command == "inspect":
+                self.line("")
+                self.line(shortened(wording.headline(finding), 600), STYLES[finding.severity])
+                self.pairs((label, shortened(text, 900)) for label, text in wording.evidence(finding))
+            else:
+                self.line("")
+                self.line(shortened(wording.headline(finding)), STYLES["note"])
+        for entry in report.not_checked:
+            stack = f" ({entry.stack})" if entry.stack else ""
+            self.line(f"not checked: {entry.code}{stack} {shortened(entry.reason, 600)}", "yellow")
+        self.line("")

@@ -1,0 +1,313 @@
+"""The structure of an ONNX model without its weights, whatever the size of the file.
+
+The protobuf framing of the file is walked, and tensor payloads above `SMALL_PAYLOAD` bytes are never read. What remains
+goes to the protobuf parser. Sources of the rules: onnx.proto for the field numbers and
+https://protobuf.dev/programming-guides/encoding/ for the framing and its limits.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import onnx
+from google.protobuf import descriptor_pool, message_factory  # type: ignore[import-untyped,unused-ignore]
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped,unused-ignore]
+
+from kvdoctor.errors import UnreadableError
+
+SMALL_PAYLOAD: Final = 1024  # bytes; payloads up to this size stay: shapes and axes are needed to read a graph
+MAX_KEPT: Final = 512 * 2**20  # bytes; more without weights is no decoder, and parsing takes a multiple in memory
+MAX_FILE: Final = 2**31 - 1  # bytes; the limit of one protobuf message, which every ONNX runtime inherits
+MAX_DEPTH: Final = 100  # messages within messages; the recursion limit of the protobuf parsers
+MAX_VARINT: Final = 10  # bytes
+WINDOW: Final = 8192  # bytes read at a time: enough for many nodes, little for a header between two payloads
+VARINT, I64, LEN, I32 = 0, 1, 2, 5
+FIXED: Final = {I64: 8, I32: 4}  # bytes
+# The fields on the way from a model to its tensors.
+NESTED: Final[dict[str, dict[int, str]]] = {
+    "ModelProto": {7: "GraphProto", 20: "TrainingInfoProto", 25: "FunctionProto"},
+    "GraphProto": {1: "NodeProto", 5: "TensorProto", 15: "SparseTensorProto"},
+    "NodeProto": {5: "AttributeProto"},
+    "AttributeProto": dict.fromkeys((5, 10), "TensorProto")
+    | dict.fromkeys((6, 11), "GraphProto")
+    | dict.fromkeys((22, 23), "SparseTensorProto"),
+    "SparseTensorProto": {1: "TensorProto", 2: "TensorProto"},
+    "TrainingInfoProto": {1: "GraphProto", 2: "GraphProto"},
+    "FunctionProto": {7: "NodeProto", 11: "AttributeProto"},
+}
+# The fields of a TensorProto that hold its values, with the wire type of one value.
+PAYLOAD: Final[dict[int, int]] = {4: I32, 5: VARINT, 6: LEN, 7: VARINT, 9: LEN, 10: I64, 11: VARINT}
+# The fields of a ModelProto: what runs past the end of the file under another number is no torn model.
+MODEL_FIELDS: Final = dict.fromkeys((1, 5), VARINT) | dict.fromkeys((2, 3, 4, 6, 7, 8, 14, 20, 25, 26), LEN)
+
+_NESTED_TAGS = {name: {number << 3 | LEN: kind for number, kind in fields.items()} for name, fields in NESTED.items()}
+_PAYLOAD_TAGS: Final = frozenset(number << 3 | wire for number, one in PAYLOAD.items() for wire in (one, LEN))
+_MODEL_TAGS: Final = {number << 3 | wire for number, wire in MODEL_FIELDS.items()} | {None}  # None: torn within a tag
+
+_AGAIN: Final = "download or copy the file again, or export the model again"
+_EXPORT: Final = "export the model to ONNX first"
+_LOOK: Final = "check the path: an ONNX model usually has the suffix .onnx"
+
+# What other files show at their start. The text patterns are safe: models hold control characters near the start, such
+# as the tags of ir_version and of a node's output.
+_LFS = rb"version https://git-lfs\.github\.com/spec/.*?(?:^size (?P<bytes>\d{1,19})$|\Z)"
+_UTF8 = rb"(?:[\t\n\f\r -~]|[\xc2-\xf4][\x80-\xbf]{1,3})"
+_OTHER_FORMATS: Final = (
+    (_LFS, "a Git LFS pointer", "run `git lfs pull` in the repository"),
+    (rb".{4}ORTM", "a model in ONNX Runtime's .ort format", "use the .onnx file that it was made from"),
+    (rb"PK\x03\x04", "a zip archive or PyTorch checkpoint", f"unpack it, or {_EXPORT}"),
+    (rb"\x1f\x8b", "a file compressed with gzip", "unpack it"),
+    (rb"\x80[\x02-\x05]", "a Python pickle, perhaps a PyTorch checkpoint", _EXPORT),
+    (rb"GGUF", "a GGUF model", "use an ONNX export of the same model"),
+    (rb'.{5}\0{3}\{"', "a safetensors file", _EXPORT),
+    (rb"\x89HDF\r\n\x1a\n", "an HDF5 file", _EXPORT),
+    (rb"\0{16}", "a file of zeros, as an interrupted download leaves it", _AGAIN),
+    (rb"(?i:\s*<(?:!doctype )?html)", "an HTML page", "download the file itself, not the page that shows it"),
+    (rb"\s*[{\[]%b*[\x80-\xf4]{0,3}\Z" % _UTF8, "JSON text", "look into it: it may be a server's error message"),
+    (rb"%b+[\x80-\xf4]{0,3}\Z" % _UTF8, "a text file", _LOOK),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A model without the payloads of its large tensors.
+
+    Attributes:
+        model: everything else; each tensor keeps its dims, data_type and name. All strings are valid UTF-8.
+        bytes_on_disk: size of the file in bytes, external data not included.
+        inline_bytes: size in bytes of the payloads left out, that is of the weights stored inside the file.
+        left_out: number of tensors whose payload was left out; see `payload_left_out`.
+    """
+
+    model: onnx.ModelProto
+    bytes_on_disk: int
+    inline_bytes: int
+    left_out: int
+
+
+@dataclass(eq=False)
+class _WireError(Exception):
+    """The framing is broken at byte `at`; `missing` bytes more would mend it (0: none would)."""
+
+    at: int
+    what: str
+    missing: int = 0
+    tag: int | None = None
+
+
+def payload_left_out(tensor: onnx.TensorProto) -> bool:
+    """Say whether a tensor of a skeleton lacks its values. One that lacks them in the file already looks the same."""
+    if tensor.data_location == onnx.TensorProto.EXTERNAL or not all(tensor.dims):
+        return False
+    return PAYLOAD.keys().isdisjoint(field.number for field, _ in tensor.ListFields())
+
+
+def read_skeleton(path: Path) -> Skeleton:
+    """Read a model file without its large tensor payloads.
+
+    Raises:
+        UnreadableError: the file cannot be opened, or is no ONNX model, or is damaged.
+    """
+    try:
+        return _read(path)
+    except PermissionError:
+        raise UnreadableError("no permission to read the file", "change its permissions") from None
+    except (OSError, ValueError, OverflowError) as error:
+        what = getattr(error, "strerror", None) or str(error)
+        raise UnreadableError(f"cannot be read: {what}", "check the path and the disk") from error
+
+
+def _read(path: Path) -> Skeleton:
+    # A FIFO or a device must not even be opened: that can wait for ever.
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        reason = "a folder, not a file" if stat.S_ISDIR(mode) else "not a regular file"
+        raise UnreadableError(reason, "name an .onnx file")
+    with path.open("rb", buffering=WINDOW) as file:
+        head = file.read(1024)
+        if not head:
+            raise UnreadableError("an empty file (0 bytes)", _AGAIN)
+        for pattern, reason, advice in _OTHER_FORMATS:
+            if found := re.match(pattern, head, re.DOTALL | re.MULTILINE):
+                size = found.groupdict().get("bytes")
+                raise UnreadableError(reason + (f" to a file of {int(size):,} bytes" if size else ""), advice)
+        walk = _Walk(_Source(file))
+        walk.run()
+    if walk.source.size > MAX_FILE:
+        reason = f"{walk.source.size:,} bytes, more than the 2 GiB that protobuf can hold"
+        raise UnreadableError(reason, "export the model again with its weights as external data")
+    return Skeleton(_parse(b"".join(walk.pieces)), walk.source.size, walk.inline_bytes, walk.left_out)
+
+
+class _Source:
+    """Bytes of a file by position, through a small window.
+
+    A mapping would be simpler, but the system reads ahead around each page touched: on a disk set to 8 MiB of it, the
+    headers of 300 tensors cost the whole of a 1.8 GB file.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.size = os.fstat(file.fileno()).st_size
+        self.window = b""
+        self.base = 0
+
+    def varint(self, at: int, end: int, tag: int | None) -> tuple[int, int]:
+        """Return the number at byte `at` and the byte after it; `tag`, of the field it is in, is for the error."""
+        index = at - self.base
+        if not 0 <= index <= len(self.window) - MAX_VARINT:
+            self.window, self.base, index = self.read(at, min(at + WINDOW, self.size)), at, 0
+        if at < end and (byte := self.window[index]) < 0x80:
+            return byte, at + 1
+        number = 0
+        for place, byte in enumerate(self.window[index : index + min(end - at, MAX_VARINT)]):
+            number |= (byte & 0x7F) << (7 * place)
+            if byte < 0x80:
+                return number, at + place + 1
+        if end - at >= MAX_VARINT:
+            raise _WireError(at, f"a number of more than {MAX_VARINT} bytes")
+        raise _WireError(at, "a field runs past the end", 1, tag)
+
+    def read(self, start: int, end: int) -> bytes:
+        if start >= self.base and end <= self.base + len(self.window):
+            return self.window[start - self.base : end - self.base]
+        self.file.seek(start)
+        if len(content := self.file.read(end - start)) < end - start:
+            raise UnreadableError("the file became shorter while it was read", "wait until it is written completely")
+        return content
+
+    def fields(self, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield tag, byte of the tag, byte of the value and byte after the value of each field between two bytes."""
+        at = start
+        while at < end:
+            tag, value = self.varint(at, end, None)
+            wire = tag & 7
+            if not 8 <= tag < 2**32:
+                raise _WireError(at, "an invalid field number")
+            if wire == LEN:
+                length, value = self.varint(value, end, tag)
+                stop = value + length
+            elif wire == VARINT:
+                stop = self.varint(value, end, tag)[1]
+            elif wire in FIXED:
+                stop = value + FIXED[wire]
+            else:
+                raise _WireError(at, f"an invalid wire type, {wire},")
+            if stop > end:
+                missing = stop - end if stop - value <= MAX_FILE else 0
+                raise _WireError(at, "a field runs past the end", missing, tag)
+            yield tag, at, value, stop
+            at = stop
+
+
+class _Walk:
+    """One pass over the framing of a model; collects what is kept."""
+
+    def __init__(self, source: _Source) -> None:
+        self.source = source
+        self.pieces: list[bytes] = []
+        self.kept = self.inline_bytes = self.left_out = 0
+
+    def run(self) -> None:
+        try:
+            self._message("ModelProto", 0, self.source.size, 1)
+        except _WireError as error:
+            if error.tag not in _MODEL_TAGS if error.missing else error.at == 0:
+                raise UnreadableError(f"not an ONNX model ({error.what} at byte {error.at:,})", _LOOK) from None
+            reason = f"damaged at byte {error.at:,}: {error.what}"
+            if error.missing:
+                reason = f"truncated: the field at byte {error.at:,} needs at least {error.missing:,} bytes more"
+            raise UnreadableError(reason, _AGAIN) from None
+
+    def _message(self, name: str, start: int, end: int, depth: int) -> None:
+        nested = _NESTED_TAGS[name]
+        copied = start
+        for tag, at, value, stop in self.source.fields(start, end):
+            # The rule that makes it fast: what is encoded in so few bytes cannot hold a large payload.
+            if stop - value > SMALL_PAYLOAD and tag in nested:
+                self._keep(copied, at)
+                self._child(tag, nested[tag], value, stop, depth + 1)
+                copied = stop
+        self._keep(copied, end)
+
+    def _child(self, tag: int, name: str, start: int, end: int, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise _WireError(start, f"messages nested deeper than {MAX_DEPTH}")
+        place, before = len(self.pieces), self.kept
+        self.pieces.append(b"")
+        try:
+            if name == "TensorProto":
+                self._tensor(start, end)
+            else:
+                self._message(name, start, end, depth)
+        except _WireError as error:
+            # Its bytes are all there: what is missing inside it would not be mended by a longer file.
+            raise _WireError(error.at, error.what) from None
+        self.pieces[place] = _encode_varint(tag) + _encode_varint(self.kept - before)
+        self.kept += len(self.pieces[place])
+
+    def _tensor(self, start: int, end: int) -> None:
+        spans: list[tuple[int, int]] = []
+        payload = 0
+        for tag, at, value, stop in self.source.fields(start, end):
+            if tag in _PAYLOAD_TAGS:
+                payload += stop - value
+                # Values that are not packed are one field each; neighbours become one span.
+                first = spans.pop()[0] if spans and spans[-1][1] == at else at
+                spans.append((first, stop))
+        if sum(stop - first for first, stop in spans) > SMALL_PAYLOAD:
+            for first, stop in spans:
+                self._keep(start, first)
+                start = stop
+            self.inline_bytes += payload
+            self.left_out += 1
+        self._keep(start, end)
+
+    def _keep(self, start: int, end: int) -> None:
+        self.kept += end - start
+        if self.kept > MAX_KEPT:
+            reason = f"more than {MAX_KEPT >> 20} MiB besides the values of tensors"
+            raise UnreadableError(reason, "remove large texts or metadata from the model")
+        if start < end:
+            self.pieces.append(self.source.read(start, end))
+
+
+def _encode_varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes((*encoded, number))
+
+
+def _parse(kept: bytes) -> onnx.ModelProto:
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(kept)
+        # Under proto2 such strings come out as `bytes`, to the surprise of everyone who reads names.
+        if verifier := _utf8_verifier():
+            verifier.FromString(kept)
+    except DecodeError as error:
+        raise UnreadableError(f"damaged: {str(error).rpartition(': ')[2]}", _AGAIN) from None
+    if model.HasField("graph") and (model.ir_version or model.opset_import):
+        return model
+    lacks = "neither ir_version nor opset_import" if model.HasField("graph") else "no graph"
+    raise UnreadableError(f"not an ONNX model (it has {lacks})", _LOOK)
+
+
+@cache
+def _utf8_verifier() -> Any:
+    """Return ModelProto under proto3, which refuses strings that are not UTF-8; None where protobuf cannot make it."""
+    model = onnx.ModelProto.DESCRIPTOR
+    pool = descriptor_pool.DescriptorPool()
+    try:
+        # Field 12 of a FileDescriptorProto (descriptor.proto) is its syntax; of two values the last one counts.
+        pool.AddSerializedFile(model.file.serialized_pb + b"\x62\x06proto3")
+        return message_factory.GetMessageClass(pool.FindMessageTypeByName(model.full_name))
+    except (TypeError, AttributeError):
+        return None
