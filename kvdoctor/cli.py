@@ -5,22 +5,19 @@ Only click is imported at the top: `--help` and `--version` load neither onnx no
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from kvdoctor import __version__
+from kvdoctor.cli_options import FORMATS, run_options, shared_options
 from kvdoctor.errors import KvdoctorError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvdoctor.doctor import Options
     from kvdoctor.report.document import Report
 
-FORMATS = ("text", "json", "markdown")
 EXAMPLES = """
 Examples:
 
@@ -36,64 +33,6 @@ Examples:
 @click.version_option(__version__, package_name="kvdoctor", message="kvdoctor %(version)s")
 def cli() -> None:
     """The doctor for ONNX decoders with a KV cache."""
-
-
-def shared_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
-    """The options that mean the same everywhere."""
-    options = [
-        click.option("--format", "format_", type=click.Choice(FORMATS), default="text", help="What goes to standard output."),
-        click.option("--output", "outputs", multiple=True, metavar="FORMAT=FILE", help="Also write that format to a file."),
-        click.option("--select", multiple=True, metavar="CODES", help="Only these checks: codes, prefixes or names."),
-        click.option("--ignore", multiple=True, metavar="CODES", help="Not these checks: codes, prefixes or names."),
-        click.option(
-            "--fail-on",
-            type=click.Choice(["note", "warning", "error", "never"]),
-            default="error",
-            show_default=True,
-            help="Lowest severity that makes the exit code 1.",
-        ),
-        click.option(
-            "--consumer",
-            type=click.Choice(["plain", "held"]),
-            default="plain",
-            show_default=True,
-            help="The loop that will call the model: every present fed back, or the cross-attention cache held.",
-        ),
-        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all inputs made up."),
-        click.option("--hash", "hash_files", is_flag=True, help="Put the SHA-256 of each file into the report."),
-        click.option("-q", "--quiet", is_flag=True, help="Findings and verdict only."),
-        click.option("-v", "--verbose", is_flag=True, help="Every run with its steps, every input and output."),
-        click.option(
-            "--color", type=click.Choice(["auto", "always", "never"]), default="auto", help="Colour; NO_COLOR is honoured."
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def run_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
-    """The options of the commands that run the model."""
-    options = [
-        click.option("--provider", default="CPUExecutionProvider", show_default=True, help="Execution provider."),
-        click.option(
-            "--timeout",
-            type=click.FloatRange(min=0, min_open=True),
-            default=300.0,
-            show_default=True,
-            metavar="SECONDS",
-            help="Longest time for one answer of the runtime.",
-        ),
-        click.option(
-            "--max-memory",
-            type=click.IntRange(min=1),
-            metavar="MIB",
-            help="Most resident memory of the runtime's process. [default: nine tenths of the machine's]",
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 @cli.command()
@@ -141,23 +80,20 @@ def re_export(path: str, out: str | None, force: bool, dry_run: bool, show_diff:
 def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     """Inspect and step-test models for CI. Exit code 0 healthy, 1 findings, 2 wrong usage, 3 could not be checked."""
     from kvdoctor import doctor
+    from kvdoctor.report import formats
 
+    outputs = _outputs(given)
     verdict, reports, code = doctor.gate(paths, _options(given))
-    if given["format_"] == "json":
-        from kvdoctor.report import machine
-
-        sys.stdout.write(machine.render_gate(verdict, reports))
-    else:
+    if given["format_"] == "text":
         for report in reports:
             _print(report, given)
-        if len(reports) > 1 and given["format_"] == "text":
+        if len(reports) > 1:
             healthy = sum(report.verdict == "healthy" for report in reports)
             click.echo(f"gate: {verdict}; {healthy} of {len(reports)} models healthy")
-    for target in given["outputs"]:
-        name, file = _split_output(target)
-        from kvdoctor.report import machine
-
-        _write(file, machine.render_gate(verdict, reports) if name == "json" else "".join(_rendered(r, name) for r in reports))
+    else:
+        sys.stdout.write(formats.rendered_gate(verdict, reports, given["format_"]))
+    for name, file in outputs:
+        _write(file, formats.rendered_gate(verdict, reports, name))
     _exit(code)
 
 
@@ -192,7 +128,8 @@ def env() -> None:
 
 
 def _step_test(path: str, given: dict[str, Any]) -> "Report":
-    from kvdoctor.runtimes import Limits, Runtime
+    from kvdoctor.child import Limits
+    from kvdoctor.runtimes import Runtime
 
     # Started before anything else is loaded: the worker opens the runtime in the meantime.
     with Runtime(Limits(given["timeout"], given["max_memory"])) as runtime:
@@ -205,9 +142,11 @@ def _step_test(path: str, given: dict[str, Any]) -> "Report":
 
 
 def _options(given: dict[str, Any]) -> "Options":
+    from kvdoctor.child import Limits
     from kvdoctor.doctor import Options
     from kvdoctor.findings import Selection
-    from kvdoctor.runtimes import Limits
+
+    _outputs(given)
 
     return Options(
         consumer=given["consumer"],
@@ -234,66 +173,44 @@ def _codes(given: tuple[str, ...]) -> tuple[str, ...]:
 
 def finish(report: "Report", given: dict[str, Any], **more: Any) -> NoReturn:
     """Print a report in the format asked for, write the files asked for, and exit by its verdict."""
+    from kvdoctor.report import formats
     from kvdoctor.report.document import exit_code
 
     _print(report, given, **more)
-    for target in given["outputs"]:
-        name, file = _split_output(target)
-        _write(file, _rendered(report, name))
+    for name, file in _outputs(given):
+        _write(file, formats.rendered(report, name))
     _exit(exit_code(report, given["fail_on"]))
 
 
 def _print(report: "Report", given: dict[str, Any], **more: Any) -> None:
-    if given["format_"] != "text":
-        sys.stdout.write(_rendered(report, given["format_"]))
+    if given["format_"] == "json":
+        from kvdoctor.report import machine
+
+        sys.stdout.write(machine.render(report))
         return
-    from kvdoctor.report import text
+    from kvdoctor.report import formats, text
 
+    if given["format_"] != "text":
+        sys.stdout.write(formats.rendered(report, given["format_"]))
+        return
     verbosity = -1 if given["quiet"] else 1 if given["verbose"] else 0
-    text.render(report, _console(given["color"]), verbosity, **more)
+    text.render(report, formats.console(given["color"]), verbosity, **more)
 
 
-def _rendered(report: "Report", name: str) -> str:
-    from kvdoctor.report import machine, markdown
-
-    if name == "text":
-        from rich.console import Console
-
-        from kvdoctor.report import text
-
-        console = Console(width=text.PIPE_WIDTH, no_color=True, record=True, file=Path(os.devnull).open("w"))  # noqa: SIM115
-        text.render(report, console)
-        return console.export_text(styles=False)
-    return {"json": machine, "markdown": markdown}[name].render(report)
-
-
-def _console(color: str) -> "Console":
-    from rich.console import Console
-
-    from kvdoctor.report.text import PIPE_WIDTH
-
-    terminal = sys.stdout.isatty()
-    forced = {"always": True, "never": terminal, "auto": terminal}[color]
-    return Console(
-        force_terminal=forced,
-        no_color=True if color == "never" else None,
-        width=None if terminal else PIPE_WIDTH if not forced else 120,
-        highlight=False,
-        markup=False,
-        emoji=False,
-        soft_wrap=False,
-    )
-
-
-def _split_output(target: str) -> tuple[str, Path]:
-    name, _, file = target.partition("=")
-    if name not in FORMATS or not file:
-        raise click.UsageError(f"--output takes FORMAT=FILE with a format of {', '.join(FORMATS)}; got {target!r}")
-    return name, Path(file)
+def _outputs(given: dict[str, Any]) -> list[tuple[str, Path]]:
+    """The files asked for with `--output`, refused before any work is done."""
+    targets = []
+    for target in given["outputs"]:
+        name, _, file = target.partition("=")
+        if name not in FORMATS or not file:
+            raise click.UsageError(f"--output takes FORMAT=FILE with a format of {', '.join(FORMATS)}; got {target!r}")
+        if not Path(file).parent.is_dir():
+            raise click.UsageError(f"the folder of {file!r} does not exist; make it first")
+        targets.append((name, Path(file)))
+    return targets
 
 
 def _write(file: Path, content: str) -> None:
-    """Whole or not at all."""
     from kvdoctor.out_folder import write_whole
 
     write_whole(file, content)

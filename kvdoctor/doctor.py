@@ -3,26 +3,23 @@
 ModelFolder -> GraphView -> CacheContract -> Experiment -> Trace -> checks -> Report
 """
 
-import hashlib
-import platform
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvdoctor.case import Case, Consumer
+from kvdoctor.child import Limits
 from kvdoctor.contract import CacheContract
+from kvdoctor.facts import environment, file_facts, stack_facts
 from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks
-from kvdoctor.model_folder import ModelFolder, OnnxFile, StackFiles, open_folder
+from kvdoctor.model_folder import ModelFolder, StackFiles, open_folder
 from kvdoctor.reading import read_contract
 from kvdoctor.report.document import (
     EXIT_FINDINGS,
     EXIT_HEALTHY,
     EXIT_INCOMPLETE,
-    CacheSize,
     FailOn,
-    FileFacts,
     ModelFacts,
     Report,
     StackFacts,
@@ -30,11 +27,8 @@ from kvdoctor.report.document import (
     exit_code,
     worst_first,
 )
-from kvdoctor.runtimes import Examined, Job, Limits, Runtime
+from kvdoctor.runtimes import Examined, Job, Runtime
 from kvdoctor.trace import Node, Run
-
-if TYPE_CHECKING:
-    from kvdoctor.graph import Declared
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,7 @@ def inspect(path: str, options: Options | None = None) -> Report:
     stacks = []
     for stack in folder.stacks:
         contract = read_contract(stack, folder.config)
-        stacks.append(_stack_facts(stack, contract))
+        stacks.append(stack_facts(stack, contract))
         case = Case(folder, options.consumer, stack=stack, contract=contract)
         run_checks(case, "contract", options.selection, verdicts)
     return _report("inspect", folder, options, verdicts, stacks)
@@ -104,7 +98,7 @@ def step_test(
     stacks, runs, measured = [], [], {}
     for stack in folder.stacks:
         contract = read_contract(stack, folder.config)
-        stacks.append(_stack_facts(stack, contract))
+        stacks.append(stack_facts(stack, contract))
         case = Case(folder, options.consumer, stack=stack, contract=contract)
         case, examined = _examine(case, options, verdicts, runtime, scratch)
         runs += list(case.runs)
@@ -232,7 +226,7 @@ def _report(
         seed=options.seed,
         verdict=decide(command, findings, not_checked, options.fail_on),
         environment=environment(),
-        model=ModelFacts(folder.shown, tuple(_file_facts(file, options.hash_files) for file in folder.files)),
+        model=ModelFacts(folder.shown, tuple(file_facts(file, options.hash_files) for file in folder.files)),
         stacks=tuple(stacks),
         findings=findings,
         not_checked=not_checked,
@@ -247,83 +241,6 @@ def _notes(folder: ModelFolder) -> Iterator[str]:
     for file in folder.files:
         if folder.stacks and file.name not in used and file.role != "unreadable":
             yield f"{file.name} was skipped: it is no part of a decoder with a cache ({file.role})"
-
-
-def environment() -> dict[str, str]:
-    """Versions that a report depends on."""
-    import onnx
-
-    return {
-        "onnx": onnx.__version__,
-        "python": platform.python_version(),
-        "platform": f"{sys.platform} {platform.machine()}",
-    }
-
-
-def _file_facts(file: OnnxFile, hash_it: bool) -> FileFacts:
-    size = file.skeleton.bytes_on_disk if file.skeleton else _size(file.path)
-    sha256 = _sha256(file.path) if hash_it and file.path.is_file() else None
-    if file.view is None:
-        return FileFacts(file.name, file.role, size, sha256)
-    view = file.view
-    return FileFacts(
-        path=file.name,
-        role=file.role,
-        bytes=size,
-        sha256=sha256,
-        ir_version=view.model.ir_version,
-        opsets=view.opsets,
-        producer=view.producer,
-        external=tuple(external.location for external in file.external),
-        inputs=tuple(_port_facts(port) for port in view.inputs.values()),
-        outputs=tuple(_port_facts(port) for port in view.outputs.values()),
-    )
-
-
-def _port_facts(port: "Declared") -> dict[str, Any]:
-    return {"name": port.name, "dtype": port.dtype, "shape": None if port.shape is None else list(port.shape)}
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256_310(stream)
-
-
-def _sha256_310(stream: Any) -> str:
-    digest = hashlib.sha256()
-    while block := stream.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def _stack_facts(stack: StackFiles, contract: CacheContract) -> StackFacts:
-    names = tuple(file.name for file in stack.files.values())
-    return StackFacts(stack.name, contract.layout, names, contract, cache_size(contract))
-
-
-def cache_size(contract: CacheContract) -> CacheSize:
-    """Bytes of the cache for one sequence, from the declared widths; None where one is not known."""
-    per_token = _summed(contract, "self-attention")
-    limit = contract.context_limit
-    return CacheSize(
-        bytes_per_token=per_token,
-        bytes_per_encoder_state=_summed(contract, "cross-attention"),
-        context=limit,
-        bytes_at_context=per_token * limit if per_token is not None and limit is not None else None,
-    )
-
-
-def _summed(contract: CacheContract, kind: str) -> int | None:
-    sizes = [slot.bytes_per_position() for slot in contract.of_kind(kind)]
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
 
 
 def _measured(examined: Examined) -> dict[str, Any]:

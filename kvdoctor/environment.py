@@ -27,13 +27,13 @@ def lines() -> Iterator[str]:
         yield "ok       uv: other versions of onnxruntime can be had in isolated environments"
     else:
         yield "absent   uv, for other versions of onnxruntime and for exporters: pip install uv"
-    yield f"limits   time: enforced; memory: resident memory watched {'(Linux)' if sys.platform == 'linux' else f'({sys.platform})'}"
+    yield "limits   time of each answer, and resident memory of the worker (sampled every 20 ms)"
 
 
 def _providers(missing: list[str]) -> str:
     if "onnxruntime" in missing:
         return "MISSING  execution providers: pip install onnxruntime"
-    from kvdoctor.runtimes import Limits, Worker
+    from kvdoctor.child import Limits, Worker
 
     try:
         with Worker(Limits(timeout=60)) as worker:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Final, Literal
 
-import onnx
+from kvdoctor.onnx_schema import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 # Bits of one element by TensorProto.DataType. Strings cannot be external. Elements of fewer than 8 bits are packed.
 BITS: Final[dict[int, int]] = (
@@ -75,7 +75,7 @@ class _Use:
     needed: int | None
 
 
-def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+def external_tensors(model: ModelProto) -> Iterator[TensorProto]:
     """Yield the tensors of a model, at any depth, whose data lie in another file."""
     graphs = [model.graph]
     for training in model.training_info:
@@ -87,7 +87,7 @@ def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
         yield from filter(_is_external, _node_tensors(function.node))
 
 
-def examine(model: onnx.ModelProto, model_path: Path) -> tuple[tuple[ExternalFile, ...], tuple[ExternalProblem, ...]]:
+def examine(model: ModelProto, model_path: Path) -> tuple[tuple[ExternalFile, ...], tuple[ExternalProblem, ...]]:
     """Look up every external file of a model; the model may be a skeleton.
 
     Data may lie below the folder of `model_path`, or below that of the real file where `model_path` is a link: a
@@ -112,23 +112,23 @@ def examine(model: onnx.ModelProto, model_path: Path) -> tuple[tuple[ExternalFil
     return tuple(files), tuple(problems)
 
 
-def _is_external(tensor: onnx.TensorProto) -> bool:
-    return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
+def _is_external(tensor: TensorProto) -> bool:
+    return bool(tensor.data_location == TensorProto.EXTERNAL)
 
 
-def _graph_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+def _graph_tensors(graph: GraphProto) -> Iterator[TensorProto]:
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
     yield from _node_tensors(graph.node)
 
 
-def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+def _node_tensors(nodes: Iterable[NodeProto]) -> Iterator[TensorProto]:
     for node in nodes:
         yield from _attribute_tensors(node.attribute)
 
 
-def _attribute_tensors(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.TensorProto]:
+def _attribute_tensors(attributes: Iterable[AttributeProto]) -> Iterator[TensorProto]:
     # By presence, not by `type`: a model may leave the type out or give a wrong one.
     for attribute in attributes:
         for field, value in attribute.ListFields():
@@ -149,7 +149,7 @@ def _text(value: str | bytes) -> str:
     return os.fsdecode(value) if isinstance(value, bytes) else value
 
 
-def _needed(tensor: onnx.TensorProto) -> int | None:
+def _needed(tensor: TensorProto) -> int | None:
     """Return the bytes that dims and data_type ask for, or None where they do not tell."""
     bits = BITS.get(tensor.data_type)
     if bits is None or any(dim < 0 for dim in tensor.dims):

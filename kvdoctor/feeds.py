@@ -173,24 +173,26 @@ class Deal:
     def _feed(
         self, port: Port, phase: PhaseName, span: tuple[int, int], past: Past, sizes: dict[Axis, int]
     ) -> "Value | Array":
-        kind = NUMPY_TYPES[port.dtype]
+        if port.role == "past":
+            return past[port.name]
+        shape = _sized(port, sizes)
+        made: Any
         match port.role:
             case "token_ids":
-                return self.tokens[:, span[0] : span[1]].astype(kind)
+                made = self.tokens[:, span[0] : span[1]]
             case "attention_mask" | "encoder_mask":
-                return np.ones(_sized(port, sizes), kind)
+                made = np.ones(shape)
             case "position_ids" | "cache_position":
-                positions = np.arange(sizes["past"], sizes["total"], dtype=kind)
-                return np.broadcast_to(positions, _sized(port, sizes)).copy()
+                made = np.broadcast_to(np.arange(sizes["past"], sizes["total"]), shape)
             case "encoder_states" if self.encoder_states is not None:
-                return self.encoder_states.astype(kind)
+                made = self.encoder_states
             case "branch_switch":
-                return np.full(_sized(port, sizes), self.contract.phases[phase].switch, kind)
+                made = np.full(shape, self.contract.phases[phase].switch)
             case "logits_to_keep":
-                return np.zeros(_sized(port, sizes), kind)
-            case "past":
-                return past[port.name]
-        raise ValueError(f"input {port.name!r} has role {port.role}, which no feed is known for")
+                made = np.zeros(shape)
+            case _:
+                raise ValueError(f"input {port.name!r} has role {port.role}, which no feed is known for")
+        return np.asarray(made, dtype=NUMPY_TYPES[port.dtype])
 
 
 def encoder_feeds(contract: CacheContract, scenario: Scenario) -> dict[str, Array]:

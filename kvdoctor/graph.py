@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import onnx
-
 from kvdoctor.contract import Dim
+from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, ValueInfoProto
 
-ELEMENT_TYPES = {number: name.lower() for name, number in onnx.TensorProto.DataType.items()}
+ELEMENT_TYPES = {number: name.lower() for name, number in TensorProto.DataType.items()}
 """ONNX words for element types: float, float16, int64, bool, ..."""
 
 PASSES_ON = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape"}
@@ -28,21 +27,21 @@ class Declared:
 class Scope:
     """A graph, a subgraph or a function body, with the scope around it. `path` is for people."""
 
-    graph: onnx.GraphProto
+    graph: GraphProto
     path: str
     outer: "Scope | None" = None
 
     @cached_property
-    def producers(self) -> dict[str, onnx.NodeProto]:
+    def producers(self) -> dict[str, NodeProto]:
         """The node that makes each value of this scope."""
         return {name: node for node in self.graph.node for name in node.output if name}
 
     @cached_property
-    def initializers(self) -> dict[str, onnx.TensorProto]:
+    def initializers(self) -> dict[str, TensorProto]:
         """Initializers of this scope by name."""
         return {tensor.name: tensor for tensor in self.graph.initializer}
 
-    def constant(self, name: str) -> onnx.TensorProto | None:
+    def constant(self, name: str) -> TensorProto | None:
         """The tensor behind a value that is a constant or an initializer, in this scope or one around it.
 
         Values that only pass through Identity count. An initializer that is also a graph input is no constant.
@@ -71,7 +70,7 @@ class Scope:
 class Branches:
     """The `If` of a merged decoder: its node, and the bodies taken when the switch is true and when it is false."""
 
-    node: onnx.NodeProto
+    node: NodeProto
     cached: Scope
     no_past: Scope
 
@@ -80,7 +79,7 @@ class Branches:
 class GraphView:
     """Questions to one model. Whoever holds it must not change the model."""
 
-    model: onnx.ModelProto
+    model: ModelProto
     main: Scope = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,12 +120,12 @@ class GraphView:
                 counts[node.op_type] = counts.get(node.op_type, 0) + 1
         return counts
 
-    def node(self, name: str) -> onnx.NodeProto | None:
+    def node(self, name: str) -> NodeProto | None:
         """The node of that name, at any depth."""
         return self._named_nodes.get(name)
 
     @cached_property
-    def _named_nodes(self) -> dict[str, onnx.NodeProto]:
+    def _named_nodes(self) -> dict[str, NodeProto]:
         return {node.name: node for scope in self.scopes() for node in scope.graph.node if node.name}
 
     @cached_property
@@ -150,7 +149,7 @@ class GraphView:
         name = self.main.through(output, {"Identity"})
         if name not in made or made.index(name) >= len(branch.graph.output):
             return None
-        return branch.graph.output[made.index(name)].name
+        return str(branch.graph.output[made.index(name)].name)
 
     def _condition(self, name: str) -> tuple[str, bool]:
         """Walk from the condition of an `If` back to the value that decides it; False when it was negated."""
@@ -164,7 +163,7 @@ class GraphView:
         return name, holds
 
 
-def declared(value: onnx.ValueInfoProto) -> Declared:
+def declared(value: ValueInfoProto) -> Declared:
     """Read a value's declared type; an empty dtype where it has none or is no tensor."""
     if not value.type.HasField("tensor_type"):
         return Declared(value.name, "", None)
@@ -175,7 +174,7 @@ def declared(value: onnx.ValueInfoProto) -> Declared:
     return Declared(value.name, dtype, tuple(_dim(dim) for dim in tensor.shape.dim))
 
 
-def _dim(dim: onnx.TensorShapeProto.Dimension) -> Dim:
+def _dim(dim: TensorShapeProto.Dimension) -> Dim:
     if dim.HasField("dim_value"):
         return int(dim.dim_value)
     return str(dim.dim_param) if dim.dim_param else None

@@ -19,7 +19,8 @@ from kvdoctor.skeleton import Skeleton, read_skeleton
 FileRole = Literal["encoder", "decoder", "decoder-with-past", "decoder-merged", "other", "unreadable"]
 
 STEM = re.compile(
-    r"(?P<stem>encoder_model|decoder_model_merged|decoder_with_past_model|decoder_model|model)(?P<suffix>_\w+)?", re.ASCII
+    r"(?P<stem>encoder_model|decoder_model_merged|decoder_with_past_model|decoder_model|model)(?P<suffix>_\w+)?",
+    re.ASCII,
 )
 NAMED_ROLES: dict[str, FileRole] = {
     "encoder_model": "encoder",
@@ -62,7 +63,9 @@ class StackFiles:
     @property
     def main(self) -> OnnxFile:
         """The file that decodes with the cache."""
-        return next(self.files[role] for role in ("decoder-merged", "decoder-with-past", "decoder") if role in self.files)
+        return next(
+            self.files[role] for role in ("decoder-merged", "decoder-with-past", "decoder") if role in self.files
+        )
 
 
 @dataclass(frozen=True)

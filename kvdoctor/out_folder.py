@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvdoctor.errors import UsageError
@@ -37,38 +38,51 @@ def refuse_unfit(out: Path, source: Path, force: bool) -> None:
     """
     mine, model = out.resolve(), source.resolve()
     folder = model if model.is_dir() else model.parent
-    if mine == model or mine == folder or folder in mine.parents:
-        raise UsageError(f"OUT {str(out)!r} is or lies in the folder of the model, which is never changed; give another one")
+    if mine in (model, folder) or folder in mine.parents:
+        raise UsageError(
+            f"OUT {str(out)!r} lies in the folder of the model, which is never changed; give another folder"
+        )
     if mine in model.parents:
         raise UsageError(f"OUT {str(out)!r} holds the model itself; give another folder")
     if not mine.parent.is_dir():
         raise UsageError(f"the folder {str(out.parent)!r} for OUT does not exist; make it first")
     if os.path.lexists(out):
         if not force:
-            raise UsageError(f"OUT {str(out)!r} exists; give a new folder, or --force to replace one that kvdoctor wrote")
+            raise UsageError(
+                f"OUT {str(out)!r} exists; give a new folder, or --force to replace one that kvdoctor wrote"
+            )
         if out.is_symlink() or not (out / MARK).is_file():
             raise UsageError(f"OUT {str(out)!r} was not written by kvdoctor, so --force does not replace it")
     if not os.access(mine.parent, os.W_OK):
         raise UsageError(f"the folder {str(out.parent)!r} is not writable; give OUT in one that is")
 
 
+@dataclass
+class Pending:
+    """A folder that becomes OUT when it is `kept`."""
+
+    path: Path
+    kept: bool = False
+
+
 @contextlib.contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
-    """Give a folder to fill, and rename it to OUT when the block ends well; otherwise nothing is left.
+def whole_folder(out: Path) -> Iterator[Pending]:
+    """Give a folder to fill. When the block ends well and it was kept, it is renamed to OUT; else nothing is left.
 
     Raises:
         UsageError: the folder cannot be made or filled; the message says why.
     """
-    partial = out.with_name(f".{out.name}.kvdoctor-{os.getpid()}.partial")
+    pending = Pending(out.with_name(f".{out.name}.kvdoctor-{os.getpid()}.partial"))
     _sweep(out)
     try:
-        partial.mkdir()
-        yield partial
-        _put(partial, out)
+        pending.path.mkdir()
+        yield pending
+        if pending.kept:
+            _put(pending.path, out)
     except OSError as error:
         raise UsageError(f"cannot write {str(out)!r}: {error.strerror or error}; nothing was left there") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(pending.path, ignore_errors=True)
 
 
 def copy_whole(source: Path, target: Path) -> None:

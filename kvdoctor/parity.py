@@ -33,9 +33,7 @@ TOLERANCES = {
 the mistakes that a loop or an exporter makes on them."""
 
 
-def compare(
-    actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]", exactness: str = "float"
-) -> Difference:
+def compare(actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]", exactness: str = "float") -> Difference:
     """Compare logits, both float[batch, new, vocabulary], computed in the arithmetic that `exactness` names.
 
     Raises:

@@ -4,22 +4,20 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvdoctor.doctor import Options, step_test
-from kvdoctor.errors import KvdoctorError
 from kvdoctor.model_folder import ModelFolder, StackFiles, open_folder
 from kvdoctor.out_folder import MARK, copy_whole, refuse_unfit, regular_files, whole_folder, write_whole
-from kvdoctor.plain import to_plain
 from kvdoctor.reading import read_contract
-from kvdoctor.report.document import Report
+from kvdoctor.report.document import Change, Proof, RepairRecord, Report, Side
 from kvdoctor.runtimes import Runtime
 from kvdoctor.trace import Run
 
 if TYPE_CHECKING:
     import onnx
 
-    from kvdoctor.repairs import Change, Repair
+    from kvdoctor.repairs import Repair
 
 SIDE_CARS = {"config.json", "generation_config.json", "genai_config.json", "export.json"}
 
@@ -39,7 +37,7 @@ class Treatment:
 
     stack: StackFiles
     repairs: "tuple[Repair, ...]"
-    changes: "tuple[Change, ...]"
+    changes: tuple[Change, ...]
     model: "onnx.ModelProto"
 
 
@@ -61,44 +59,21 @@ def re_export(request: Request, options: Options) -> Report:
         treatments = tuple(_treatments(folder, before))
         if not treatments:
             return _nothing_done(before)
-        out = Path(request.out) if request.out is not None else Path(scratch, "out")
-        shown = request.out if request.out is not None else request.path
-        with _kept_if_proved(out) as (target, keep):
-            _fill(target, folder, treatments)
-            after = step_test(shown, options, runtime, after_logits, at=target / _relative_path(request.path))
-            proof = [*_proof(treatments, before, after), *_same_logits(treatments, before_logits, after_logits, after)]
-            if not all(entry["holds"] for entry in proof):
+        shown = request.path if request.out is None else request.out
+        with whole_folder(Path(scratch, "out") if request.out is None else Path(request.out)) as pending:
+            _fill(pending.path, folder, treatments)
+            after = step_test(shown, options, runtime, after_logits, at=pending.path / _relative_path(request.path))
+            proof = (
+                *_proof(treatments, before, after),
+                *_same_logits(treatments, before_logits, after_logits, after),
+            )
+            if not all(entry.holds for entry in proof):
                 return _unproved(before, treatments, proof)
             report = _fix_report(before, after, treatments, proof, request)
             if request.out is not None:
-                _write_reports(target, report)
-                keep.append(True)
+                _write_reports(pending.path, report)
+                pending.kept = True
         return report
-
-
-class _kept_if_proved:  # noqa: N801 - reads as a statement where it is used
-    """A folder that becomes OUT only when the block says so."""
-
-    def __init__(self, out: Path) -> None:
-        self.keep: list[bool] = []
-        self.folder = whole_folder(out)
-
-    def __enter__(self) -> tuple[Path, list[bool]]:
-        return self.folder.__enter__(), self.keep
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool | None:
-        if error is None and not self.keep:
-            # Leaving by an exception is how `whole_folder` is told not to rename; it is ours, and goes no further.
-            discarded = _Discarded()
-            try:
-                self.folder.__exit__(_Discarded, discarded, None)
-            except _Discarded:
-                return None
-        return self.folder.__exit__(kind, error, trace)
-
-
-class _Discarded(Exception):
-    """Nothing is to be kept."""
 
 
 def _treatments(folder: ModelFolder, before: Report) -> Iterator[Treatment]:
@@ -152,26 +127,24 @@ def _relative_path(path: str) -> str:
     return "." if Path(path).is_dir() else Path(path).name
 
 
-def _proof(treatments: tuple[Treatment, ...], before: Report, after: Report) -> Iterator[dict[str, Any]]:
+def _proof(treatments: tuple[Treatment, ...], before: Report, after: Report) -> Iterator[Proof]:
     """What the second diagnosis shows: the fault is gone, nothing new came, the plain loop has parity."""
     known = {(finding.stack, finding.name) for finding in before.findings}
     for treatment in treatments:
         stack, mended = treatment.stack.name, {repair.mends for repair in treatment.repairs}
         mine = [finding for finding in after.findings if finding.stack == stack]
-        yield _entry(stack, f"{', '.join(sorted(mended))} is gone", not any(f.name in mended for f in mine))
+        yield Proof(stack, f"{', '.join(sorted(mended))} is gone", not any(f.name in mended for f in mine))
         fresh = [f.name for f in mine if (stack, f.name) not in known and f.severity != "note"]
-        yield _entry(stack, "no finding that was not there before", not fresh, ", ".join(fresh))
+        yield Proof(stack, "no finding that was not there before", not fresh, ", ".join(fresh))
         for experiment in ("plain-loop", "held-loop"):
             run = _run(after, stack, experiment)
             if run is not None and run.outcome != "skipped":
                 worst = max((s.difference.relative for s in run.steps if s.difference), default=0.0)
                 text = f"{len(run.steps)} steps, logits within {worst:.1e} of their spread of the reference run"
-                yield _entry(stack, f"{experiment} passes", run.outcome == "passed", text)
+                yield Proof(stack, f"{experiment} passes", run.outcome == "passed", text)
 
 
-def _same_logits(
-    treatments: tuple[Treatment, ...], before: Path, after: Path, report: Report
-) -> Iterator[dict[str, Any]]:
+def _same_logits(treatments: tuple[Treatment, ...], before: Path, after: Path, report: Report) -> Iterator[Proof]:
     """The held loop of the original and of the copy, bit for bit: on its way nothing was changed."""
     import numpy as np
 
@@ -181,58 +154,60 @@ def _same_logits(
             continue
         files = [folder / f"{stack}.npz" for folder in (before, after)]
         if not all(file.is_file() for file in files):
-            yield _entry(stack, "held-loop logits equal to the original's", False, "no logits were kept")
+            yield Proof(stack, "held-loop logits equal to the original's", False, "no logits were kept")
             continue
         with np.load(files[0]) as old, np.load(files[1]) as new:
             both = "held-loop" in old and "held-loop" in new
-            same = both and old["held-loop"].size > 0 and np.array_equal(old["held-loop"], new["held-loop"], equal_nan=True)
-        yield _entry(stack, "held-loop logits equal to the original's, bit for bit", bool(same))
-
-
-def _entry(stack: str, claim: str, holds: bool, detail: str = "") -> dict[str, Any]:
-    return {"stack": stack, "claim": claim, "holds": holds, "detail": detail}
+            same = (
+                both
+                and old["held-loop"].size > 0
+                and np.array_equal(old["held-loop"], new["held-loop"], equal_nan=True)
+            )
+        yield Proof(stack, "held-loop logits equal to the original's, bit for bit", bool(same))
 
 
 def _run(report: Report, stack: str, experiment: str) -> Run | None:
     return next((run for run in report.runs if run.stack == stack and run.experiment == experiment), None)
 
 
-def _side(report: Report) -> dict[str, Any]:
-    return {"verdict": report.verdict, "findings": [to_plain(finding) for finding in report.findings]}
-
-
 def _fix_report(
-    before: Report, after: Report, treatments: tuple[Treatment, ...], proof: list[dict[str, Any]], request: Request
+    before: Report, after: Report, treatments: tuple[Treatment, ...], proof: tuple[Proof, ...], request: Request
 ) -> Report:
     advice = dict.fromkeys(line for treatment in treatments for repair in treatment.repairs for line in repair.advice)
-    repair = {
-        "source": request.path,
-        "out": request.out,
-        "changes": [to_plain(change) for treatment in treatments for change in treatment.changes],
-        "before": _side(before),
-        "after": _side(after),
-        "proof": proof,
-        "advice": list(advice),
-    }
+    record = replace(
+        _record(before, treatments, proof),
+        out=request.out,
+        after=Side(after.verdict, after.findings),
+        advice=tuple(advice),
+    )
     measured = {"before": before.measured, "after": after.measured}
     note = () if request.out is not None else ("nothing was written: this shows what would be",)
-    return replace(after, command="re-export", repair=repair, measured=measured, notes=(*after.notes, *note))
+    return replace(after, command="re-export", repair=record, measured=measured, notes=(*after.notes, *note))
 
 
 def _nothing_done(before: Report) -> Report:
     text = "nothing to repair on the graph: no copy was written"
     if before.verdict == "unhealthy":
         text = "no repair on the graph is known for what was found: no copy was written"
-    repair = {"source": before.model.path, "out": None, "changes": [], "before": _side(before), "after": {}, "proof": []}
-    return replace(before, command="re-export", repair=repair, notes=(*before.notes, text))
+    return replace(before, command="re-export", repair=_record(before), notes=(*before.notes, text))
 
 
-def _unproved(before: Report, treatments: tuple[Treatment, ...], proof: list[dict[str, Any]]) -> Report:
-    changes = [to_plain(change) for treatment in treatments for change in treatment.changes]
-    repair = {"source": before.model.path, "out": None, "changes": changes, "before": _side(before), "after": {}, "proof": proof}
-    failed = "; ".join(f"{entry['claim']} ({entry['detail'] or 'no'})" for entry in proof if not entry["holds"])
+def _unproved(before: Report, treatments: tuple[Treatment, ...], proof: tuple[Proof, ...]) -> Report:
+    failed = "; ".join(f"{entry.claim} ({entry.detail or 'no'})" for entry in proof if not entry.holds)
     note = f"the repair was not proved, so no copy was written; what did not hold: {failed}"
-    return replace(before, command="re-export", repair=repair, notes=(*before.notes, note))
+    record = _record(before, treatments, proof)
+    return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
+
+
+def _record(before: Report, treatments: tuple[Treatment, ...] = (), proof: tuple[Proof, ...] = ()) -> RepairRecord:
+    return RepairRecord(
+        source=before.model.path,
+        out=None,
+        changes=tuple(change for treatment in treatments for change in treatment.changes),
+        before=Side(before.verdict, before.findings),
+        after=None,
+        proof=proof,
+    )
 
 
 def _write_reports(target: Path, report: Report) -> None:
@@ -240,6 +215,3 @@ def _write_reports(target: Path, report: Report) -> None:
 
     write_whole(target / "kvdoctor-report.md", markdown.render(report))
     write_whole(target / MARK, machine.render(report))
-
-
-__all__ = ["KvdoctorError", "Request", "re_export"]

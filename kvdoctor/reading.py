@@ -1,4 +1,7 @@
-"""Reads the cache contract of a stack out of its graphs. Names are hints; what branches return is asked of the graph."""
+"""Reads the cache contract of a stack out of its graphs.
+
+Names are hints; what branches return is asked of the graph.
+"""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +15,13 @@ from kvdoctor.graph import Declared, GraphView
 from kvdoctor.model_folder import OnnxFile, StackFiles
 
 DYNAMIC_QUANTISATION = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QAttention"}
-CONTEXT_KEYS = ("max_target_positions", "max_position_embeddings", "n_positions", "n_ctx", "max_decoder_position_embeddings")
+CONTEXT_KEYS = (
+    "max_target_positions",
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_decoder_position_embeddings",
+)
 SYMBOL = {"past": "past", "encoder": "encoder", "batch": "batch"}
 
 
@@ -102,7 +111,9 @@ class _Reader:
 
     def _encoder_graph(self, file: OnnxFile) -> Graph:
         view = self._view(file)
-        inputs = [_ruled(port, self.dialect.encoder_inputs) or _port(port, "auxiliary") for port in view.inputs.values()]
+        inputs = [
+            _ruled(port, self.dialect.encoder_inputs) or _port(port, "auxiliary") for port in view.inputs.values()
+        ]
         for port in inputs:
             if port.role == "auxiliary":
                 self.missing.append(f"encoder input {port.name!r} plays no known part")
@@ -111,7 +122,7 @@ class _Reader:
 
     def _input(self, port: Declared, switch: str | None, file: OnnxFile) -> Port:
         if port.name == switch:
-            return _port(port, "branch_switch", ("fixed",) * len(port.shape or ()))
+            return _port(port, "branch_switch", _unnamed(port))
         for rule in self.dialect.slots:
             if rule.past.fullmatch(port.name):
                 return _port(port, "past", rule.axes)
@@ -124,7 +135,7 @@ class _Reader:
             # logits_to_keep is a scalar in some exports and a vector in others; the rest has a fixed rank.
             if ruled.role != "logits_to_keep":
                 self.missing.append(f"input {port.name!r} of {file.name} has not the rank that its name stands for")
-            return _port(port, ruled.role, ("fixed",) * len(port.shape or ()))
+            return _port(port, ruled.role, _unnamed(port))
         return ruled
 
     def _output(self, port: Declared, presents: set[str]) -> Port:
@@ -144,7 +155,9 @@ class _Reader:
     def _slots(self, decode: Graph, prefill: Graph, file: OnnxFile) -> Iterator[Slot]:
         view = self._view(file)
         made, returned = {p.name for p in prefill.outputs}, {p.name for p in decode.outputs}
-        found = sorted(self._matches(view.inputs), key=lambda item: (int(item[0]["layer"]), item[1].kind, item[0]["part"]))
+        found = sorted(
+            self._matches(view.inputs), key=lambda item: (int(item[0]["layer"]), item[1].kind, item[0]["part"])
+        )
         for match, rule in found:
             present, port = self._present_name(match, rule), view.inputs[match.string]
             if port.shape is None or len(port.shape) != len(rule.axes):
@@ -170,12 +183,14 @@ class _Reader:
         if not slots:
             self.missing.append("no past input is named as a known exporter names it")
         for role in ("token_ids", "logits"):
-            if decode.port(role) is None:  # type: ignore[arg-type]
+            if decode.port(role) is None:
                 self.missing.append(f"{decode.file} has no {role}")
         for slot in slots:
             symbolic = [a for d, a in zip(slot.shape, slot.axes, strict=True) if not isinstance(d, int)]
             if unknown := {"kv_heads", "head_dim"} & set(symbolic):
-                self.missing.append(f"the {' and '.join(sorted(unknown))} of {slot.past!r} is not a number in the graph")
+                self.missing.append(
+                    f"the {' and '.join(sorted(unknown))} of {slot.past!r} is not a number in the graph"
+                )
 
     def _exactness(self, slots: tuple[Slot, ...]) -> Any:
         operators: set[str] = set()
@@ -227,6 +242,11 @@ def _ruled(port: Declared, rules: tuple[RoleRule, ...]) -> Port | None:
         if rule.name.fullmatch(port.name):
             return _port(port, rule.role, rule.axes)
     return None
+
+
+def _unnamed(port: Declared) -> tuple[Axis, ...]:
+    """Axes of a port of which only the number is known."""
+    return tuple("fixed" for _ in port.shape or ())
 
 
 def _port(port: Declared, role: Role, axes: tuple[Axis, ...] = ()) -> Port:

@@ -5,29 +5,23 @@ goes to the protobuf parser. Sources of the rules: onnx.proto for the field numb
 https://protobuf.dev/programming-guides/encoding/ for the framing and its limits.
 """
 
-import os
 import re
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
-import onnx
 from google.protobuf import descriptor_pool, message_factory  # type: ignore[import-untyped,unused-ignore]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped,unused-ignore]
 
 from kvdoctor.errors import UnreadableError
+from kvdoctor.onnx_schema import ModelProto, TensorProto
+from kvdoctor.wire import I32, I64, LEN, MAX_FILE, VARINT, WINDOW, Source, WireError, encode_varint
 
 SMALL_PAYLOAD: Final = 1024  # bytes; payloads up to this size stay: shapes and axes are needed to read a graph
 MAX_KEPT: Final = 512 * 2**20  # bytes; more without weights is no decoder, and parsing takes a multiple in memory
-MAX_FILE: Final = 2**31 - 1  # bytes; the limit of one protobuf message, which every ONNX runtime inherits
 MAX_DEPTH: Final = 100  # messages within messages; the recursion limit of the protobuf parsers
-MAX_VARINT: Final = 10  # bytes
-WINDOW: Final = 8192  # bytes read at a time: enough for many nodes, little for a header between two payloads
-VARINT, I64, LEN, I32 = 0, 1, 2, 5
-FIXED: Final = {I64: 8, I32: 4}  # bytes
 # The fields on the way from a model to its tensors.
 NESTED: Final[dict[str, dict[int, str]]] = {
     "ModelProto": {7: "GraphProto", 20: "TrainingInfoProto", 25: "FunctionProto"},
@@ -84,25 +78,15 @@ class Skeleton:
         left_out: number of tensors whose payload was left out; see `payload_left_out`.
     """
 
-    model: onnx.ModelProto
+    model: ModelProto
     bytes_on_disk: int
     inline_bytes: int
     left_out: int
 
 
-@dataclass(eq=False)
-class _WireError(Exception):
-    """The framing is broken at byte `at`; `missing` bytes more would mend it (0: none would)."""
-
-    at: int
-    what: str
-    missing: int = 0
-    tag: int | None = None
-
-
-def payload_left_out(tensor: onnx.TensorProto) -> bool:
+def payload_left_out(tensor: TensorProto) -> bool:
     """Say whether a tensor of a skeleton lacks its values. One that lacks them in the file already looks the same."""
-    if tensor.data_location == onnx.TensorProto.EXTERNAL or not all(tensor.dims):
+    if tensor.data_location == TensorProto.EXTERNAL or not all(tensor.dims):
         return False
     return PAYLOAD.keys().isdisjoint(field.number for field, _ in tensor.ListFields())
 
@@ -136,7 +120,7 @@ def _read(path: Path) -> Skeleton:
             if found := re.match(pattern, head, re.DOTALL | re.MULTILINE):
                 size = found.groupdict().get("bytes")
                 raise UnreadableError(reason + (f" to a file of {int(size):,} bytes" if size else ""), advice)
-        walk = _Walk(_Source(file))
+        walk = _Walk(Source(file))
         walk.run()
     if walk.source.size > MAX_FILE:
         reason = f"{walk.source.size:,} bytes, more than the 2 GiB that protobuf can hold"
@@ -144,71 +128,10 @@ def _read(path: Path) -> Skeleton:
     return Skeleton(_parse(b"".join(walk.pieces)), walk.source.size, walk.inline_bytes, walk.left_out)
 
 
-class _Source:
-    """Bytes of a file by position, through a small window.
-
-    A mapping would be simpler, but the system reads ahead around each page touched: on a disk set to 8 MiB of it, the
-    headers of 300 tensors cost the whole of a 1.8 GB file.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.size = os.fstat(file.fileno()).st_size
-        self.window = b""
-        self.base = 0
-
-    def varint(self, at: int, end: int, tag: int | None) -> tuple[int, int]:
-        """Return the number at byte `at` and the byte after it; `tag`, of the field it is in, is for the error."""
-        index = at - self.base
-        if not 0 <= index <= len(self.window) - MAX_VARINT:
-            self.window, self.base, index = self.read(at, min(at + WINDOW, self.size)), at, 0
-        if at < end and (byte := self.window[index]) < 0x80:
-            return byte, at + 1
-        number = 0
-        for place, byte in enumerate(self.window[index : index + min(end - at, MAX_VARINT)]):
-            number |= (byte & 0x7F) << (7 * place)
-            if byte < 0x80:
-                return number, at + place + 1
-        if end - at >= MAX_VARINT:
-            raise _WireError(at, f"a number of more than {MAX_VARINT} bytes")
-        raise _WireError(at, "a field runs past the end", 1, tag)
-
-    def read(self, start: int, end: int) -> bytes:
-        if start >= self.base and end <= self.base + len(self.window):
-            return self.window[start - self.base : end - self.base]
-        self.file.seek(start)
-        if len(content := self.file.read(end - start)) < end - start:
-            raise UnreadableError("the file became shorter while it was read", "wait until it is written completely")
-        return content
-
-    def fields(self, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield tag, byte of the tag, byte of the value and byte after the value of each field between two bytes."""
-        at = start
-        while at < end:
-            tag, value = self.varint(at, end, None)
-            wire = tag & 7
-            if not 8 <= tag < 2**32:
-                raise _WireError(at, "an invalid field number")
-            if wire == LEN:
-                length, value = self.varint(value, end, tag)
-                stop = value + length
-            elif wire == VARINT:
-                stop = self.varint(value, end, tag)[1]
-            elif wire in FIXED:
-                stop = value + FIXED[wire]
-            else:
-                raise _WireError(at, f"an invalid wire type, {wire},")
-            if stop > end:
-                missing = stop - end if stop - value <= MAX_FILE else 0
-                raise _WireError(at, "a field runs past the end", missing, tag)
-            yield tag, at, value, stop
-            at = stop
-
-
 class _Walk:
     """One pass over the framing of a model; collects what is kept."""
 
-    def __init__(self, source: _Source) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
         self.pieces: list[bytes] = []
         self.kept = self.inline_bytes = self.left_out = 0
@@ -216,7 +139,7 @@ class _Walk:
     def run(self) -> None:
         try:
             self._message("ModelProto", 0, self.source.size, 1)
-        except _WireError as error:
+        except WireError as error:
             if error.tag not in _MODEL_TAGS if error.missing else error.at == 0:
                 raise UnreadableError(f"not an ONNX model ({error.what} at byte {error.at:,})", _LOOK) from None
             reason = f"damaged at byte {error.at:,}: {error.what}"
@@ -237,7 +160,7 @@ class _Walk:
 
     def _child(self, tag: int, name: str, start: int, end: int, depth: int) -> None:
         if depth > MAX_DEPTH:
-            raise _WireError(start, f"messages nested deeper than {MAX_DEPTH}")
+            raise WireError(start, f"messages nested deeper than {MAX_DEPTH}")
         place, before = len(self.pieces), self.kept
         self.pieces.append(b"")
         try:
@@ -245,10 +168,10 @@ class _Walk:
                 self._tensor(start, end)
             else:
                 self._message(name, start, end, depth)
-        except _WireError as error:
+        except WireError as error:
             # Its bytes are all there: what is missing inside it would not be mended by a longer file.
-            raise _WireError(error.at, error.what) from None
-        self.pieces[place] = _encode_varint(tag) + _encode_varint(self.kept - before)
+            raise WireError(error.at, error.what) from None
+        self.pieces[place] = encode_varint(tag) + encode_varint(self.kept - before)
         self.kept += len(self.pieces[place])
 
     def _tensor(self, start: int, end: int) -> None:
@@ -277,16 +200,8 @@ class _Walk:
             self.pieces.append(self.source.read(start, end))
 
 
-def _encode_varint(number: int) -> bytes:
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes((*encoded, number))
-
-
-def _parse(kept: bytes) -> onnx.ModelProto:
-    model = onnx.ModelProto()
+def _parse(kept: bytes) -> ModelProto:
+    model = ModelProto()
     try:
         model.ParseFromString(kept)
         # Under proto2 such strings come out as `bytes`, to the surprise of everyone who reads names.
@@ -303,7 +218,7 @@ def _parse(kept: bytes) -> onnx.ModelProto:
 @cache
 def _utf8_verifier() -> Any:
     """Return ModelProto under proto3, which refuses strings that are not UTF-8; None where protobuf cannot make it."""
-    model = onnx.ModelProto.DESCRIPTOR
+    model = ModelProto.DESCRIPTOR
     pool = descriptor_pool.DescriptorPool()
     try:
         # Field 12 of a FileDescriptorProto (descriptor.proto) is its syntax; of two values the last one counts.

@@ -21,17 +21,20 @@ EXPORT_AGAIN = Advice("re-export", "export again, so that past and present agree
 @check("KV104", "cache-dtype-mismatch", "contract")
 def cache_dtype_mismatch(case: Case) -> Iterator[Fault]:
     """Slots whose element types differ."""
-    differing = [(s, past, now) for s, past, now in case.pairs() if past.dtype and now.dtype and past.dtype != now.dtype]
+    differing = [
+        (s, past, now) for s, past, now in case.pairs() if past.dtype and now.dtype and past.dtype != now.dtype
+    ]
     if differing:
         slot, past, now = differing[0]
+        names = tuple(s.past for s, _, _ in differing)
         yield Fault(
             severity="error",
             file=case.decode_file,
-            subject=tuple(s.past for s, _, _ in differing),
+            subject=names,
             where=f"input {past.name}, output {now.name}",
             promised=describe(past.dtype, past.shape),
             observed=describe(now.dtype, now.shape),
-            cause=f"the element type of {first_and_count(tuple(s.past for s, _, _ in differing))} differs from its present",
+            cause=f"the element type of {first_and_count(names)} differs from that of its present",
             advice=EXPORT_AGAIN,
             follows=(f"feeding {slot.present} back is refused by the runtime",),
         )

@@ -23,7 +23,9 @@ EXPORT_AGAIN = Advice("re-export", "export again with dynamic axes; sample sizes
 def past_axis_frozen(case: Case) -> Iterator[Fault]:
     """Self-attention slots whose past length is a number."""
     contract = case.contract
-    frozen = [slot for slot in (contract.of_kind("self-attention") if contract else ()) if slot.size("past") is not None]
+    frozen = [
+        slot for slot in (contract.of_kind("self-attention") if contract else ()) if slot.size("past") is not None
+    ]
     if frozen:
         slot = frozen[0]
         yield Fault(

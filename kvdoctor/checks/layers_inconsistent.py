@@ -53,7 +53,7 @@ def _widths(slots: tuple[Slot, ...]) -> list[str]:
     reasons = []
     for part in ("key", "value"):
         for axis in ("kv_heads", "head_dim"):
-            sizes = {slot.size(axis) for slot in slots if slot.part == part}  # type: ignore[arg-type]
+            sizes = {slot.size(axis) for slot in slots if slot.part == part}
             if len(sizes) > 1:
                 reasons.append(f"{axis} of the {part}s is {' and '.join(sorted(map(str, sizes)))}")
     return reasons

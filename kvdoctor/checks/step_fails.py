@@ -74,7 +74,9 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str, promised: str) 
         subject=(run.node.name,) if run.node else (case.decode_file,),
         where=place,
         promised=promised,
-        observed=f"{run.experiment}, step {run.failed_step}" + (f", fed {shown}" if shown else "") + f": {run.error or run.reason}",
+        observed=f"{run.experiment}, step {run.failed_step}"
+        + (f", fed {shown}" if shown else "")
+        + f": {run.error or run.reason}",
         cause=cause + (f" ({run.reason})" if run.reason and run.error else ""),
         advice=EXPORT_AGAIN,
     )

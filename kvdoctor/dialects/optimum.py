@@ -48,8 +48,6 @@ OPTIMUM = Dialect(
         RoleRule(re.compile(r"input_values"), "encoder_input", ("batch", "encoder_input")),
         RoleRule(re.compile(r"pixel_values"), "encoder_input", ("batch", "fixed", "fixed", "fixed")),
     ),
-    encoder_outputs=(
-        RoleRule(re.compile(r"last_hidden_state"), "encoder_states", ("batch", "encoder", "hidden")),
-    ),
+    encoder_outputs=(RoleRule(re.compile(r"last_hidden_state"), "encoder_states", ("batch", "encoder", "hidden")),),
     looks_like_cache=re.compile(r"(past|present|cache)(_|\.|$).*"),
 )

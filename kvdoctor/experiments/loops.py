@@ -64,12 +64,8 @@ def takes_any_batch(contract: CacheContract) -> str | None:
 
 EXPERIMENTS = (
     Experiment("plain-loop", "every returned slot fed back, one token a step", plain, order=1),
-    Experiment(
-        "held-loop", "cross-attention cache of the prefill held", held, applies=has_something_to_hold, order=2
-    ),
-    Experiment(
-        "batch", "the held loop with batch 2", held, Scenario(batch=2), applies=takes_any_batch, order=3
-    ),
+    Experiment("held-loop", "cross-attention cache of the prefill held", held, applies=has_something_to_hold, order=2),
+    Experiment("batch", "the held loop with batch 2", held, Scenario(batch=2), applies=takes_any_batch, order=3),
     Experiment(
         "other-encoder-length",
         "the held loop with encoder length 11",

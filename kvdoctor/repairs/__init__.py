@@ -12,16 +12,7 @@ from dataclasses import dataclass
 import onnx
 
 from kvdoctor.contract import CacheContract
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One thing that was changed: where in which file, and what stood there before and after."""
-
-    file: str
-    where: str
-    before: str
-    after: str
+from kvdoctor.report.document import Change
 
 
 @dataclass(frozen=True, slots=True)

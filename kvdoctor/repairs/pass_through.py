@@ -11,7 +11,8 @@ import onnx
 
 from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.graph import Branches, GraphView, declared
-from kvdoctor.repairs import Change, Repair
+from kvdoctor.repairs import Repair
+from kvdoctor.report.document import Change
 
 
 def apply(model: onnx.ModelProto, contract: CacheContract) -> tuple[Change, ...]:

@@ -64,6 +64,47 @@ class StackFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that a repair changed: where in which file, and what stood there before and after."""
+
+    file: str
+    where: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A claim about a repaired stack, and whether it held."""
+
+    stack: str
+    claim: str
+    holds: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What was found before a repair, or after it."""
+
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RepairRecord:
+    """What `re-export` did. `out` is None where nothing was written; `advice` is for those who cannot take the copy."""
+
+    source: str
+    out: str | None
+    changes: tuple[Change, ...]
+    before: Side
+    after: Side | None
+    proof: tuple[Proof, ...]
+    advice: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What a command found on one model. All times (seconds) and memory (bytes) of this run are under `measured`."""
 
@@ -77,7 +118,7 @@ class Report:
     runs: tuple[Run, ...] = ()
     findings: tuple[Finding, ...] = ()
     not_checked: tuple[NotChecked, ...] = ()
-    repair: dict[str, Any] | None = None
+    repair: RepairRecord | None = None
     measured: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -94,7 +135,9 @@ def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda f: (-SEVERITIES.index(f.severity), f.code, f.stack or "", f.subject)))
 
 
-def decide(command: str, findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...], fail_on: FailOn) -> Verdict:
+def decide(
+    command: str, findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...], fail_on: FailOn
+) -> Verdict:
     """The verdict. `could not check` is never healthy, and an inspection alone never says healthy."""
     counting = _at_or_above(findings, "error" if fail_on == "never" else fail_on)
     incomplete = {check.code for check in all_checks() if check.incomplete}

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from kvdoctor.findings import Finding
 from kvdoctor.report import wording
-from kvdoctor.report.document import Report, StackFacts
+from kvdoctor.report.document import RepairRecord, Report, StackFacts
 from kvdoctor.report.safe import code, markdown, shortened
 from kvdoctor.trace import Run
 
@@ -17,10 +18,44 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"# kvdoctor {report.command}: {report.verdict}"
     yield ""
     yield f"Model {code(report.model.path)}; " + ", ".join(f"{k} {markdown(v)}" for k, v in report.environment.items())
+    if report.repair is not None:
+        yield from _repair(report.repair)
     yield from findings(report)
     for stack in report.stacks:
         runs = [run for run in report.runs if run.stack == stack.name]
         yield from _stack(stack, runs)
+
+
+def _repair(record: RepairRecord) -> Iterator[str]:
+    """The fix report: what was found, what was changed, what proves it, what is left to the caller."""
+    yield ""
+    yield f"From {code(record.source)} to {code(record.out or '(nothing written)')}. The source was not changed."
+    yield ""
+    yield "## What was found"
+    yield ""
+    yield from _findings(record.before.findings)
+    yield ""
+    yield "## What was changed"
+    yield ""
+    rows = [[code(c.file), code(c.where), code(c.before), code(c.after)] for c in record.changes]
+    yield from table(["file", "where", "before", "after"], rows) if rows else ["Nothing."]
+    yield ""
+    yield "## What proves it"
+    yield ""
+    rows = [
+        [markdown(p.stack), markdown(p.claim), "holds" if p.holds else "**fails**", code(p.detail)]
+        for p in record.proof
+    ]
+    yield from table(["stack", "claim", "", ""], rows) if rows else ["Nothing was changed, so nothing was proved."]
+    yield ""
+    yield "## What is left to the caller"
+    yield ""
+    if record.out is not None:
+        yield "The copy needs nothing of its caller: every present may be fed back, the cross-attention cache may be held."
+    if record.advice:
+        yield "A loop that cannot take the copy must change instead:"
+        yield ""
+        yield from (f"- {markdown(line)}" for line in record.advice)
 
 
 def findings(report: Report) -> Iterator[str]:
@@ -28,14 +63,18 @@ def findings(report: Report) -> Iterator[str]:
     yield ""
     yield "## Findings"
     yield ""
-    if not report.findings:
+    yield from _findings(report.findings)
+    for entry in report.not_checked:
+        yield f"- not checked: {entry.code} {markdown(shortened(entry.reason, 600))}"
+
+
+def _findings(found: tuple[Finding, ...]) -> Iterator[str]:
+    if not found:
         yield "None."
-    for finding in report.findings:
+    for finding in found:
         yield f"- **{markdown(shortened(wording.headline(finding), 600))}**"
         for label, text in wording.evidence(finding):
             yield f"  - {label + ': ' if label else ''}{code(shortened(text, 900))}"
-    for entry in report.not_checked:
-        yield f"- not checked: {entry.code} {markdown(shortened(entry.reason, 600))}"
 
 
 def _stack(stack: StackFacts, runs: list[Run]) -> Iterator[str]:

@@ -23,8 +23,8 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 
 
 def markdown(text: str) -> str:
-    """Text in which Markdown and HTML see nothing to act on."""
-    return re.sub(r"([\\`*_{}\[\]()#+\-.!|<>&~@:])", r"\\\1", printable(text))
+    """Text in which Markdown and HTML see nothing to act on, links and mentions included."""
+    return re.sub(r"([\\`*_{}\[\]#!|<>&~@]|:(?=//))", r"\\\1", printable(text))
 
 
 def code(text: str) -> str:

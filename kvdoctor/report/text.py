@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan", "passed": "green", "failed": "red"}
 VERDICTS = {"healthy": "bold green", "unhealthy": "bold red", "incomplete": "bold yellow", "nothing-found": "bold"}
 PIPE_WIDTH = 4096
-LABEL_WIDTH = 10
+LABEL_WIDTH = 11
 
 
 def render(report: Report, console: Console, verbosity: int = 0, show_diff: bool = False) -> None:
@@ -27,6 +27,8 @@ def render(report: Report, console: Console, verbosity: int = 0, show_diff: bool
         page.head(report)
         for stack in report.stacks:
             page.stack(stack, report)
+        if report.command == "inspect":
+            page.ports(report)
         page.repair(report, show_diff)
         page.notes(report)
     page.findings(report)
@@ -82,16 +84,18 @@ class _Page:
         if report.command == "inspect":
             self.line(f"{stack.name}: the cache contract", "bold")
             self.pairs(wording.contract_rows(stack))
-            self.ports(stack, report)
         elif runs:
             self.runs(stack, runs, report)
         else:
             self.line(f"{stack.name} ({stack.layout}): no decode step was run", "bold")
 
-    def ports(self, stack: StackFacts, report: Report) -> None:
+    def ports(self, report: Report) -> None:
+        """Inputs and outputs of every file that decodes or encodes."""
+        used = {name for stack in report.stacks for name in stack.files}
         for file in report.model.files:
-            if file.path in stack.files:
-                self.line(f"  {file.path}", "bold")
+            if file.path in used or not report.stacks:
+                self.line("")
+                self.line(f"{file.path}: inputs and outputs", "bold")
                 rows = list(wording.port_rows(file, everything=self.verbosity > 0))
                 self.table(["", "name", "type"], rows)
 
@@ -144,24 +148,27 @@ class _Page:
 
     def repair(self, report: Report, show_diff: bool) -> None:
         """What was changed, and what proves it."""
-        if not report.repair or not report.repair["changes"]:
+        record = report.repair
+        if record is None or not record.changes:
             return
-        changes = report.repair["changes"]
+        everything = show_diff or self.verbosity > 0
         self.line("")
-        self.line(f"changed: {len(changes)} places", "bold")
-        for change in changes if show_diff or self.verbosity > 0 else changes[:2]:
-            self.line(f"  {change['file']}: {change['where']}")
-            self.line(f"  - {change['before']}", "red")
-            self.line(f"  + {change['after']}", "green")
-        if len(changes) > 2 and not (show_diff or self.verbosity > 0):
-            self.line(f"  ... and {len(changes) - 2} more like these (--diff or the fix report list all of them)", "dim")
+        self.line(f"changed: {len(record.changes)} places", "bold")
+        for change in record.changes if everything else record.changes[:2]:
+            self.line(f"  {change.file}: {change.where}")
+            self.line(f"  - {change.before}", "red")
+            self.line(f"  + {change.after}", "green")
+        if len(record.changes) > 2 and not everything:
+            self.line(
+                f"  ... and {len(record.changes) - 2} more like these (all with --diff or in the fix report)", "dim"
+            )
         self.line("proof", "bold")
-        for entry in report.repair["proof"]:
-            detail = f": {entry['detail']}" if entry["detail"] else ""
-            mark = "holds " if entry["holds"] else "FAILS "
-            self.line(f"  {mark} {entry['stack']}: {entry['claim']}{detail}", "green" if entry["holds"] else "red")
-        if report.repair["out"] is not None:
-            self.line(f"written: {report.repair['out']} (fix report: kvdoctor-report.md)", "bold")
+        for entry in record.proof:
+            detail = f": {entry.detail}" if entry.detail else ""
+            style = "green" if entry.holds else "red"
+            self.line(f"  {'holds' if entry.holds else 'FAILS'}  {entry.stack}: {entry.claim}{detail}", style)
+        if record.out is not None:
+            self.line(f"written: {record.out} (fix report: {record.out}/kvdoctor-report.md)", "bold")
 
     def notes(self, report: Report) -> None:
         for note in report.notes:

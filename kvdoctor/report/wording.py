@@ -19,7 +19,9 @@ def headline(finding: Finding) -> str:
 
 def evidence(finding: Finding) -> Iterator[tuple[str, str]]:
     """The lines under a headline, in their fixed order: (label, text)."""
-    where = finding.where if finding.file is None or finding.file in finding.where else f"{finding.file}, {finding.where}"
+    where = (
+        finding.where if finding.file is None or finding.file in finding.where else f"{finding.file}, {finding.where}"
+    )
     yield "where", where
     yield "promised", finding.promised
     yield "observed", finding.observed
@@ -57,7 +59,13 @@ def detail(run: Run, why: str = "") -> str:
 def steps_table(run: Run, contract: CacheContract) -> tuple[list[str], list[list[str]]]:
     """The table of steps: a header and a row for each step."""
     kinds = [kind for kind in ("self-attention", "cross-attention") if contract.of_kind(kind)]
-    header = ["step", "past", "new", *(f"{kind.removesuffix('-attention')} fed -> returned" for kind in kinds), "logits"]
+    header = [
+        "step",
+        "past",
+        "new",
+        *(f"{kind.removesuffix('-attention')} fed -> returned" for kind in kinds),
+        "logits",
+    ]
     rows = []
     for step in run.steps:
         cells = [str(step.step), str(step.past_length), str(step.new_tokens)]
@@ -88,7 +96,9 @@ def _logits(step: Step, run: Run) -> str:
         return "returned"
     if not step.difference.finite:
         return "not finite"
-    word = "off by" if run.outcome == "differs" and run.failed_step is not None and step.step >= run.failed_step else "±"
+    word = (
+        "off by" if run.outcome == "differs" and run.failed_step is not None and step.step >= run.failed_step else "±"
+    )
     return f"{word} {step.difference.relative:.1e}"
 
 
@@ -127,7 +137,8 @@ def _first_step(contract: CacheContract) -> str:
             name = switch.name if switch else "the switch"
             return f"{name} = false, past inputs of any length (0 is usual, they are ignored); true on every later step"
         case "no-past-graph":
-            return f"{contract.graph('prefill').file}, which takes no past; every later step {contract.graph('decode').file}"
+            first, later = contract.graph("prefill").file, contract.graph("decode").file
+            return f"{first}, which takes no past; every later step {later}"
     return "a past of length 0"
 
 
@@ -167,7 +178,14 @@ def file_row(file: FileFacts) -> list[str]:
     """File, role, size, IR, opsets, producer."""
     opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in file.opsets.items())
     weights = f" + {', '.join(file.external)}" if file.external else ""
-    return [file.path + weights, file.role, in_bytes(file.bytes), str(file.ir_version or "-"), opsets, file.producer or ""]
+    return [
+        file.path + weights,
+        file.role,
+        in_bytes(file.bytes),
+        str(file.ir_version or "-"),
+        opsets,
+        file.producer or "",
+    ]
 
 
 def port_rows(file: FileFacts, everything: bool) -> Iterator[list[str]]:
@@ -176,7 +194,11 @@ def port_rows(file: FileFacts, everything: bool) -> Iterator[list[str]]:
         groups: dict[str, list[str]] = {}
         for port in ports:
             shape = port["shape"]
-            text = f"{port['dtype'] or '?'}[{', '.join('?' if d is None else str(d) for d in shape)}]" if shape is not None else f"{port['dtype'] or '?'}, no shape"
+            text = (
+                f"{port['dtype'] or '?'}[{', '.join('?' if d is None else str(d) for d in shape)}]"
+                if shape is not None
+                else f"{port['dtype'] or '?'}, no shape"
+            )
             cache_like = port["name"].startswith(("past", "present")) and not everything
             groups.setdefault(text if cache_like else f"{text}\0{port['name']}", []).append(port["name"])
         for text, names in groups.items():
@@ -189,7 +211,9 @@ def cost_line(stack: str, measured: dict[str, float]) -> str | None:
     for length in sorted({int(label.partition(":")[2]) for label in measured}):
         cached, uncached = measured.get(f"cached:{length}"), measured.get(f"uncached:{length}")
         if cached and uncached:
-            parts.append(f"{uncached / cached:.1f} times a cached step at {length} tokens ({_ms(uncached)} : {_ms(cached)})")
+            parts.append(
+                f"{uncached / cached:.1f} times a cached step at {length} tokens ({_ms(uncached)} : {_ms(cached)})"
+            )
     return f"{stack}: without the cache a step takes {', '.join(parts)}" if parts else None
 
 

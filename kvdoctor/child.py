@@ -1,0 +1,154 @@
+"""One child process: its pipes, its clock and its memory. The parent's half of the door to ONNX Runtime."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdoctor.errors import KvdoctorError, WorkerDied
+
+POLL_SECONDS = 0.02
+MIB = 1 << 20
+
+# The package is loaded from its folder under its own name: in another environment nothing else of this one is seen.
+BOOT = """
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+import importlib.util
+spec = importlib.util.spec_from_file_location("kvdoctor", sys.argv[1] + "/__init__.py",
+                                              submodule_search_locations=[sys.argv[1]])
+package = importlib.util.module_from_spec(spec)
+sys.modules["kvdoctor"] = package
+spec.loader.exec_module(package)
+from kvdoctor.worker import main
+main()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`timeout` in seconds for one answer (a file opened, a step run), `max_memory` in MiB of resident memory."""
+
+    timeout: float = 300.0
+    max_memory: int | None = None
+
+    def memory_limit(self) -> int:
+        """Bytes: as asked, else nine tenths of the machine's memory."""
+        if self.max_memory is not None:
+            return self.max_memory * MIB
+        import psutil
+
+        return int(psutil.virtual_memory().total * 0.9)
+
+
+class Worker:
+    """One child process. Starting it returns at once; it loads the runtime while the parent reads the graph."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.hello: dict[str, Any] = {}
+        self.peak_bytes = 0
+        self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, str(Path(__file__).parent)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            env=environment,
+        )
+        threading.Thread(target=self._pump, daemon=True).start()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def send(self, line: str) -> None:
+        """Hand over a job; a worker that is gone shows when its events are read."""
+        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Give the events of a job up to its end.
+
+        Raises:
+            WorkerDied: the process ended, stood still for longer than the limit, or grew over its memory.
+        """
+        while True:
+            event = json.loads(self._next_line())
+            if event["event"] == "hello":
+                self.hello = event
+            elif event["event"] == "done":
+                return
+            else:
+                yield event
+
+    def greet(self) -> dict[str, Any]:
+        """Wait for the worker's first words: its versions and execution providers.
+
+        Raises:
+            KvdoctorError: it cannot start ONNX Runtime.
+            WorkerDied: it says nothing within the time limit.
+        """
+        if not self.hello:
+            self.hello = json.loads(self._next_line())
+        return self.hello
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+
+    def _pump(self) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            for line in self._process.stdout or ():
+                self._events.put(line)
+        self._events.put("")
+
+    def _next_line(self) -> str:
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            watched = psutil.Process(self._process.pid)
+        limit = self.limits.memory_limit()
+        deadline = time.monotonic() + self.limits.timeout
+        while True:
+            with contextlib.suppress(queue.Empty):
+                line = self._events.get(timeout=POLL_SECONDS)
+                if not line.endswith("\n"):
+                    raise WorkerDied(self._how_it_ended())
+                return line
+            with contextlib.suppress(psutil.Error):
+                self.peak_bytes = max(self.peak_bytes, watched.memory_info().rss)
+            if self.peak_bytes > limit:
+                self.stop()
+                raise WorkerDied(f"ended at {limit // MIB} MiB of memory, the limit", "memory")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise WorkerDied(f"ended after {self.limits.timeout:g} s without an answer, the limit", "timeout")
+
+    def _how_it_ended(self) -> str:
+        code = self._process.wait()
+        if not self.hello:
+            raise KvdoctorError("the worker process could not start ONNX Runtime; `kvdoctor env` says what is missing")
+        if code < 0:
+            return f"ended by signal {signal.Signals(-code).name}"
+        return f"ended with exit code {code if code < 2**31 else hex(code)}"

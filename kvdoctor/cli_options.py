@@ -1,0 +1,75 @@
+"""The options that mean the same in every command."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+FORMATS = ("text", "json", "markdown")
+
+
+def shared_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
+    """The options that mean the same everywhere."""
+    options = [
+        click.option(
+            "--format", "format_", type=click.Choice(FORMATS), default="text", help="What goes to standard output."
+        ),
+        click.option(
+            "--output", "outputs", multiple=True, metavar="FORMAT=FILE", help="Also write that format to a file."
+        ),
+        click.option("--select", multiple=True, metavar="CODES", help="Only these checks: codes, prefixes or names."),
+        click.option("--ignore", multiple=True, metavar="CODES", help="Not these checks: codes, prefixes or names."),
+        click.option(
+            "--fail-on",
+            type=click.Choice(["note", "warning", "error", "never"]),
+            default="error",
+            show_default=True,
+            help="Lowest severity that makes the exit code 1.",
+        ),
+        click.option(
+            "--consumer",
+            type=click.Choice(["plain", "held"]),
+            default="plain",
+            show_default=True,
+            help="The loop that will call the model: every present fed back, or the cross-attention cache held.",
+        ),
+        click.option(
+            "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all inputs made up."
+        ),
+        click.option("--hash", "hash_files", is_flag=True, help="Put the SHA-256 of each file into the report."),
+        click.option("-q", "--quiet", is_flag=True, help="Findings and verdict only."),
+        click.option("-v", "--verbose", is_flag=True, help="Every run with its steps, every input and output."),
+        click.option(
+            "--color",
+            type=click.Choice(["auto", "always", "never"]),
+            default="auto",
+            help="Colour; NO_COLOR is honoured.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def run_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
+    """The options of the commands that run the model."""
+    options = [
+        click.option("--provider", default="CPUExecutionProvider", show_default=True, help="Execution provider."),
+        click.option(
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            default=300.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="Longest time for one answer of the runtime.",
+        ),
+        click.option(
+            "--max-memory",
+            type=click.IntRange(min=1),
+            metavar="MIB",
+            help="Most resident memory of the runtime's process. [default: nine tenths of the machine's]",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -1,0 +1,277 @@
+"""One stack under examination: drives experiments in the worker process and notes what came back."""
+
+import re
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.experiments import Experiment
+from kvdoctor.feeds import (
+    Answer,
+    Array,
+    Call,
+    Deal,
+    Scenario,
+    Value,
+    as_array,
+    encoder_feeds,
+    synthetic_encoder_states,
+)
+from kvdoctor.parity import compare, judge
+from kvdoctor.sessions import Announce, OrtTensor, Refused, Sessions, StepFailed, runtime_version, to_runtime
+from kvdoctor.trace import Control, Difference, Outcome, Run, Seen, Step
+
+TIMING_REPEATS = 5
+TIMING_SECONDS = 0.5
+
+
+class WrongLogits(Exception):
+    """The logits came back in a shape that the reference run does not have."""
+
+
+@dataclass
+class Examination:
+    """All experiments on one stack: sessions, encoder states and reference runs are shared between them."""
+
+    stack: str
+    contract: CacheContract
+    sessions: Sessions
+    seed: int
+    announce: Announce
+    references: dict[bytes, Answer] = field(default_factory=dict)
+    encoded: dict[Scenario, Array | None] = field(default_factory=dict)
+    logits: dict[str, Array] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def run(self, experiment: Experiment) -> Run:
+        """Put one experiment to the model."""
+        reason = experiment.applies(self.contract)
+        scenario = self._fitted(replace(experiment.scenario, seed=self.seed))
+        if reason is None and scenario.steps < 2:
+            reason = f"the context of {self.contract.context_limit} tokens is too short for it"
+        if reason is not None:
+            return self._result(experiment, "skipped", reason=reason)
+        return _Performance(self, experiment, scenario).perform()
+
+    def call(self, call: Call) -> Answer:
+        """Run a call; the answer to an equal reference call is reused.
+
+        Raises:
+            StepFailed: the runtime failed.
+            Refused: the file does not open.
+        """
+        if call.kind != "reference":
+            return self.run_session(call)
+        key = _digest(call.feeds)
+        if key not in self.references:
+            answer = self.run_session(call)
+            kept = {self.logits_name("prefill"): answer.outputs[self.logits_name("prefill")]}
+            self.references[key] = replace(answer, outputs=kept)
+        return self.references[key]
+
+    def run_session(self, call: Call, session: Any = None) -> Answer:
+        """Run a call in the session of its phase, or in the one given."""
+        session = session or self.sessions.get(self.contract.graph(call.phase).file)
+        names = [output.name for output in session.get_outputs()]
+        feeds = {name: to_runtime(value) for name, value in call.feeds.items()}
+        try:
+            values = session.run_with_ort_values(names, feeds)
+        except Exception as error:
+            raise StepFailed(self.sessions.clean(error)) from error
+        outputs: dict[str, Value] = {name: OrtTensor(v) for name, v in zip(names, values, strict=True)}
+        return Answer(outputs, self.logits_name(call.phase))
+
+    def logits_name(self, phase: str) -> str:
+        """The name of the logits output; an encoder has none."""
+        port = self.contract.graph(phase).port("logits")  # type: ignore[arg-type]
+        return port.name if port else ""
+
+    def encoder_states(self, scenario: Scenario) -> Array | None:
+        """Encoder states of a scenario, float[batch, encoder, hidden]: by the encoder file, else synthesised."""
+        key = Scenario(batch=scenario.batch, encoder=scenario.encoder, seed=scenario.seed)
+        if key not in self.encoded:
+            self.encoded[key] = self._encode(key)
+        return self.encoded[key]
+
+    def _encode(self, scenario: Scenario) -> Array | None:
+        if "encode" not in self.contract.phases:
+            return synthetic_encoder_states(self.contract, scenario)
+        states = self.contract.graph("encode").port("encoder_states")
+        call = Call("encode", encoder_feeds(self.contract, scenario), 0, scenario.encoder)
+        try:
+            answer = self.run_session(call)
+        except (StepFailed, Refused) as error:
+            self.notes.append(f"the encoder file did not run ({error}); encoder states are synthesised")
+            return synthetic_encoder_states(self.contract, scenario)
+        return answer.outputs[states.name].array() if states else None
+
+    def _fitted(self, scenario: Scenario) -> Scenario:
+        limit = self.contract.context_limit
+        return scenario if limit is None else replace(scenario, steps=min(scenario.steps, limit - scenario.prompt))
+
+    def _result(self, experiment: Experiment, outcome: Outcome, **more: Any) -> Run:
+        file = self.contract.graph("decode").file
+        return Run(
+            stack=self.stack,
+            experiment=experiment.name,
+            target=f"onnxruntime=={runtime_version()}",
+            provider=self.sessions.provider,
+            level=self.sessions.levels.get(file, "all"),
+            outcome=outcome,
+            **more,
+        )
+
+
+class _Performance:
+    """One experiment under way."""
+
+    def __init__(self, exam: Examination, experiment: Experiment, scenario: Scenario) -> None:
+        self.exam, self.experiment, self.scenario = exam, experiment, scenario
+        self.steps: list[Step] = []
+        self.controls: list[Control] = []
+        self.logits: list[Array] = []
+
+    def perform(self) -> Run:
+        """Drive the generator to its end or to the first failure."""
+        call = None
+        try:
+            deal = Deal(self.exam.contract, self.scenario, self.exam.encoder_states(self.scenario))
+            calls = self.experiment.calls(deal)
+            call = next(calls)
+            while True:
+                call = calls.send(self._answer(call))
+        except StopIteration:
+            return self._finish()
+        except Refused as error:
+            return self._result("skipped", reason=f"the runtime does not open {error}")
+        except StepFailed as error:
+            return self._failed(call, str(error))
+        except WrongLogits as error:
+            return self._result("failed", failed_step=len(self.steps), reason=str(error))
+
+    def _answer(self, call: Call) -> Answer:
+        exam = self.exam
+        exam.announce("step", experiment=self.experiment.name, step=len(self.steps), call=call.kind)
+        if call.kind == "timing":
+            return self._timed(call)
+        if call.kind == "control":
+            return self._control(call)
+        answer = exam.call(call)
+        if call.kind == "step":
+            self.steps.append(self._step(call, answer))
+            if exam.logits_name(call.phase) in answer.outputs:
+                self.logits.append(answer.logits)
+        return answer
+
+    def _step(self, call: Call, answer: Answer | None) -> Step:
+        fed = {name: _seen(value) for name, value in call.feeds.items()}
+        returned = {} if answer is None else {name: _seen(value) for name, value in answer.outputs.items()}
+        return Step(
+            step=len(self.steps),
+            phase=call.phase,
+            past_length=call.past,
+            new_tokens=call.new,
+            fed=fed,
+            returned=returned,
+            empty=tuple(name for name, seen in returned.items() if seen.empty),
+            null_pointer=tuple(name for name, seen in returned.items() if seen.null),
+            difference=None if answer is None else self._difference(call, answer),
+        )
+
+    def _difference(self, call: Call, answer: Answer) -> Difference | None:
+        """Hold the logits of the last positions against what the call expects.
+
+        Raises:
+            WrongLogits: their shape differs.
+        """
+        if call.expected is None:
+            return None
+        positions = call.expected.shape[1]
+        try:
+            return compare(answer.logits[:, -positions:], call.expected, self.exam.contract.exactness)
+        except ValueError as error:
+            raise WrongLogits(str(error)) from error
+
+    def _control(self, call: Call) -> Answer:
+        """A spoilt call must move the logits. One that fails is seen as well."""
+        try:
+            answer = self.exam.run_session(call)
+            difference = self._difference(call, answer)
+        except (StepFailed, WrongLogits):
+            self.controls.append(Control(call.label, visible=True, difference=None))
+            return Answer({}, "")
+        visible = difference is None or judge(difference, self.exam.contract.exactness) == "fail"
+        self.controls.append(Control(call.label, visible, difference))
+        return answer
+
+    def _timed(self, call: Call) -> Answer:
+        """Median seconds of up to five runs within half a second, after one that does not count."""
+        answer = self.exam.run_session(call)
+        seconds: list[float] = []
+        while len(seconds) < TIMING_REPEATS and (not seconds or sum(seconds) < TIMING_SECONDS):
+            begin = time.perf_counter()
+            self.exam.run_session(call)
+            seconds.append(time.perf_counter() - begin)
+        self.exam.announce("timing", stack=self.exam.stack, label=call.label, seconds=statistics.median(seconds))
+        return answer
+
+    def _finish(self) -> Run:
+        self.exam.logits[self.experiment.name] = (
+            np.concatenate(self.logits, axis=1) if self.logits else np.zeros((0, 0, 0), np.float32)
+        )
+        exactness = self.exam.contract.exactness
+        verdicts = [judge(step.difference, exactness) if step.difference else "pass" for step in self.steps]
+        unseen = [control.spoilt for control in self.controls if not control.visible]
+        if "fail" in verdicts:
+            return self._result("differs", failed_step=verdicts.index("fail"))
+        if unseen:
+            reason = f"no power: {' and '.join(unseen)} does not change the logits either"
+            return self._result("inconclusive", reason=reason)
+        return self._result("ambiguous" if "ambiguous" in verdicts else "passed")
+
+    def _failed(self, call: Call | None, error: str) -> Run:
+        if call is None or call.kind == "reference":
+            return self._result("failed", error=error, reason="the reference run itself fails", failed_step=0)
+        self.steps.append(self._step(call, None))
+        names, reason = self._locate(call) if self.experiment.judged else ((), None)
+        return self._result("failed", failed_step=len(self.steps) - 1, error=error, node_names=names, reason=reason)
+
+    def _locate(self, call: Call) -> tuple[tuple[str, ...], str | None]:
+        """Names the runtime mentions when the same call runs unoptimised: candidates for a place, nothing more."""
+        file = self.exam.contract.graph(call.phase).file
+        try:
+            self.exam.run_session(call, self.exam.sessions.unoptimised(file))
+        except StepFailed as error:
+            return tuple(re.findall(r"[Nn]ame:\s?'([^']*)'", str(error))), None
+        except Exception:  # the file opens at another level only: no place to name
+            return (), None
+        return (), "the same call passes with graph optimisation off: an optimisation of the runtime is at fault"
+
+    def _result(self, outcome: Outcome, **more: Any) -> Run:
+        notes = [more.pop("reason", None), *self.exam.notes]
+        reason = "; ".join(note for note in notes if note) or None
+        steps, controls = tuple(self.steps), tuple(self.controls)
+        return self.exam._result(self.experiment, outcome, reason=reason, steps=steps, controls=controls, **more)
+
+
+def _seen(value: Value | Array) -> Seen:
+    if isinstance(value, OrtTensor):
+        return Seen(value.dtype, value.shape, value.null)
+    array = as_array(value)
+    names = {"float32": "float", "float64": "double"}
+    return Seen(names.get(array.dtype.name, array.dtype.name), tuple(array.shape))
+
+
+def _digest(feeds: Mapping[str, Value | Array]) -> bytes:
+    digest = blake2b()
+    for name, value in sorted(feeds.items()):
+        array = as_array(value)
+        digest.update(f"{name}{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.digest()

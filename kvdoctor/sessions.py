@@ -1,0 +1,123 @@
+"""Sessions and tensors of ONNX Runtime. Imported by the worker process alone; numpy and onnxruntime only."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from kvdoctor.feeds import Array, Value, as_array
+
+LEVELS = {
+    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "off": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+}
+FATAL_ONLY = 4
+
+Announce = Callable[..., None]
+
+
+class Refused(Exception):
+    """The runtime does not open a file at any optimisation level."""
+
+
+class StepFailed(Exception):
+    """The runtime failed while it ran a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrtTensor:
+    """A tensor in the runtime's memory. `dtype` in ONNX words."""
+
+    ort_value: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of its axes."""
+        return tuple(self.ort_value.shape())
+
+    @property
+    def dtype(self) -> str:
+        """Element type in ONNX words."""
+        return str(self.ort_value.data_type()).removeprefix("tensor(").removesuffix(")")
+
+    @property
+    def null(self) -> bool:
+        """Whether its data pointer is null."""
+        return bool(self.ort_value.data_ptr() == 0)
+
+    def array(self) -> Array:
+        """A numpy copy; nothing is read from a tensor without elements."""
+        return np.zeros(self.shape, np.float32) if 0 in self.shape else self.ort_value.numpy()
+
+
+@dataclass
+class Sessions:
+    """The open files of one stack: each is opened once, at the highest optimisation level that takes it."""
+
+    folder: Path
+    provider: str
+    threads: int
+    announce: Announce
+    opened: dict[tuple[str, str], Any] = field(default_factory=dict)
+    levels: dict[str, str] = field(default_factory=dict)
+
+    def get(self, file: str) -> Any:
+        """Give the session of a file.
+
+        Raises:
+            Refused: no level opens it.
+        """
+        if file not in self.levels:
+            self._open_highest(file)
+        return self.opened[file, self.levels[file]]
+
+    def unoptimised(self, file: str) -> Any:
+        """Give a session whose nodes are those of the file."""
+        if (file, "off") not in self.opened:
+            self.opened[file, "off"] = self._open(file, "off")
+        return self.opened[file, "off"]
+
+    def _open_highest(self, file: str) -> None:
+        refusals = {}
+        for level in LEVELS:
+            self.announce("open", file=file, level=level)
+            try:
+                self.opened[file, level] = self._open(file, level)
+            except Exception as error:  # the bindings raise many types, and all of them are a refusal
+                refusals[level] = self.clean(error)
+                continue
+            self.levels[file] = level
+            break
+        if refusals:
+            self.announce("refused", file=file, errors=refusals, opens_at=self.levels.get(file))
+        if file not in self.levels:
+            raise Refused(file)
+
+    def _open(self, file: str, level: str) -> Any:
+        options = ort.SessionOptions()
+        options.graph_optimization_level = LEVELS[level]
+        options.log_severity_level = FATAL_ONLY
+        options.intra_op_num_threads = self.threads
+        options.inter_op_num_threads = 1
+        return ort.InferenceSession(str(self.folder / file), options, providers=[self.provider])
+
+    def clean(self, error: Exception) -> str:
+        """The runtime's text without the folder of this machine."""
+        return str(error).replace(str(self.folder) + os.sep, "").replace(str(self.folder), ".").strip()
+
+
+def to_runtime(value: Value | Array) -> Any:
+    """Give the value as the runtime holds it; a tensor that is its own is not copied."""
+    if isinstance(value, OrtTensor):
+        return value.ort_value
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(as_array(value)))
+
+
+def runtime_version() -> str:
+    """The version of the onnxruntime that this process has."""
+    return str(ort.__version__)

@@ -1,0 +1,98 @@
+"""Reads the hand-written models under fixtures/text: ONNX text with the findings it must bring.
+
+A fixture begins with comment lines. `# file: NAME` names the file that the text after it becomes; a fixture with several
+files has several such lines. A value declared as `w_...` without a value becomes a weight of noise, seeded by its name,
+so that a fixture and its twin hold the same weights.
+"""
+
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import parser
+from onnx.numpy_helper import from_array
+
+FOLDER = Path(__file__).parent.parent / "fixtures" / "text"
+FILE = re.compile(r"^# file: (\S+)$", re.MULTILINE)
+DIRECTIVE = re.compile(r"^# (?P<key>twin|platform|expect(?:-inspect|-not-checked)?): (?P<value>.+?)\s*$", re.MULTILINE)
+SPREAD = 0.5
+"""Standard deviation of the weights: logits well apart, attention neither uniform nor saturated."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One finding: its name, its severity and the first of its subjects, which may hold blanks."""
+
+    name: str
+    severity: str
+    subject: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.severity} {self.subject}"
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """One text: the files it becomes, and what the diagnosis must say of them."""
+
+    name: str
+    files: dict[str, str]
+    expect: tuple[Expected, ...]
+    expect_inspect: tuple[Expected, ...]
+    not_checked: tuple[str, ...]
+    twin: str | None
+    platform: str | None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing worse than a note is expected."""
+        return all(expected.severity == "note" for expected in self.expect)
+
+    def write(self, folder: Path) -> Path:
+        """Compile the files into a folder."""
+        for name, text in self.files.items():
+            (folder / name).write_bytes(compile_text(text).SerializeToString(deterministic=True))
+        return folder
+
+
+def compile_text(text: str) -> onnx.ModelProto:
+    """Parse ONNX text, and give the weights their noise."""
+    model = parser.parse_model(text)
+    graph = model.graph
+    weights = [value for value in graph.value_info if value.name.startswith("w_")]
+    for value in weights:
+        shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        noise = np.random.default_rng(zlib.crc32(value.name.encode())).standard_normal(shape) * SPREAD
+        kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        graph.initializer.append(from_array(noise.astype(kind), value.name))
+        graph.value_info.remove(value)
+    return model
+
+
+def read(path: Path) -> Fixture:
+    """Read one fixture."""
+    head, *rest = FILE.split(path.read_text(encoding="utf-8"))
+    directives: dict[str, list[str]] = {}
+    for found in DIRECTIVE.finditer("\n".join((head, *rest[1::2]))):
+        directives.setdefault(found["key"], []).append(found["value"])
+    return Fixture(
+        name=path.stem,
+        files=dict(zip(rest[::2], rest[1::2], strict=True)),
+        expect=_expected(directives["expect"]),
+        expect_inspect=_expected(directives.get("expect-inspect", ["none"])),
+        not_checked=tuple(directives.get("expect-not-checked", ())),
+        twin=directives.get("twin", [None])[0],
+        platform=directives.get("platform", [None])[0],
+    )
+
+
+def load_all() -> dict[str, Fixture]:
+    """Every fixture by name."""
+    return {path.stem: read(path) for path in sorted(FOLDER.glob("*.onnxtxt"))}
+
+
+def _expected(lines: list[str]) -> tuple[Expected, ...]:
+    return tuple(Expected(*line.split(maxsplit=2)) for line in lines if line != "none")
