@@ -173,11 +173,12 @@ def _codes(given: tuple[str, ...]) -> tuple[str, ...]:
 
 def finish(report: "Report", given: dict[str, Any], **more: Any) -> NoReturn:
     """Print a report in the format asked for, write the files asked for, and exit by its verdict."""
-    from kvdoctor.report import formats
     from kvdoctor.report.document import exit_code
 
     _print(report, given, **more)
     for name, file in _outputs(given):
+        from kvdoctor.report import formats
+
         _write(file, formats.rendered(report, name))
     _exit(exit_code(report, given["fail_on"]))
 

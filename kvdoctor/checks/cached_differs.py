@@ -17,7 +17,6 @@ from kvdoctor.case import Case
 from kvdoctor.checks.growth import has_wrong_lengths
 from kvdoctor.checks.step_fails import ALLOWED, emptied_explains
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
-from kvdoctor.parity import TOLERANCES
 from kvdoctor.trace import Run
 
 EXPORT_AGAIN = Advice("re-export", "export again with a current exporter, and test the result")
@@ -82,6 +81,8 @@ def _ignores_past(run: Run) -> bool:
 
 
 def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
+    from kvdoctor.parity import TOLERANCES  # loads numpy, which an inspection does without
+
     exactness = case.contract.exactness if case.contract else "float"
     tolerance = TOLERANCES[exactness]
     step = next((step for step in run.steps if step.step == run.failed_step), run.steps[-1])

@@ -51,7 +51,7 @@ def _repair(record: RepairRecord) -> Iterator[str]:
     yield "## What is left to the caller"
     yield ""
     if record.out is not None:
-        yield "The copy needs nothing of its caller: every present may be fed back, the cross-attention cache may be held."
+        yield "The copy asks nothing of its caller: every present may be fed back, or the cross-attention cache held."
     if record.advice:
         yield "A loop that cannot take the copy must change instead:"
         yield ""
