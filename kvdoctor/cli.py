@@ -119,6 +119,34 @@ def explain(code: str | None) -> None:
 
 
 @cli.command()
+@click.argument("name", type=click.Choice(["report", "gate", "contract"]))
+def schema(name: str) -> None:
+    """Print the JSON Schema of a document."""
+    from kvdoctor.report import machine
+    from kvdoctor.report.schema import schemas
+
+    click.echo(machine.dump(schemas()[name]), nl=False)
+
+
+@cli.command()
+@click.argument("path")
+@click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text")
+def contract(path: str, format_: str) -> None:
+    """Print the cache contract: what a loop must feed, feed back and hold."""
+    from kvdoctor import doctor
+
+    report = doctor.inspect(path)
+    if format_ == "json":
+        from kvdoctor.report import machine
+
+        click.echo(machine.dump({stack["name"]: stack["contract"] for stack in report.to_dict()["stacks"]}), nl=False)
+        return
+    from kvdoctor.report import formats, text
+
+    text.render_contracts(report, formats.console("auto"))
+
+
+@cli.command()
 def env() -> None:
     """Versions, execution providers and extras, each with the command that mends it."""
     from kvdoctor import environment

@@ -32,12 +32,7 @@ def _generated() -> Any:
 
 
 def onnx_version() -> str:
-    """The version of the onnx package, read from its own `version.py` without loading the package."""
-    package = importlib.util.find_spec("onnx")
-    file = Path(package.origin).with_name("version.py") if package and package.origin else None
-    for line in file.read_text(encoding="utf-8").splitlines() if file and file.is_file() else ():
-        if line.startswith("version"):
-            return line.partition("=")[2].strip().strip("'\"")
+    """The version of the onnx package, without loading it."""
     from importlib import metadata
 
     return metadata.version("onnx")

@@ -155,9 +155,7 @@ class _Reader:
     def _slots(self, decode: Graph, prefill: Graph, file: OnnxFile) -> Iterator[Slot]:
         view = self._view(file)
         made, returned = {p.name for p in prefill.outputs}, {p.name for p in decode.outputs}
-        found = sorted(
-            self._matches(view.inputs), key=lambda item: (int(item[0]["layer"]), item[1].kind, item[0]["part"])
-        )
+        found = sorted(self._matches(view.inputs), key=_slot_order)
         for match, rule in found:
             present, port = self._present_name(match, rule), view.inputs[match.string]
             if port.shape is None or len(port.shape) != len(rule.axes):
@@ -214,6 +212,12 @@ class _Reader:
     def _view(file: OnnxFile) -> GraphView:
         assert file.view is not None  # noqa: S101 - stacks hold files that were read
         return file.view
+
+
+def _slot_order(item: tuple[Any, SlotRule]) -> tuple[int, bool, str]:
+    """By layer, self-attention first, key before value."""
+    match, rule = item
+    return int(match["layer"]), rule.kind != "self-attention", match["part"]
 
 
 def _weight_type(view: GraphView) -> str:

@@ -35,6 +35,14 @@ def render(report: Report, console: Console, verbosity: int = 0, show_diff: bool
     page.line(wording.verdict_line(report), VERDICTS[report.verdict])
 
 
+def render_contracts(report: Report, console: Console) -> None:
+    """Print the cache contract of each stack and nothing else."""
+    page = _Page(console, 0)
+    for stack in report.stacks:
+        page.line(stack.name, "bold")
+        page.pairs(wording.contract_rows(stack))
+
+
 class _Page:
     def __init__(self, console: Console, verbosity: int) -> None:
         self.console, self.verbosity = console, verbosity

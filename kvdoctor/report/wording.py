@@ -110,6 +110,7 @@ def contract_rows(stack: StackFacts) -> Iterator[tuple[str, str]]:
     yield "layout", f"{stack.layout}: {', '.join(stack.files)}"
     if contract.slots:
         yield "cache", _cache_in_words(contract)
+    yield "axes", _axes(contract)
     yield "first step", _first_step(contract)
     fed = [p.name for p in contract.graph("decode").inputs if p.role not in ("past", "branch_switch", "auxiliary")]
     yield "feed", f"every step: {', '.join(fed)}"
@@ -127,7 +128,24 @@ def _cache_in_words(contract: CacheContract) -> str:
     layers = len({slot.layer for slot in contract.slots})
     kinds = [kind for kind in ("self-attention", "cross-attention") if contract.of_kind(kind)]
     sizes = f"{slot.size('kv_heads') or '?'} kv_heads, head_dim {slot.size('head_dim') or '?'}"
-    return f"{layers} layers, {sizes}, {slot.dtype}; {' and '.join(kinds)}; axes {', '.join(slot.axes)}"
+    return f"{layers} layers, {sizes}, {slot.dtype}; {' and '.join(kinds)} cache, axes {', '.join(slot.axes)}"
+
+
+def _axes(contract: CacheContract) -> str:
+    """What each axis is called where it is dynamic, and how large it is where it is a number."""
+    dynamic: dict[str, dict[str, None]] = {}
+    fixed: dict[str, dict[str, None]] = {}
+    for phase in contract.phases.values():
+        for port in contract.graphs[phase.graph].inputs:
+            for axis, size in zip(port.axes, port.shape or (), strict=False):
+                if axis != "fixed":
+                    (fixed if isinstance(size, int) else dynamic).setdefault(axis, {})[str(size or "unnamed")] = None
+    parts = [f"{title} {_listed(found)}" for title, found in (("dynamic:", dynamic), ("fixed:", fixed)) if found]
+    return "; ".join(parts)
+
+
+def _listed(found: dict[str, dict[str, None]]) -> str:
+    return ", ".join(f"{axis} = {' or '.join(names)}" for axis, names in found.items())
 
 
 def _first_step(contract: CacheContract) -> str:

@@ -1,0 +1,97 @@
+"""The JSON Schemas of the documents, derived from the dataclasses that they are made of."""
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.report.document import GATE_SCHEMA, SCHEMA, Report
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+SCALARS: dict[Any, dict[str, Any]] = {
+    str: {"type": "string"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    bool: {"type": "boolean"},
+    type(None): {"type": "null"},
+    Any: {},
+}
+INTERNAL = {"node_names"}
+"""Fields that the documents leave out."""
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+    """Every schema by its short name: report, gate, contract."""
+    return {"report": report_schema(), "gate": gate_schema(), "contract": contract_schema()}
+
+
+def report_schema() -> dict[str, Any]:
+    """The schema of `--format json`."""
+    definitions: dict[str, Any] = {}
+    body = _object(Report, definitions)
+    body["properties"] = {
+        "schema": {"const": SCHEMA},
+        "tool": {
+            "type": "object",
+            "properties": {"name": {"const": "kvdoctor"}, "version": {"type": "string"}},
+            "required": ["name", "version"],
+        },
+        **body["properties"],
+    }
+    body["required"] = ["schema", "tool", *body["required"]]
+    return {"$schema": DIALECT, "title": SCHEMA, **body, "$defs": definitions}
+
+
+def gate_schema() -> dict[str, Any]:
+    """The schema of `gate --format json`."""
+    report = report_schema()
+    definitions = report.pop("$defs")
+    del report["$schema"]
+    return {
+        "$schema": DIALECT,
+        "title": GATE_SCHEMA,
+        "type": "object",
+        "properties": {
+            "schema": {"const": GATE_SCHEMA},
+            "verdict": {"enum": ["healthy", "unhealthy", "incomplete"]},
+            "reports": {"type": "array", "items": report},
+        },
+        "required": ["schema", "verdict", "reports"],
+        "$defs": definitions,
+    }
+
+
+def contract_schema() -> dict[str, Any]:
+    """The schema of a cache contract, as it stands in a report."""
+    definitions: dict[str, Any] = {}
+    body = _object(CacheContract, definitions)
+    return {"$schema": DIALECT, "title": "kvdoctor/contract/1", **body, "$defs": definitions}
+
+
+def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """A dataclass: every field is always written; readers must bear fields that are added later."""
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in INTERNAL]
+    summary = (kind.__doc__ or "").partition("\n")[0]
+    properties = {name: _schema(hints[name], definitions) for name in names}
+    return {"type": "object", "description": summary, "properties": properties, "required": names}
+
+
+def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_schema(argument, definitions) for argument in arguments]}
+    if origin is typing.Literal:
+        return {"enum": list(arguments)}
+    if origin is tuple:
+        return {"type": "array", "items": _schema(arguments[0], definitions)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
+    if dataclasses.is_dataclass(kind):
+        name = kind.__name__  # type: ignore[union-attr]
+        if name not in definitions:
+            definitions[name] = {}
+            definitions[name] = _object(kind, definitions)
+        return {"$ref": f"#/$defs/{name}"}
+    return dict(SCALARS[kind])

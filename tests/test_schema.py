@@ -1,0 +1,54 @@
+"""Every document that is written fits the JSON Schema that ships with the package."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from kvdoctor.report.schema import schemas
+
+EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvdoctor", *arguments, "--format", "json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode in (0, 1, 3), done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+@pytest.mark.parametrize("name", sorted(schemas()))
+def test_schema_is_itself_valid(name: str) -> None:
+    jsonschema.Draft202012Validator.check_schema(schemas()[name])
+
+
+@pytest.mark.parametrize("command", ["inspect", "step-test", "re-export"])
+@pytest.mark.parametrize("model", ["marian-4.46.3", "llama-gqa"])
+def test_report_fits(command: str, model: str, tmp_path: Path) -> None:
+    more = ["-o", str(tmp_path / "out")] if command == "re-export" else []
+    document = run_json(command, str(EXPORTS / model), *more)
+    jsonschema.validate(document, schemas()["report"])
+    assert document["schema"] == "kvdoctor/report/1"
+
+
+def test_report_of_an_unreadable_file_fits(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"")
+    jsonschema.validate(run_json("step-test", str(tmp_path)), schemas()["report"])
+
+
+def test_gate_fits() -> None:
+    document = run_json("gate", str(EXPORTS / "gpt2"), str(EXPORTS / "t5"))
+    jsonschema.validate(document, schemas()["gate"])
+    assert document["verdict"] == "unhealthy"
+
+
+def test_fix_report_beside_the_model_fits(tmp_path: Path) -> None:
+    run_json("re-export", str(EXPORTS / "t5"), "-o", str(tmp_path / "out"))
+    document = json.loads((tmp_path / "out" / "kvdoctor-report.json").read_text())
+    jsonschema.validate(document, schemas()["report"])
+    assert document["repair"]["changes"]
