@@ -112,8 +112,7 @@ def contract_rows(stack: StackFacts) -> Iterator[tuple[str, str]]:
         yield "cache", _cache_in_words(contract)
     yield "axes", _axes(contract)
     yield "first step", _first_step(contract)
-    fed = [p.name for p in contract.graph("decode").inputs if p.role not in ("past", "branch_switch", "auxiliary")]
-    yield "feed", f"every step: {', '.join(fed)}"
+    yield "feed", _fed(contract)
     for verb, carry in (("feed back", "feed-back"), ("hold", "hold")):
         slots = [slot for slot in contract.slots if slot.carry == carry]
         if slots:
@@ -158,6 +157,14 @@ def _first_step(contract: CacheContract) -> str:
             first, later = contract.graph("prefill").file, contract.graph("decode").file
             return f"{first}, which takes no past; every later step {later}"
     return "a past of length 0"
+
+
+def _fed(contract: CacheContract) -> str:
+    """What every step is fed besides the cache, and what the first step is fed on top of that."""
+    not_fed = ("past", "branch_switch", "auxiliary")
+    every = [port.name for port in contract.graph("decode").inputs if port.role not in not_fed]
+    first = [p.name for p in contract.graph("prefill").inputs if p.role not in not_fed and p.name not in every]
+    return f"every step: {', '.join(every)}" + (f"; first step also: {', '.join(first)}" if first else "")
 
 
 def _carried(slots: list[Slot], verb: str) -> str:
