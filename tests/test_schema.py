@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+
 from kvdoctor.report.schema import schemas
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"

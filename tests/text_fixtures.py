@@ -1,8 +1,16 @@
 """Reads the hand-written models under fixtures/text: ONNX text with the findings it must bring.
 
-A fixture begins with comment lines. `# file: NAME` names the file that the text after it becomes; a fixture with several
-files has several such lines. A value declared as `w_...` without a value becomes a weight of noise, seeded by its name,
-so that a fixture and its twin hold the same weights.
+A fixture begins with comment lines:
+
+    # twin: NAME                        the healthy fixture that it differs from by one fault
+    # file: NAME                        the file that the text from here on becomes; there may be several
+    # expect: CHECK SEVERITY SUBJECT    a finding of the step test, with its first subject; or `none`
+    # expect-inspect: ...               the same for the inspection, which finds nothing where this is left out
+    # expect-not-checked: CODE          what must be listed as not checked, and nothing else; left out: not looked at
+    # platform: MACHINE                 the only machine it is meant for
+
+A value declared as `w_...` in the list after the outputs becomes a weight of noise, seeded by its name, so that a
+fixture and its twin hold the same weights.
 """
 
 import re

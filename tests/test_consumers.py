@@ -1,0 +1,118 @@
+"""Optimum decodes with the repaired export what PyTorch decodes with the checkpoint that the export was made from.
+
+Checkpoint and export are made again by fixtures/make_exports.py, in the environment that made the fixtures.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from isolated import EXPORTS, FIXTURES, MERGED, Environment, call, re_export
+from onnx import numpy_helper
+
+pytestmark = pytest.mark.slow
+
+SOUND = ("gpt2", "llama-gqa")
+"""The fixtures with nothing to repair."""
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where its data classes look up their annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+make_exports = _load(FIXTURES / "make_exports.py")
+
+
+def environment(name: str) -> Environment:
+    """Returns the environment that the fixture `name` is made in."""
+    requirements = tuple(make_exports.BY_NAME[name].requirements())
+    return Environment(make_exports.PYTHON, requirements, ("torch", "transformers", "onnxruntime"))
+
+
+@pytest.fixture(scope="module")
+def made_again(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The name of a fixture and a folder with its `export` and `checkpoint`, both made now."""
+    name: str = request.param
+    environment(name).require()
+    folder = tmp_path_factory.mktemp("made-again")
+    script = FIXTURES / "make_exports.py"
+    command = [sys.executable, script, name, "--out", folder / "export", "--keep-checkpoint", folder / "checkpoint"]
+    done = call(command)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return name, folder
+
+
+every_fixture = pytest.mark.parametrize("made_again", (*MERGED, *SOUND), indirect=True)
+
+
+@every_fixture
+def test_export_made_again_equals_the_fixture(made_again: tuple[str, Path]) -> None:
+    name, folder = made_again
+    committed = json.loads((EXPORTS / name / "provenance.json").read_text(encoding="utf-8"))["sha256"]
+    assert {path.name for path in (folder / "export" / name).iterdir()} == {*committed, "provenance.json"}
+    for file in committed:
+        assert_same_file(folder / "export" / name / file, EXPORTS / name / file)
+
+
+def assert_same_file(made: Path, committed: Path) -> None:
+    """Holds two files to be equal byte for byte, or ONNX graphs that differ in the rounding of constants alone.
+
+    The exporter folds constants, so another processor may give other last bits.
+    """
+    if made.read_bytes() == committed.read_bytes():
+        return
+    assert made.suffix == ".onnx", f"{made.name} differs"
+    models = [onnx.load(path) for path in (made, committed)]
+    floats = [list(take_floats(model.graph)) for model in models]
+    assert models[0] == models[1], f"{made.name} differs in more than its float tensors"
+    for found, expected in zip(*floats, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def take_floats(graph: onnx.GraphProto) -> Iterator[np.ndarray[Any, Any]]:
+    """Moves the values of all float tensors out of a graph."""
+    attributes = [attribute for node in graph.node for attribute in node.attribute]
+    for tensor in (*graph.initializer, *(attribute.t for attribute in attributes if attribute.HasField("t"))):
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            yield numpy_helper.to_array(tensor)
+            tensor.ClearField("raw_data")
+            tensor.ClearField("float_data")
+    for attribute in attributes:
+        if attribute.HasField("g"):
+            yield from take_floats(attribute.g)
+
+
+@every_fixture
+def test_optimum_decodes_what_pytorch_decodes(made_again: tuple[str, Path], tmp_path: Path) -> None:
+    name, folder = made_again
+    export = EXPORTS / name
+    decoder = export / "model.onnx"
+    if name in MERGED:
+        export = re_export(name, tmp_path / "repaired")
+        decoder = export / "decoder_model_merged.onnx"
+        assert decoder.read_bytes() != (EXPORTS / name / decoder.name).read_bytes()
+    result = environment(name).run("generate.py", export, folder / "checkpoint" / name)
+
+    expected = result["pytorch"]
+    prompt = 1 if name in MERGED else 4
+    assert [len(row) for row in expected] == [prompt + 16] * 12
+    assert len({tuple(row) for row in expected}) > 6, "the inputs must matter"
+    assert Path(result["decoder"]).samefile(decoder)
+    assert [run["io_binding"] for run in result["optimum"]] == [False, True]
+    for run in result["optimum"]:
+        assert run["tokens"] == expected
+        assert run["cache_length"] == prompt + 15, "the last call had all but its own token in the cache"
+        assert run["distance"] <= 1e-5 * run["spread"]

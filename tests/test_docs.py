@@ -1,0 +1,76 @@
+"""What README and docs say is true today: their commands run, and what they show is what is printed."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvdoctor.findings import all_checks
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+sys.path.insert(0, str(ROOT / "docs"))
+
+
+def run(arguments: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvdoctor", *arguments], cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_failure_shown_is_the_failure_printed() -> None:
+    for command, shown in re.findall(r"<!-- shown: kvdoctor (.+?) -->\n```text\n(.+?)```", README, re.DOTALL):
+        printed = run(shlex.split(command)).stdout
+        assert shown.strip() in printed
+
+
+def test_the_cure_and_the_gate_of_the_readme_work(tmp_path: Path) -> None:
+    commands = re.findall(r"^\.venv/bin/kvdoctor (.+)$", README, re.MULTILINE)
+    assert [shlex.split(command)[0] for command in commands] == ["re-export", "gate"]
+    for command in commands:
+        words = [str(ROOT / word) if word.startswith("fixtures/") else word for word in shlex.split(command)]
+        assert run(words, cwd=tmp_path).returncode == 0
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    command = next(line for line in README.splitlines() if "-m pytest -n 2" in line and line.startswith("python3"))
+    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_page_of_checks_is_current() -> None:
+    import make_checks
+
+    assert (ROOT / "docs" / "checks.md").read_text(encoding="utf-8") == make_checks.page()
+
+
+@pytest.mark.parametrize("check", all_checks(), ids=lambda check: check.name)
+def test_every_check_is_explained(check: "object") -> None:
+    text = run(["explain", check.name]).stdout  # type: ignore[attr-defined]
+    for part in ("What it means:", "Reproduce:", "Repair:"):
+        assert part in text
+    assert run(["explain", check.code.lower()]).stdout == text  # type: ignore[attr-defined]
+
+
+def test_an_unknown_check_is_answered_with_the_nearest() -> None:
+    done = run(["explain", "cross-cache-emtied"])
+    assert done.returncode == 2
+    assert "cross-cache-emptied" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["inspect"], ["step-test"], ["re-export"], ["gate"], ["explain"], ["env"], ["contract"], ["schema"]]
+)
+def test_help_works(command: list[str]) -> None:
+    done = run([*command, "--help"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage:" in done.stdout
+
+
+def test_env_names_what_is_here() -> None:
+    done = run(["env"])
+    assert done.returncode == 0
+    for word in ("onnxruntime", "CPUExecutionProvider", "kvdoctor"):
+        assert word in done.stdout

@@ -1,0 +1,152 @@
+"""Experiments driven by scripted answers: no runtime, only what the loop feeds."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.doctor import inspect
+from kvdoctor.experiments import Experiment, load
+from kvdoctor.feeds import Answer, Array, Call, Deal, Scenario
+
+EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """A value that came back, filled with a number that says from which call."""
+
+    content: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.content.shape)
+
+    def array(self) -> Array:
+        return self.content
+
+
+def deal(name: str, **sizes: int) -> Deal:
+    contract = inspect(str(EXPORTS / name)).stacks[0].contract
+    assert contract is not None
+    scenario = Scenario(**sizes)
+    states = np.ones((scenario.batch, 7, 32), np.float32) if contract.has_encoder_states else None
+    return Deal(contract, scenario, states)
+
+
+def answer(contract: CacheContract, call: Call, number: int) -> Answer:
+    """What a healthy merged or single decoder returns: present = past + new, the cross cache emptied in decode."""
+    batch = 1
+    outputs: dict[str, Any] = {}
+    for slot in contract.slots:
+        heads, width = slot.size("kv_heads"), slot.size("head_dim")
+        assert heads is not None
+        assert width is not None
+        length = call.past + call.new if slot.kind == "self-attention" else 7
+        shape = (0, heads, 1, width) if slot.emptied and call.phase == "decode" else (batch, heads, length, width)
+        if slot.present:
+            outputs[slot.present] = Scripted(np.full(shape, number, np.float32))
+    outputs["logits"] = Scripted(np.zeros((batch, call.new, 128), np.float32))
+    return Answer(outputs, "logits")
+
+
+def drive(experiment: Experiment, given: Deal) -> list[Call]:
+    """All calls of an experiment, each answered by its number."""
+    calls: list[Call] = []
+    running = experiment.calls(given)
+    try:
+        call = next(running)
+        while True:
+            calls.append(call)
+            call = running.send(answer(given.contract, call, len(calls)))
+    except StopIteration:
+        return calls
+
+
+def named(name: str) -> Experiment:
+    return next(experiment for experiment in load() if experiment.name == name)
+
+
+def shape(call: Call, name: str) -> tuple[int, ...]:
+    return tuple(call.feeds[name].shape)
+
+
+def test_the_plain_loop_feeds_the_placeholder_back() -> None:
+    steps = [call for call in drive(named("plain-loop"), deal("marian-4.57.6")) if call.kind == "step"]
+    cross = [shape(call, "past_key_values.0.encoder.key") for call in steps]
+    assert cross[:3] == [(1, 4, 0, 8), (1, 4, 7, 8), (0, 4, 1, 8)]
+    assert [call.past for call in steps] == [0, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_the_held_loop_keeps_the_value_of_the_prefill() -> None:
+    steps = [call for call in drive(named("held-loop"), deal("marian-4.57.6")) if call.kind == "step"]
+    held = [call.feeds["past_key_values.1.encoder.value"] for call in steps[1:]]
+    assert all(value is held[0] for value in held)
+    assert held[0].shape == (1, 4, 7, 8)
+    fed_back = [np.asarray(call.feeds["past_key_values.1.decoder.value"].array()).max() for call in steps[2:]]
+    assert fed_back == sorted(set(fed_back))
+
+
+def test_feeds_are_coupled() -> None:
+    for call in drive(named("plain-loop"), deal("llama-gqa")):
+        assert shape(call, "attention_mask") == (1, call.past + call.new)
+        assert list(np.asarray(call.feeds["position_ids"])[0]) == list(range(call.past, call.past + call.new))
+
+
+def test_the_switch_follows_the_phase() -> None:
+    for call in drive(named("held-loop"), deal("t5")):
+        assert bool(np.asarray(call.feeds["use_cache_branch"])[0]) is (call.phase == "decode")
+
+
+def test_a_loop_ends_with_its_controls() -> None:
+    calls = drive(named("held-loop"), deal("whisper"))
+    controls = [call for call in calls if call.kind == "control"]
+    assert [call.label for call in controls] == ["self-attention cache zeroed", "cross-attention cache zeroed"]
+    last = next(call for call in reversed(calls) if call.kind == "step")
+    assert all(call.past == last.past for call in controls)
+    assert not np.asarray(controls[0].feeds["past_key_values.0.decoder.key"]).any()
+    assert controls[1].feeds["past_key_values.0.decoder.key"] is last.feeds["past_key_values.0.decoder.key"]
+
+
+def test_every_step_is_held_against_its_own_positions() -> None:
+    given = deal("gpt2")
+    calls = drive(named("plain-loop"), given)
+    for call in calls[1:]:
+        assert call.expected is not None
+        assert call.expected.shape[1] == call.new
+
+
+@pytest.mark.parametrize("name", ["gpt2", "marian-4.57.6"])
+def test_same_seed_same_feeds(name: str) -> None:
+    first, again = (drive(named("empty-past"), deal(name)) for _ in range(2))
+    other = drive(named("empty-past"), deal(name, seed=1))
+    assert all(
+        np.array_equal(np.asarray(a.feeds["input_ids"]), b.feeds["input_ids"])
+        for a, b in zip(first, again, strict=True)
+    )
+    assert not np.array_equal(np.asarray(first[0].feeds["input_ids"]), np.asarray(other[0].feeds["input_ids"]))
+
+
+def test_no_cache_comes_first_in_the_late_cache_loop() -> None:
+    steps = [call for call in drive(named("late-cache"), deal("marian-4.57.6")) if call.kind == "step"]
+    assert [(call.phase, call.new) for call in steps[:5]] == [
+        ("prefill", 3),
+        ("prefill", 4),
+        ("prefill", 5),
+        ("prefill", 6),
+        ("decode", 1),
+    ]
+
+
+def test_sizes_of_the_default_scenario_differ() -> None:
+    scenario = Scenario()
+    assert len({scenario.batch, scenario.prompt, scenario.encoder, scenario.total}) == 4
+
+
+def test_every_experiment_says_what_it_asks() -> None:
+    for experiment in load():
+        assert experiment.question
+        assert experiment.judged or experiment.why, experiment.name

@@ -1,0 +1,105 @@
+"""The rules of the house that a program can check: which room may import which, and where the doors are."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "kvdoctor"
+
+ROOMS = ["errors", "plain", "contract", "trace", "parity", "feeds", "experiments", "sessions", "examination", "worker", "child", "runtimes", "wire", "onnx_schema", "skeleton", "external_data", "graph", "dialects", "model_folder", "reading", "findings", "case", "checks", "report", "facts", "doctor", "out_folder", "repairs", "re_exporting", "environment", "cli_options", "cli", "__main__"]
+"""From early to late: a room imports earlier ones only."""
+
+LIGHT = ("plain", "contract", "trace", "parity", "feeds", "experiments")
+"""What the worker loads in an environment with nothing but onnxruntime and numpy."""
+
+
+def modules() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path, *, also_for_types: bool = False) -> Iterator[str]:
+    """Names of the modules that a file imports when it runs, at any depth of the file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and not also_for_types:
+            skipped |= {child for part in node.body for child in ast.walk(part)}
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "kvdoctor")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_point_to_earlier_rooms(path: Path) -> None:
+    mine = ROOMS.index(room(path))
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] == "kvdoctor" and len(parts) > 1 and parts[1] in ROOMS:
+            assert ROOMS.index(parts[1]) <= mine, f"{room(path)} must not import {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_onnxruntime_is_imported_behind_its_door_only(path: Path) -> None:
+    if room(path) in ("worker", "sessions"):
+        return
+    assert not [name for name in imported(path, also_for_types=True) if name.split(".")[0] == "onnxruntime"]
+    assert not [name for name in imported(path) if name in ("kvdoctor.worker", "kvdoctor.sessions")] or room(path) in (
+        "examination",
+    )
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_frameworks_are_never_imported(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imported(path, also_for_types=True)}
+    assert not roots & {"torch", "transformers", "optimum", "requests", "httpx", "urllib3"}
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_what_the_worker_needs_is_light(name: str) -> None:
+    files = [PACKAGE / f"{name}.py"] if (PACKAGE / f"{name}.py").exists() else list((PACKAGE / name).glob("*.py"))
+    for path in files:
+        for module in imported(path, also_for_types=True):
+            root = module.split(".")[0]
+            assert root in {*sys.stdlib_module_names, "numpy", "kvdoctor"}, f"{path.name} imports {module}"
+            if root == "kvdoctor" and "." in module:
+                assert module.split(".")[1] in LIGHT, f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (["--help"], {"onnx", "numpy", "rich", "onnxruntime", "psutil"}),
+        (["--version"], {"onnx", "numpy", "rich", "onnxruntime", "psutil"}),
+        (["inspect", "fixtures/exports/gpt2", "--format", "json"], {"numpy", "rich", "onnxruntime", "onnx"}),
+        (["step-test", "fixtures/exports/gpt2", "--format", "json"], {"onnxruntime"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_loads_only_what_it_needs(arguments: list[str], absent: set[str]) -> None:
+    program = (
+        "import sys\n"
+        "from kvdoctor.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    print(sorted(sys.modules), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=PACKAGE.parent,
+    )
+    assert not set(ast.literal_eval(done.stderr.strip().splitlines()[-1])) & absent

@@ -1,0 +1,189 @@
+"""Killed or interrupted at any moment: OUT is whole or absent, the source is unchanged, and nothing is left running."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import bad_models as bad
+import numpy as np
+import psutil
+import pytest
+from bad_models import MARIAN, call, copied, saved, unchanged
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs the signals of POSIX")
+
+SECONDS = 1.6  # how long `re-export` takes on this model, more or less
+MOMENTS = [float(moment) for moment in np.round(np.sort(np.random.default_rng(0).uniform(0.05, SECONDS, 15)), 3)]
+
+
+@pytest.fixture
+def marian(tmp_path: Path) -> Path:
+    return copied(MARIAN, tmp_path / "marian")
+
+
+@contextlib.contextmanager
+def started(*arguments: str | Path, scratch: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Start kvdoctor; what it leaves running is ended, and the test fails for it."""
+    environment = {**os.environ, **({"TMPDIR": str(scratch)} if scratch else {})}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvdoctor", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def workers(process: subprocess.Popen[str], seconds: float = 10) -> list[psutil.Process]:
+    """Wait for the child processes."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if children := psutil.Process(process.pid).children(recursive=True):
+            return children
+        time.sleep(0.005)
+    raise AssertionError("no worker was started")
+
+
+def assert_gone(processes: list[psutil.Process], seconds: float = 5) -> None:
+    """They end by themselves; if not, they are ended here."""
+    left = psutil.wait_procs(processes, timeout=seconds)[1]
+    running = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    for process in running:
+        process.kill()
+    assert not running, "a worker was left running"
+
+
+def assert_whole_or_absent(out: Path) -> None:
+    if out.exists():
+        assert (out / "kvdoctor-report.json").is_file()
+        assert (out / "kvdoctor-report.md").is_file()
+        assert call("inspect", out).code == 0
+
+
+def assert_a_later_run_cleans_up(marian: Path, out: Path) -> None:
+    force = ["--force"] if out.exists() else []
+    assert call("re-export", marian, "-o", out, *force).code == 0
+    assert_whole_or_absent(out)
+    assert sorted(path.name for path in out.parent.iterdir()) == sorted([marian.name, out.name])
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_any_moment(moment: float, marian: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with unchanged(marian):
+        with started("re-export", marian, "-o", out) as process, contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(moment)
+        assert_whole_or_absent(out)
+        assert_a_later_run_cleans_up(marian, out)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.1, 0.3])
+def test_killed_while_writing(delay: float, marian: Path, tmp_path: Path) -> None:
+    """From the moment on when something stands beside the model."""
+    out = tmp_path / "out"
+    with unchanged(marian):
+        with started("re-export", marian, "-o", out) as process:
+            while process.poll() is None and len(list(tmp_path.iterdir())) == 1:
+                time.sleep(0.001)
+            time.sleep(delay)
+        assert_whole_or_absent(out)
+        assert_a_later_run_cleans_up(marian, out)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1])
+def test_killed_while_replacing(delay: float, marian: Path, tmp_path: Path) -> None:
+    """With --force the old folder stands until the new one is whole."""
+    out = tmp_path / "out"
+    assert call("re-export", marian, "-o", out).code == 0
+    with unchanged(marian):
+        with started("re-export", marian, "-o", out, "--force") as process:
+            while process.poll() is None and len(list(tmp_path.iterdir())) == 2:
+                time.sleep(0.001)
+            time.sleep(delay)
+        assert out.exists()
+        assert_whole_or_absent(out)
+        assert_a_later_run_cleans_up(marian, out)
+
+
+@pytest.mark.parametrize("suffix", ["partial", "old"])
+def test_what_a_killed_run_left_is_swept(suffix: str, marian: Path, tmp_path: Path) -> None:
+    """A run killed between its two renames leaves the old folder beside OUT."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = saved(b"half", tmp_path / f".out.kvdoctor-{ended.pid}.{suffix}")
+    assert call("re-export", marian, "-o", tmp_path / "out").code == 0
+    assert not left.exists()
+
+
+def test_the_folder_of_a_run_that_goes_on_is_left_alone(marian: Path, tmp_path: Path) -> None:
+    other = saved(b"half", tmp_path / f".out.kvdoctor-{os.getpid()}.partial")
+    assert call("re-export", marian, "-o", tmp_path / "out").code == 0
+    assert other.exists()
+
+
+def test_two_runs_at_once_for_one_out(marian: Path, tmp_path: Path) -> None:
+    """One of them may be refused; OUT is that of the other."""
+    out = tmp_path / "out"
+    with started("re-export", marian, "-o", out) as one, started("re-export", marian, "-o", out) as other:
+        codes = []
+        for process in (one, other):
+            error = process.communicate(timeout=30)[1]
+            assert "Traceback" not in error
+            codes.append(process.returncode)
+    assert 0 in codes
+    assert set(codes) <= {0, 2}
+    assert_whole_or_absent(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["marian", "out"]
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2, 0.5, 0.9])
+def test_interrupted(delay: float, marian: Path, tmp_path: Path) -> None:
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    scratch.mkdir()
+    with unchanged(marian), started("re-export", marian, "-o", out, scratch=scratch) as process:
+        children = workers(process)
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        output, error = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Traceback" not in output + error
+    assert "interrupted" in error
+    assert not out.exists()
+    assert list(scratch.iterdir()) == []
+    assert_gone(children)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["marian", "scratch"]
+
+
+@pytest.mark.parametrize("delay", [0.02, 0.06, 0.12])
+def test_interrupted_before_it_has_begun(delay: float) -> None:
+    with started("inspect", MARIAN) as process:
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=10)[1]
+    if process.returncode == -signal.SIGINT:
+        pytest.skip("Python itself was not up yet")
+    if "kvdoctor" in error:
+        assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "starting"])
+def test_no_worker_outlives_the_command(number: signal.Signals, busy: bool, tmp_path: Path) -> None:
+    """A model that never answers must not keep a core for ever, whichever way the command ends."""
+    folder = saved(bad.decoder(*bad.looping_for_ever()), tmp_path / "model")
+    with started("step-test", folder) as process:
+        children = workers(process)
+        time.sleep(2 if busy else 0)
+        process.send_signal(number)
+        process.communicate(timeout=10)
+        assert_gone(children)

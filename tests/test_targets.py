@@ -1,0 +1,48 @@
+"""The repaired file on a runtime that is older than kvdoctor itself supports, with the plainest consumer there is."""
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from isolated import EXPORTS, MERGED, Environment, re_export
+
+pytestmark = pytest.mark.slow
+
+OLD_RUNTIME = Environment("3.11", ("onnxruntime==1.16.3", "numpy==1.26.4"), ("onnxruntime",))
+STEPS = 8
+FIRST_FED_BACK = 2
+"""Index of the first step whose past comes out of the cached branch."""
+
+
+def plain_loop(folder: Path) -> list[dict[str, Any]]:
+    """Returns the runs of the plain loop in batch 1 and 2, which are known to be runs of the old runtime."""
+    result = OLD_RUNTIME.run("plain_loop.py", folder)
+    assert result["onnxruntime"] == "1.16.3"
+    assert [run["batch"] for run in result["runs"]] == [1, 2]
+    runs: list[dict[str, Any]] = result["runs"]
+    return runs
+
+
+def assert_parity(steps: list[dict[str, float]]) -> None:
+    for step in steps:
+        assert step["spread"] > 1
+        assert step["distance"] <= 1e-5 * step["spread"]
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_repaired_file_has_parity_in_the_plain_loop(name: str, tmp_path: Path) -> None:
+    repaired = re_export(name, tmp_path / "repaired")
+    onnx.checker.check_model(repaired / "decoder_model_merged.onnx", full_check=True)
+    for run in plain_loop(repaired):
+        assert run["error"] is None
+        assert len(run["steps"]) == STEPS
+        assert_parity(run["steps"])
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_original_file_fails_in_the_plain_loop(name: str) -> None:
+    for run in plain_loop(EXPORTS / name):
+        assert len(run["steps"]) == FIRST_FED_BACK
+        assert_parity(run["steps"])
+        assert "optimum::if" in run["error"]

@@ -1,0 +1,87 @@
+"""Every hand-written model brings exactly the findings that it states: unexpected and missing ones both fail."""
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from text_fixtures import Expected, Fixture, load_all
+
+from kvdoctor.doctor import Options, inspect, step_test
+from kvdoctor.findings import all_checks
+from kvdoctor.report.document import Report
+from kvdoctor.runtimes import Runtime
+
+FIXTURES = load_all()
+FAULTY = [fixture for fixture in FIXTURES.values() if not fixture.name.endswith("healthy")]
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with Runtime(Options().limits) as warm:
+        yield warm
+
+
+@pytest.fixture(params=FIXTURES.values(), ids=list(FIXTURES))
+def fixture(request: pytest.FixtureRequest) -> Fixture:
+    chosen: Fixture = request.param
+    if chosen.platform not in (None, platform.machine()):
+        pytest.skip(f"only on {chosen.platform}")
+    return chosen
+
+
+def test_inspection(fixture: Fixture, tmp_path: Path) -> None:
+    _demand(fixture.expect_inspect, inspect(str(fixture.write(tmp_path))))
+
+
+def test_steps(fixture: Fixture, tmp_path: Path, runtime: Runtime) -> None:
+    report = step_test(str(fixture.write(tmp_path)), runtime=runtime)
+    _demand(fixture.expect, report)
+    if fixture.not_checked or fixture.healthy:
+        assert {entry.code for entry in report.not_checked} == set(fixture.not_checked), report.not_checked
+    if fixture.healthy:
+        assert report.verdict == "healthy"
+
+
+@pytest.mark.parametrize("name", [name for name in FIXTURES if name.startswith("cross-cache-emptied")])
+def test_a_loop_that_holds_is_not_hurt(name: str, tmp_path: Path, runtime: Runtime) -> None:
+    report = step_test(str(FIXTURES[name].write(tmp_path)), Options(consumer="held"), runtime)
+    held = [Expected(e.name, "note", e.subject) for e in FIXTURES[name].expect]
+    _demand(held, report)
+    assert report.verdict == "healthy", report.not_checked
+
+
+@pytest.mark.parametrize("faulty", FAULTY, ids=lambda fixture: fixture.name)
+def test_a_faulty_model_has_a_healthy_twin(faulty: Fixture) -> None:
+    twin = FIXTURES.get(faulty.twin or "")
+    assert twin is not None, f"{faulty.name} names no twin that exists: {faulty.twin}"
+    assert twin.name.endswith("healthy")
+    assert twin.healthy
+    assert set(faulty.files) <= set(twin.files)
+
+
+@pytest.mark.parametrize("name", [check.name for check in all_checks() if check.asks != "file"])
+def test_every_check_has_a_model_that_makes_it_fire(name: str) -> None:
+    assert any(expected.name == name for fixture in FIXTURES.values() for expected in fixture.expect), name
+
+
+def _demand(expected: "tuple[Expected, ...] | list[Expected]", report: Report) -> None:
+    """Match findings and expectations one to one."""
+    missing, unexpected = list(expected), []
+    for finding in report.findings:
+        subject = finding.subject[0] if finding.subject else ""
+        alike = [e for e in missing if (e.name, e.severity) == (finding.name, finding.severity)]
+        match = next((e for e in alike if _means(e.subject, subject)), None)
+        if match is None:
+            unexpected.append(f"{finding.name} {finding.severity} {subject}\n    ({finding.cause}; {finding.observed})")
+        else:
+            missing.remove(match)
+    crashed = [entry.reason for entry in report.not_checked if "crashed" in entry.reason]
+    lines = [f"missing:    {e}" for e in missing] + [f"unexpected: {u}" for u in unexpected]
+    if lines or crashed:
+        pytest.fail("\n".join(lines + crashed), pytrace=False)
+
+
+def _means(expected: str, subject: str) -> bool:
+    """A subject is a name, or a sentence that has the name in quotes."""
+    return expected == subject or f"'{expected}'" in subject
