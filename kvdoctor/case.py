@@ -19,7 +19,8 @@ class Case:
     """What a check may ask about.
 
     Checks that ask about a file get `file`; those that ask about the contract get `stack` and `contract`; those that
-    ask about runs get `runs` as well. `refusals` are files that the runtime did not open: file -> level -> its text.
+    ask about runs get `runs` as well, and `declared_faults`, the names of the errors found in the contract. `refusals`
+    are files that the runtime did not open: (file, its text by level, the level that opens it).
     """
 
     folder: ModelFolder
@@ -28,6 +29,7 @@ class Case:
     stack: StackFiles | None = None
     contract: CacheContract | None = None
     runs: tuple[Run, ...] = ()
+    declared_faults: tuple[str, ...] = ()
     refusals: tuple[tuple[str, dict[str, str], str | None], ...] = ()
     crashes: tuple[str, ...] = ()
 
@@ -37,11 +39,20 @@ class Case:
 
     @property
     def judged(self) -> Run | None:
-        """The run of the loop that the consumer uses: plain, or held where that is a loop of its own."""
+        """The run of the loop that the consumer uses: plain, or held where that is a loop of its own.
+
+        Where a decode step returns an emptied cache, that is what the plain loop suffers from, and that has a check of
+        its own: any other fault is looked for in the held loop.
+        """
         held = self.run("held-loop")
-        if self.consumer == "held" and held is not None and held.steps:
+        if held is not None and held.outcome != "skipped" and (self.consumer == "held" or self.emptied):
             return held
         return self.run("plain-loop")
+
+    @property
+    def emptied(self) -> tuple[Slot, ...]:
+        """Slots that a decode step returns without elements, by the graph or by what the runs showed."""
+        return tuple(slot for slot in (self.contract.slots if self.contract else ()) if slot.emptied)
 
     @property
     def main(self) -> GraphView:

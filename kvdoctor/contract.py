@@ -7,6 +7,7 @@ Shapes are written as `float[batch, kv_heads, past, head_dim]`: the words below 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,6 +121,14 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Lack:
+    """Something that stands in the way of driving a stack: what it is about, and the reason."""
+
+    subject: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class CacheContract:
     """How to drive one stack.
 
@@ -138,7 +147,7 @@ class CacheContract:
     vocabulary: int | None = None
     context_limit: int | None = None
     evidence: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    missing: tuple[Lack, ...] = ()
 
     def graph(self, phase: PhaseName) -> Graph:
         """Give the graph that serves a phase."""
@@ -159,7 +168,7 @@ class CacheContract:
         return any(graph.port("encoder_states") for graph in self.graphs.values())
 
 
-def describe(dtype: str, shape: tuple[Dim, ...] | list[int] | None) -> str:
+def describe(dtype: str, shape: Sequence[Dim] | None) -> str:
     """Write a tensor type as the field does: `float[batch, 4, past, 8]`."""
     if shape is None:
         return f"{dtype}[no declared shape]"

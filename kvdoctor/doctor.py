@@ -14,7 +14,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.facts import environment, file_facts, stack_facts
 from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks
 from kvdoctor.model_folder import ModelFolder, StackFiles, open_folder
-from kvdoctor.reading import read_contract
+from kvdoctor.reading import read_contract, with_observed
 from kvdoctor.report.document import (
     EXIT_FINDINGS,
     EXIT_HEALTHY,
@@ -29,6 +29,9 @@ from kvdoctor.report.document import (
 )
 from kvdoctor.runtimes import Examined, Job, Runtime
 from kvdoctor.trace import Node, Run
+
+HAS_OWN_RUN = "cross-cache-emptied"
+"""The fault of the contract that leaves a loop to judge: the held one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +101,18 @@ def step_test(
     stacks, runs, measured = [], [], {}
     for stack in folder.stacks:
         contract = read_contract(stack, folder.config)
-        stacks.append(stack_facts(stack, contract))
         case = Case(folder, options.consumer, stack=stack, contract=contract)
         case, examined = _examine(case, options, verdicts, runtime, scratch)
         runs += list(case.runs)
+        stacks.append(stack_facts(stack, case.contract or contract))
         measured[stack.name] = _measured(examined)
+        before = len(verdicts.findings)
         run_checks(case, "contract", options.selection, verdicts)
         if case.runs:
-            run_checks(case, "runs", options.selection, verdicts)
+            faults = tuple(
+                f.name for f in verdicts.findings[before:] if f.severity == "error" and f.name != HAS_OWN_RUN
+            )
+            run_checks(replace(case, declared_faults=faults), "runs", options.selection, verdicts)
     report = _report("step-test", folder, options, verdicts, stacks)
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
     return replace(report, runs=tuple(runs), measured=measured, environment=environment)
@@ -154,7 +161,8 @@ def _examine(
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", reason, essential=True))
     runs = tuple(_located(run, case) for run in examined.runs)
     refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in examined.refusals)
-    return replace(case, runs=runs, refusals=refusals), examined
+    contract = with_observed(case.contract, runs)
+    return replace(case, contract=contract, runs=runs, refusals=refusals), examined
 
 
 def _obstacle(stack: StackFiles, contract: CacheContract) -> str | None:

@@ -24,6 +24,7 @@ from kvdoctor.feeds import (
     synthetic_encoder_states,
 )
 from kvdoctor.parity import compare, judge
+from kvdoctor.plain import to_plain
 from kvdoctor.sessions import Announce, OrtTensor, Refused, Sessions, StepFailed, runtime_version, to_runtime
 from kvdoctor.trace import Control, Difference, Outcome, Run, Seen, Step
 
@@ -56,7 +57,7 @@ class Examination:
         if reason is None and scenario.steps < 2:
             reason = f"the context of {self.contract.context_limit} tokens is too short for it"
         if reason is not None:
-            return self._result(experiment, "skipped", reason=reason)
+            return self.result(experiment, "skipped", reason=reason)
         return _Performance(self, experiment, scenario).perform()
 
     def call(self, call: Call) -> Answer:
@@ -115,7 +116,8 @@ class Examination:
         limit = self.contract.context_limit
         return scenario if limit is None else replace(scenario, steps=min(scenario.steps, limit - scenario.prompt))
 
-    def _result(self, experiment: Experiment, outcome: Outcome, **more: Any) -> Run:
+    def result(self, experiment: Experiment, outcome: Outcome, **more: Any) -> Run:
+        """A run as it is sent: its steps have gone ahead of it."""
         file = self.contract.graph("decode").file
         return Run(
             stack=self.stack,
@@ -153,7 +155,7 @@ class _Performance:
         except StepFailed as error:
             return self._failed(call, str(error))
         except WrongLogits as error:
-            return self._result("failed", failed_step=len(self.steps), reason=str(error))
+            return self._result("differs", failed_step=len(self.steps) - 1, reason=str(error))
 
     def _answer(self, call: Call) -> Answer:
         exam = self.exam
@@ -164,10 +166,18 @@ class _Performance:
             return self._control(call)
         answer = exam.call(call)
         if call.kind == "step":
-            self.steps.append(self._step(call, answer))
-            if exam.logits_name(call.phase) in answer.outputs:
-                self.logits.append(answer.logits)
+            self._note(call, answer)
         return answer
+
+    def _note(self, call: Call, answer: Answer | None) -> None:
+        """Put a step on record, and tell the parent at once: what is known must outlive this process."""
+        step = self._step(call, answer)
+        self.steps.append(step)
+        self.exam.announce("stepped", step=to_plain(step))
+        if answer is not None and self.exam.logits_name(call.phase) in answer.outputs:
+            self.steps[-1] = replace(step, difference=self._difference(call, answer))
+            self.exam.announce("stepped", step=to_plain(self.steps[-1]))
+            self.logits.append(answer.logits)
 
     def _step(self, call: Call, answer: Answer | None) -> Step:
         fed = {name: _seen(value) for name, value in call.feeds.items()}
@@ -181,7 +191,6 @@ class _Performance:
             returned=returned,
             empty=tuple(name for name, seen in returned.items() if seen.empty),
             null_pointer=tuple(name for name, seen in returned.items() if seen.null),
-            difference=None if answer is None else self._difference(call, answer),
         )
 
     def _difference(self, call: Call, answer: Answer) -> Difference | None:
@@ -192,11 +201,11 @@ class _Performance:
         """
         if call.expected is None:
             return None
-        positions = call.expected.shape[1]
-        try:
-            return compare(answer.logits[:, -positions:], call.expected, self.exam.contract.exactness)
-        except ValueError as error:
-            raise WrongLogits(str(error)) from error
+        logits = answer.logits
+        wanted = (call.expected.shape[0], call.new, call.expected.shape[2])
+        if logits.shape != wanted:
+            raise WrongLogits(f"logits have shape {list(logits.shape)}, not {list(wanted)}")
+        return compare(logits[:, -call.expected.shape[1] :], call.expected, self.exam.contract.exactness)
 
     def _control(self, call: Call) -> Answer:
         """A spoilt call must move the logits. One that fails is seen as well."""
@@ -236,10 +245,12 @@ class _Performance:
         return self._result("ambiguous" if "ambiguous" in verdicts else "passed")
 
     def _failed(self, call: Call | None, error: str) -> Run:
-        if call is None or call.kind == "reference":
-            return self._result("failed", error=error, reason="the reference run itself fails", failed_step=0)
-        self.steps.append(self._step(call, None))
+        if call is None:
+            return self._result("failed", error=error, failed_step=0)
+        self._note(call, None)
         names, reason = self._locate(call) if self.experiment.judged else ((), None)
+        if call.kind == "reference":
+            reason = "; ".join(filter(None, ("the run without a cache fails as well", reason)))
         return self._result("failed", failed_step=len(self.steps) - 1, error=error, node_names=names, reason=reason)
 
     def _locate(self, call: Call) -> tuple[tuple[str, ...], str | None]:
@@ -256,8 +267,7 @@ class _Performance:
     def _result(self, outcome: Outcome, **more: Any) -> Run:
         notes = [more.pop("reason", None), *self.exam.notes]
         reason = "; ".join(note for note in notes if note) or None
-        steps, controls = tuple(self.steps), tuple(self.controls)
-        return self.exam._result(self.experiment, outcome, reason=reason, steps=steps, controls=controls, **more)
+        return self.exam.result(self.experiment, outcome, reason=reason, controls=tuple(self.controls), **more)
 
 
 def _seen(value: Value | Array) -> Seen:

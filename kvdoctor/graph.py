@@ -1,5 +1,6 @@
 """GraphView: read-only questions to a graph, its subgraphs and its functions. No weights, no runtime."""
 
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -141,15 +142,25 @@ class GraphView:
                     return switch, Branches(node, *((chosen, other) if holds else (other, chosen)))
         return None
 
-    def branch_output(self, output: str, branch: Scope) -> str | None:
-        """The value inside a branch of `branches` that becomes the graph output of that name."""
+    def behind(self, output: str) -> "tuple[Scope, str]":
+        """Where a graph output comes from when the cache is used: the scope and the name of the value there.
+
+        In a merged decoder that is the cached branch, elsewhere the main graph.
+        """
         if self.branches is None:
-            return None
-        made = list(self.branches[1].node.output)
-        name = self.main.through(output, {"Identity"})
-        if name not in made or made.index(name) >= len(branch.graph.output):
-            return None
-        return str(branch.graph.output[made.index(name)].name)
+            return self.main, output
+        node, cached = self.branches[1].node, self.branches[1].cached
+        made, name = list(node.output), self.main.through(output, {"Identity"})
+        if name not in made or made.index(name) >= len(cached.graph.output):
+            return self.main, output
+        return cached, str(cached.graph.output[made.index(name)].name)
+
+    def emptied(self, output: str) -> tuple[int, ...] | None:
+        """The shape of the constant without elements that stands behind an output when the cache is used, or None."""
+        scope, name = self.behind(output)
+        tensor = scope.constant(name)
+        shape = tuple(tensor.dims) if tensor is not None else _filled_shape(scope, name)
+        return shape if shape is not None and 0 in shape else None
 
     def _condition(self, name: str) -> tuple[str, bool]:
         """Walk from the condition of an `If` back to the value that decides it; False when it was negated."""
@@ -161,6 +172,19 @@ class GraphView:
                 break
             name, holds = node.input[0], not holds
         return name, holds
+
+
+def _filled_shape(scope: Scope, name: str) -> tuple[int, ...] | None:
+    """The shape that a ConstantOfShape makes from a constant."""
+    node = scope.producers.get(scope.through(name, {"Identity"}))
+    if node is None or node.op_type != "ConstantOfShape" or not node.input:
+        return None
+    sizes = scope.constant(node.input[0])
+    if sizes is None or sizes.data_type != TensorProto.INT64:
+        return None
+    if sizes.raw_data:
+        return struct.unpack(f"<{len(sizes.raw_data) // 8}q", sizes.raw_data[: len(sizes.raw_data) // 8 * 8])
+    return tuple(sizes.int64_data)
 
 
 def declared(value: ValueInfoProto) -> Declared:

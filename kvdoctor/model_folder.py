@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from kvdoctor.dataflow import appended_states
 from kvdoctor.errors import UnreadableError, UsageError
 from kvdoctor.external_data import ExternalFile, ExternalProblem, examine
 from kvdoctor.graph import GraphView
@@ -130,7 +131,8 @@ def _read(path: Path, root: Path) -> OnnxFile:
 
 def role_of(path: Path, view: GraphView) -> FileRole:
     """The part a file plays, by its graph; its name decides only between graphs that look alike."""
-    past, present = _cache_like(view.inputs), _cache_like(view.outputs)
+    present = _cache_like(view.outputs)
+    past = takes_past(view)
     match = STEM.fullmatch(path.stem)
     named = NAMED_ROLES.get(match["stem"]) if match else None
     if past:
@@ -142,6 +144,11 @@ def role_of(path: Path, view: GraphView) -> FileRole:
     if "logits" in view.outputs:
         return "other"
     return "encoder" if named == "encoder" or "last_hidden_state" in view.outputs else "other"
+
+
+def takes_past(view: GraphView) -> bool:
+    """Whether inputs look like a cache by name, or are appended to and returned beside logits."""
+    return _cache_like(view.inputs) or ("logits" in view.outputs and bool(appended_states(view)))
 
 
 def _cache_like(ports: dict[str, Any]) -> bool:
@@ -165,7 +172,10 @@ def _stacks(files: tuple[OnnxFile, ...]) -> Iterator[StackFiles]:
         if with_past and first:
             yield StackFiles("pair" + tail, "pair", {"decoder": first, "decoder-with-past": with_past, **shared})
         elif with_past:
-            yield StackFiles("with-past" + tail, "unpaired", {"decoder-with-past": with_past, **shared})
+            # Without a cross-attention cache the file can take an empty past, and needs no other one.
+            crossed = any(".encoder." in name for name in with_past.view.inputs) if with_past.view else False
+            kind: Literal["unpaired", "decoder-only"] = "unpaired" if crossed else "decoder-only"
+            yield StackFiles("with-past" + tail, kind, {"decoder-with-past": with_past, **shared})
         yield from _single_decoders(mine, with_past, bool(merged), shared, tail)
 
 
@@ -179,7 +189,7 @@ def _single_decoders(
     for file in (file for file in mine if file.role == "decoder"):
         assert file.view is not None  # noqa: S101 - only read files have the role
         named = STEM.fullmatch(file.path.stem)
-        if _cache_like(file.view.inputs):
+        if takes_past(file.view):
             name = "decoder" if named else file.path.stem
             yield StackFiles(name + tail, "decoder-only", {"decoder": file, **shared})
         elif not (named and (with_past or merged)):

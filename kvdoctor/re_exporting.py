@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from kvdoctor.doctor import Options, step_test
 from kvdoctor.model_folder import ModelFolder, StackFiles, open_folder
 from kvdoctor.out_folder import MARK, copy_whole, refuse_unfit, regular_files, whole_folder, write_whole
-from kvdoctor.reading import read_contract
 from kvdoctor.report.document import Change, Proof, RepairRecord, Report, Side
 from kvdoctor.runtimes import Runtime
 from kvdoctor.trace import Run
@@ -87,7 +86,9 @@ def _treatments(folder: ModelFolder, before: Report) -> Iterator[Treatment]:
         wanted = [repair for repair in load() if repair.mends in found]
         if not wanted:
             continue
-        contract = read_contract(stack, folder.config)
+        contract = next(known.contract for known in before.stacks if known.name == stack.name)
+        if contract is None:
+            continue
         model = onnx.load(str(stack.main.path), load_external_data=False)
         changes: list[Change] = []
         used = []

@@ -5,14 +5,15 @@ Names are hints; what branches return is asked of the graph.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvdoctor.contract import Axis, CacheContract, Dim, Graph, Phase, Port, Role, Slot
+from kvdoctor.contract import Axis, CacheContract, Dim, Graph, Lack, Phase, Port, Role, Slot
 from kvdoctor.dialects import Dialect, RoleRule, SlotRule
 from kvdoctor.dialects.optimum import OPTIMUM
 from kvdoctor.graph import Declared, GraphView
 from kvdoctor.model_folder import OnnxFile, StackFiles
+from kvdoctor.trace import Run
 
 DYNAMIC_QUANTISATION = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QAttention"}
 CONTEXT_KEYS = (
@@ -28,6 +29,22 @@ SYMBOL = {"past": "past", "encoder": "encoder", "batch": "batch"}
 def read_contract(stack: StackFiles, config: dict[str, Any], dialect: Dialect = OPTIMUM) -> CacheContract:
     """Read how to drive a stack. What cannot be understood is listed in `missing`."""
     return _Reader(stack, config, dialect).read()
+
+
+def with_observed(contract: CacheContract, runs: tuple[Run, ...]) -> CacheContract:
+    """The contract with what only runs can tell: a held slot that the prefill fills and a decode step empties."""
+    plain = next((run for run in runs if run.experiment == "plain-loop"), None)
+    emptied = {
+        name
+        for step in (plain.steps if plain else ())
+        if step.phase == "decode" and step.step == 1
+        for name in step.empty
+    }
+    slots = tuple(
+        replace(slot, emptied=slot.emptied or (slot.carry == "hold" and slot.present in emptied))
+        for slot in contract.slots
+    )
+    return replace(contract, slots=slots)
 
 
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +67,7 @@ class _Reader:
     stack: StackFiles
     config: dict[str, Any]
     dialect: Dialect
-    missing: list[str] = field(default_factory=list)
+    missing: list[Lack] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)
 
     def read(self) -> CacheContract:
@@ -91,10 +108,9 @@ class _Reader:
 
     def _phases(self, graphs: dict[str, Graph]) -> dict[str, Phase]:
         if self.stack.kind == "merged":
-            switch, branches = self._view(self.stack.main).branches or ("", None)
+            switch = (self._view(self.stack.main).branches or ("",))[0]
             self.evidence.append(f"an If decided by {switch!r} holds the cached and the no-past branch")
-            holds = branches is not None and branches.cached.path.endswith("then_branch")
-            return {"prefill": Phase("decoder", not holds), "decode": Phase("decoder", holds)}
+            return {"prefill": Phase("decoder", False), "decode": Phase("decoder", True)}
         if "first-step" in graphs:
             self.evidence.append("a graph without past makes the cache that a second graph takes")
             return {"prefill": Phase("first-step"), "decode": Phase("decoder")}
@@ -116,7 +132,7 @@ class _Reader:
         ]
         for port in inputs:
             if port.role == "auxiliary":
-                self.missing.append(f"encoder input {port.name!r} plays no known part")
+                self.missing.append(Lack(port.name, f"this input of {file.name} plays no known part"))
         outputs = [_ruled(p, self.dialect.encoder_outputs) or _port(p, "auxiliary") for p in view.outputs.values()]
         return Graph(file.name, tuple(inputs), tuple(outputs))
 
@@ -129,12 +145,12 @@ class _Reader:
         ruled = _ruled(port, self.dialect.inputs)
         if ruled is None:
             kind = "looks like a cache" if self.dialect.looks_like_cache.match(port.name) else "plays no known part"
-            self.missing.append(f"input {port.name!r} of {file.name} {kind}, and no rule says what to feed it")
+            self.missing.append(Lack(port.name, f"this input of {file.name} {kind}, and no rule says what to feed it"))
             return _port(port, "auxiliary")
         if ruled.shape is None or len(ruled.shape) != len(ruled.axes):
             # logits_to_keep is a scalar in some exports and a vector in others; the rest has a fixed rank.
             if ruled.role != "logits_to_keep":
-                self.missing.append(f"input {port.name!r} of {file.name} has not the rank that its name stands for")
+                self.missing.append(Lack(port.name, f"this input of {file.name} has not the rank its name stands for"))
             return _port(port, ruled.role, _unnamed(port))
         return ruled
 
@@ -159,7 +175,7 @@ class _Reader:
         for match, rule in found:
             present, port = self._present_name(match, rule), view.inputs[match.string]
             if port.shape is None or len(port.shape) != len(rule.axes):
-                self.missing.append(f"input {port.name!r} has no declared shape with {len(rule.axes)} axes")
+                self.missing.append(Lack(port.name, f"this input has no declared shape with {len(rule.axes)} axes"))
                 continue
             yield Slot(
                 kind=rule.kind,
@@ -172,23 +188,21 @@ class _Reader:
                 present=present if present in returned else None,
                 filled_by=present if present in made else None,
                 carry="hold" if rule.kind == "cross-attention" else "feed-back",
-                emptied=_is_emptied(view, present),
+                emptied=view.emptied(present) is not None,
             )
 
     def _require(self, graphs: dict[str, Graph], slots: tuple[Slot, ...]) -> None:
         """Say what stands in the way of driving the stack."""
         decode = graphs["decoder"]
         if not slots:
-            self.missing.append("no past input is named as a known exporter names it")
+            self.missing.append(Lack(decode.file, "no past input is named as a known exporter names it"))
         for role in ("token_ids", "logits"):
             if decode.port(role) is None:
-                self.missing.append(f"{decode.file} has no {role}")
+                self.missing.append(Lack(decode.file, f"there is no {role}"))
         for slot in slots:
             symbolic = [a for d, a in zip(slot.shape, slot.axes, strict=True) if not isinstance(d, int)]
             if unknown := {"kv_heads", "head_dim"} & set(symbolic):
-                self.missing.append(
-                    f"the {' and '.join(sorted(unknown))} of {slot.past!r} is not a number in the graph"
-                )
+                self.missing.append(Lack(slot.past, f"its {' and '.join(sorted(unknown))} is no number"))
 
     def _exactness(self, slots: tuple[Slot, ...]) -> Any:
         operators: set[str] = set()
@@ -229,16 +243,6 @@ def _weight_type(view: GraphView) -> str:
         kind = ELEMENT_TYPES.get(tensor.data_type, "")
         sizes[kind] = sizes.get(kind, 0) + math.prod(tensor.dims)
     return max(sizes, key=lambda kind: sizes[kind], default="")
-
-
-def _is_emptied(view: GraphView, present: str) -> bool:
-    """Whether the cached branch makes this output a constant without elements."""
-    if view.branches is None:
-        return False
-    cached = view.branches[1].cached
-    inner = view.branch_output(present, cached)
-    tensor = cached.constant(inner) if inner is not None else None
-    return tensor is not None and 0 in tensor.dims
 
 
 def _ruled(port: Declared, rules: tuple[RoleRule, ...]) -> Port | None:

@@ -5,7 +5,7 @@ A worker that dies is replaced, and the fresh one goes on with the experiments t
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvdoctor.child import Limits, Worker
 from kvdoctor.contract import CacheContract
 from kvdoctor.errors import WorkerDied
 from kvdoctor.plain import from_plain, to_plain
-from kvdoctor.trace import Run
+from kvdoctor.trace import Run, Step
 
 MOST_DEATHS = 3
 
@@ -71,7 +71,6 @@ class Runtime:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._worker = Worker(limits)
-        self._deaths = 0
 
     def __enter__(self) -> "Runtime":
         return self
@@ -91,7 +90,7 @@ class Runtime:
         Raises:
             KvdoctorError: the worker does not even start.
         """
-        examined, left = Examined(), job.experiments
+        examined, left, deaths = Examined(), job.experiments, 0
         while left:
             self._worker.send(job.line(left))
             current = _Current(left[0])
@@ -100,12 +99,12 @@ class Runtime:
                     _take(event, examined, current)
                 break
             except WorkerDied as death:
-                self._deaths += 1
+                deaths += 1
                 examined.runs.append(_died(job, current, death, self.versions))
                 left = left[left.index(current.experiment) + 1 :]
                 self._restart(examined)
-            if self._deaths >= MOST_DEATHS:
-                reason = f"not run: the worker died {self._deaths} times"
+            if deaths >= MOST_DEATHS:
+                reason = f"not run: the worker died {deaths} times"
                 examined.runs += [_not_run(job, name, reason, self.versions) for name in left]
                 break
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)
@@ -126,12 +125,14 @@ class _Current:
     experiment: str
     doing: str = "starting"
     step: int | None = None
+    steps: dict[int, Step] = field(default_factory=dict)
 
 
 def _take(event: dict[str, Any], examined: Examined, current: _Current) -> None:
     match event["event"]:
         case "start":
             current.experiment, current.doing, current.step = event["experiment"], "starting", None
+            current.steps = {}
         case "open":
             current.doing, current.step = f"opening {event['file']}", None
         case "step":
@@ -143,19 +144,23 @@ def _take(event: dict[str, Any], examined: Examined, current: _Current) -> None:
             examined.timings[event["label"]] = event["seconds"]
         case "crash":
             examined.crashes.append(event["text"])
+        case "stepped":
+            step = from_plain(Step, event["step"])
+            current.steps[step.step] = step
         case "run":
-            run = from_plain(Run, event["run"])
+            run = replace(from_plain(Run, event["run"]), steps=tuple(current.steps.values()))
             examined.runs.append(run)
             examined.seconds[run.experiment] = event["seconds"]
 
 
 def _died(job: Job, current: _Current, death: WorkerDied, versions: dict[str, str]) -> Run:
     run = _not_run(job, current.experiment, f"{death.how}, while {current.doing}", versions)
-    return Run(
-        **{name: getattr(run, name) for name in ("stack", "experiment", "target", "provider", "level", "reason")},
+    return replace(
+        run,
         outcome="died",
         failed_step=current.step,
         died_by=death.limit or death.how,
+        steps=tuple(current.steps.values()),
     )
 
 

@@ -65,6 +65,7 @@ class Sessions:
     announce: Announce
     opened: dict[tuple[str, str], Any] = field(default_factory=dict)
     levels: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
 
     def get(self, file: str) -> Any:
         """Give the session of a file.
@@ -72,6 +73,8 @@ class Sessions:
         Raises:
             Refused: no level opens it.
         """
+        if file in self.refused:
+            raise Refused(file)
         if file not in self.levels:
             self._open_highest(file)
         return self.opened[file, self.levels[file]]
@@ -96,6 +99,7 @@ class Sessions:
         if refusals:
             self.announce("refused", file=file, errors=refusals, opens_at=self.levels.get(file))
         if file not in self.levels:
+            self.refused.add(file)
             raise Refused(file)
 
     def _open(self, file: str, level: str) -> Any:

@@ -12,7 +12,7 @@ Repair: export again; for element types, casts at the borders of the graph.
 from collections.abc import Iterator
 
 from kvdoctor.case import Case, first_and_count
-from kvdoctor.contract import describe
+from kvdoctor.contract import Dim, describe
 from kvdoctor.findings import Advice, Fault, check
 
 EXPORT_AGAIN = Advice("re-export", "export again, so that past and present agree")
@@ -42,31 +42,43 @@ def cache_dtype_mismatch(case: Case) -> Iterator[Fault]:
 
 @check("KV105", "cache-shape-mismatch", "contract")
 def cache_shape_mismatch(case: Case) -> Iterator[Fault]:
-    """Slots whose rank, heads or head width differ."""
-    differing = [
-        (slot, past, now)
-        for slot, past, now in case.pairs()
-        if now.shape is not None and past.shape is not None and not slot.emptied and _disagree(slot.axes, past, now)
-    ]
+    """Slots whose rank, heads or head width differ between past and present: as declared, or as the runs showed."""
+    differing = []
+    for slot, past, now in case.pairs():
+        if past.shape is None or slot.emptied:
+            continue
+        seen = next((seen for _, seen in case.returned(slot) if not seen.empty), None)
+        shape = seen.shape if seen else now.shape
+        if shape is not None and not _fits(slot.axes, past.shape, shape):
+            differing.append((slot, past, now, seen))
     if differing:
-        _, past, now = differing[0]
+        _, past, now, seen = differing[0]
         yield Fault(
             severity="error",
             file=case.decode_file,
-            subject=tuple(slot.past for slot, _, _ in differing),
+            subject=tuple(slot.past for slot, _, _, _ in differing),
             where=f"input {past.name}, output {now.name}",
             promised=describe(past.dtype, past.shape),
-            observed=describe(now.dtype, now.shape),
+            observed=describe(seen.dtype, seen.shape) if seen else describe(now.dtype, now.shape),
             cause="the shape that a step returns is not the shape that the next step takes",
             advice=EXPORT_AGAIN,
-            confidence="suspected",
+            confidence="confirmed" if seen else "suspected",
+            follows=("feeding it back is refused by the runtime",),
         )
 
 
-def _disagree(axes: tuple[str, ...], past: object, now: object) -> bool:
-    """Ranks differ, or a number for heads or head width does."""
-    before, after = getattr(past, "shape", ()), getattr(now, "shape", ())
-    if len(before) != len(after):
-        return True
-    fixed = [(b, a) for b, a, axis in zip(before, after, axes, strict=True) if axis in ("kv_heads", "head_dim")]
-    return any(isinstance(b, int) and isinstance(a, int) and b != a for b, a in fixed)
+def _fits(axes: tuple[str, ...], past: tuple[Dim, ...], now: tuple[Dim, ...]) -> bool:
+    """Whether a present could be fed back: same rank, same heads and head width.
+
+    Where the present gives such an axis a name, it fits unless its numbers stand at other places than those of the
+    past: that is another order of the axes.
+    """
+    if len(past) != len(now):
+        return False
+    fixed = [
+        index for index, axis in enumerate(axes) if axis in ("kv_heads", "head_dim") and isinstance(past[index], int)
+    ]
+    if any(isinstance(now[index], int) and now[index] != past[index] for index in fixed):
+        return False
+    numbers = {index for index, size in enumerate(now) if isinstance(size, int)}
+    return not (numbers - set(fixed) and set(fixed) - numbers)

@@ -14,8 +14,7 @@ warning.
 from collections.abc import Iterator
 
 from kvdoctor.case import Case
-from kvdoctor.checks.growth import has_wrong_lengths
-from kvdoctor.checks.step_fails import ALLOWED, emptied_explains
+from kvdoctor.checks.step_fails import ALLOWED, explained_elsewhere
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run
 
@@ -39,9 +38,9 @@ def cached_differs(case: Case) -> Iterator[Fault]:
         raise CannotCheck("the past is ignored, see KV302")
     if any(step.difference and not step.difference.finite for step in run.steps):
         raise CannotCheck("logits are not finite, see KV304")
-    if has_wrong_lengths(case):
-        raise CannotCheck("the present does not grow as it should, see KV205 and KV206")
-    if run.outcome == "differs" and not emptied_explains(case, run):
+    if reason := explained_elsewhere(case):
+        raise CannotCheck(reason)
+    if run.outcome == "differs":
         yield _fault(case, run, "error", "decoding with the cache gives other logits than without")
     elif run.outcome in OPEN:
         reason = OPEN[run.outcome].format(step=run.failed_step, reason=run.reason)
@@ -50,13 +49,16 @@ def cached_differs(case: Case) -> Iterator[Fault]:
         other = case.run(experiment)
         if other is not None and other.outcome == "differs" and run.outcome != "differs":
             yield _fault(case, other, "warning", f"with {use}, decoding with the cache gives other logits than without")
+    plain = case.run("plain-loop")
+    if case.consumer == "plain" and case.emptied and plain is not None and plain.outcome == "failed":
+        raise CannotCheck(f"logits parity of the plain loop: no step completed after {(plain.failed_step or 0) - 1}")
 
 
 @check("KV302", "past-ignored", "runs")
 def past_ignored(case: Case) -> Iterator[Fault]:
     """Wrong logits, and zeroing the self-attention cache changes nothing."""
     run = case.judged
-    if run is None or not _ignores_past(run):
+    if run is None or not _ignores_past(run) or explained_elsewhere(case):
         return
     yield _fault(case, run, "error", "the cached step gives what it would give without any past")
 
@@ -75,7 +77,10 @@ def _ignores_past(run: Run) -> bool:
     """The spoilt call equals the unspoilt one although the loop is wrong: both are off by the same."""
     last = run.steps[-1].difference if run.steps else None
     return run.outcome == "differs" and any(
-        control.spoilt.startswith("self") and control.difference is not None and control.difference == last
+        control.spoilt.startswith("self")
+        and control.difference is not None
+        and control.difference.finite
+        and control.difference == last
         for control in run.controls
     )
 
@@ -87,7 +92,11 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
     tolerance = TOLERANCES[exactness]
     step = next((step for step in run.steps if step.step == run.failed_step), run.steps[-1])
     difference = step.difference
-    seen = f"off by {difference.relative:g} of their spread" if difference and difference.finite else "not finite"
+    seen = "not finite"
+    if difference is None:
+        seen = run.reason or "of another shape"
+    elif difference.finite:
+        seen = f"off by {difference.relative:g} of their spread"
     logits = case.contract.graph("decode").port("logits") if case.contract else None
     return Fault(
         severity=severity,

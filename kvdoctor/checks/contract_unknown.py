@@ -20,16 +20,18 @@ def contract_unknown(case: Case) -> Iterator[Fault]:
     contract = case.contract
     if contract is None or not contract.missing:
         return
-    if case.stack and case.stack.kind == "unpaired" and contract.slots:
+    presents = any(port.role == "present" for graph in contract.graphs.values() for port in graph.outputs)
+    if case.stack and case.stack.kind == "unpaired" and (contract.slots or presents):
         return  # past-without-present and present-without-past name this fault
     found = f"{len(contract.slots)} slots" if contract.slots else "no slot"
+    reasons = [f"{lack.subject!r}: {lack.reason}" for lack in contract.missing[:4]]
     yield Fault(
         severity="error",
         file=case.decode_file,
-        subject=contract.missing,
+        subject=tuple(dict.fromkeys(lack.subject for lack in contract.missing)),
         where=f"file {case.decode_file}",
         promised="a cache that a loop can drive",
-        observed=f"{found}; " + "; ".join(contract.missing[:4]) + ("; ..." if len(contract.missing) > 4 else ""),
+        observed=f"{found}; {'; '.join(reasons)}" + ("; ..." if len(contract.missing) > len(reasons) else ""),
         cause="the cache contract cannot be read from the graph",
         advice=Advice("re-export", "export with past and present named as Optimum names them"),
     )

@@ -29,35 +29,37 @@ REPAIR = "or, in your loop, hold the prefill value of these outputs and feed it 
 
 @check("KV203", "cross-cache-emptied", "contract")
 def cross_cache_emptied(case: Case) -> Iterator[Fault]:
-    """Slots that the cached branch returns as a constant without elements: read from the graph, shown by the runs."""
-    emptied = [slot for slot in (case.contract.slots if case.contract else ()) if slot.emptied]
-    if not emptied or case.main.branches is None:
+    """Slots that a decode step returns without elements: read from the graph, or shown by the runs."""
+    if not case.emptied:
         return
-    slot, (_, branches) = emptied[0], case.main.branches
-    names = tuple(s.present for s in emptied if s.present)
+    slot, names = case.emptied[0], tuple(s.present for s in case.emptied if s.present)
+    plain = case.run("plain-loop")
+    harmless = case.consumer == "held" or (plain is not None and plain.outcome == "passed")
     yield Fault(
-        severity="error" if case.consumer == "plain" else "note",
+        severity="note" if harmless else "error",
         file=case.decode_file,
         subject=names,
-        where=f'If "{branches.node.name}", cached branch, constant',
+        where=_where(case, slot),
         promised=describe(slot.dtype, case.main.outputs[slot.present or ""].shape),
         observed=_observed(case, slot),
-        cause=f"the cached branch returns {first_and_count(names)} as constants without elements",
+        cause=f"a decode step returns {first_and_count(names)} without elements",
         advice=case.re_export(REPAIR),
         follows=tuple(_consequences(case)),
     )
+
+
+def _where(case: Case, slot: Slot) -> str:
+    branch = f'If "{case.main.branches[1].node.name}", cached branch' if case.main.branches else "decode graph"
+    return f"{branch}, {'constant' if case.main.emptied(slot.present or '') is not None else 'computed'}"
 
 
 def _observed(case: Case, slot: Slot) -> str:
     for step, seen in case.returned(slot):
         pointer = ", data pointer null" if seen.null else ""
         prefill = case.run("plain-loop").steps[0].returned.get(slot.filled_by or "")  # type: ignore[union-attr]
-        before = f"   (prefill: {describe(prefill.dtype, list(prefill.shape))})" if prefill else ""
-        return f"decode step {step.step}: {describe(seen.dtype, list(seen.shape))}{pointer}{before}"
-    cached = case.main.branches[1].cached if case.main.branches else None
-    inner = case.main.branch_output(slot.present or "", cached) if cached else None
-    tensor = cached.constant(inner) if cached and inner else None
-    return f"in the graph: a constant {describe(slot.dtype, list(tensor.dims) if tensor is not None else None)}"
+        before = f"   (prefill: {describe(prefill.dtype, prefill.shape)})" if prefill else ""
+        return f"decode step {step.step}: {describe(seen.dtype, seen.shape)}{pointer}{before}"
+    return f"in the graph: a constant {describe(slot.dtype, case.main.emptied(slot.present or ''))}"
 
 
 def _consequences(case: Case) -> Iterator[str]:

@@ -14,6 +14,7 @@ Source: issue 424 of the crate `ort`.
 from collections.abc import Iterator
 
 from kvdoctor.case import Case, first_and_count
+from kvdoctor.checks.growth import has_wrong_lengths
 from kvdoctor.contract import describe
 from kvdoctor.findings import Advice, Fault, check
 
@@ -21,7 +22,9 @@ from kvdoctor.findings import Advice, Fault, check
 @check("KV410", "empty-tensor-hazard", "runs")
 def empty_tensor_hazard(case: Case) -> Iterator[Fault]:
     """Null pointers in the runs of the two loops, but for those that an emptied cache explains."""
-    explained = {slot.present for slot in (case.contract.slots if case.contract else ()) if slot.emptied}
+    explained = {slot.present for slot in case.emptied}
+    if has_wrong_lengths(case):
+        return  # the hazard is a consequence of what KV205 names
     run = case.run("plain-loop")
     for step in run.steps if run else ():
         names = tuple(name for name in step.null_pointer if name not in explained)
@@ -33,7 +36,7 @@ def empty_tensor_hazard(case: Case) -> Iterator[Fault]:
                 subject=names,
                 where=f"output {first_and_count(names)}",
                 promised="an output that every binding can read",
-                observed=f"step {step.step}: {describe(seen.dtype, list(seen.shape))}, data pointer null",
+                observed=f"step {step.step}: {describe(seen.dtype, seen.shape)}, data pointer null",
                 cause="an output without elements has no memory behind it",
                 advice=Advice("caller", "skip outputs whose shape holds a zero"),
             )

@@ -21,32 +21,38 @@ EXPORT_AGAIN = Advice("re-export", "export again, so that present = past followe
 @check("KV205", "present-does-not-grow", "runs")
 def present_does_not_grow(case: Case) -> Iterator[Fault]:
     """Slots whose length after a step is neither past + new nor new."""
-    wrong = [item for item in _lengths(case) if item[3] not in (_total(item[1]), item[1].new_tokens)]
+    wrong = [item for item in _wrong_lengths(case) if not _dropped(item)]
     yield from _faults(case, wrong, "the present has another length than past + new")
 
 
 @check("KV206", "present-drops-past", "runs")
 def present_drops_past(case: Case) -> Iterator[Fault]:
     """Slots that hold only the new tokens after a step with a past."""
-    wrong = [item for item in _lengths(case) if item[3] == item[1].new_tokens]
+    wrong = [item for item in _wrong_lengths(case) if _dropped(item)]
     yield from _faults(case, wrong, "the present holds the new tokens alone, the past is dropped")
 
 
 def has_wrong_lengths(case: Case) -> bool:
     """Whether any slot of this case is as long as it must not be: then wrong logits need no other cause."""
-    return any(length != _total(step) for _, step, _, length in _lengths(case))
+    return next(_wrong_lengths(case), None) is not None
 
 
-def _total(step: Step) -> int:
-    return step.past_length + step.new_tokens
+def _dropped(item: tuple[Slot, Step, Seen, int]) -> bool:
+    _, step, _, length = item
+    return step.past_length > 0 and length == step.new_tokens
 
 
-def _lengths(case: Case) -> Iterator[tuple[Slot, Step, Seen, int]]:
-    """Each growing slot at the first decode step that had a past: (slot, step, what came back, its length)."""
+def _wrong_lengths(case: Case) -> Iterator[tuple[Slot, Step, Seen, int]]:
+    """Each growing slot at the first step after which it has a wrong length: (slot, step, what came back, length)."""
+    run = case.run("plain-loop")
     for slot in case.contract.of_kind("self-attention") if case.contract else ():
-        for step, seen in case.returned(slot):
-            if step.past_length > 0 and len(seen.shape) == len(slot.axes):
-                yield slot, step, seen, seen.shape[slot.axes.index("past")]
+        for step in run.steps if run else ():
+            seen = step.returned.get((slot.filled_by if step.phase == "prefill" else slot.present) or "")
+            if seen is None or len(seen.shape) != len(slot.axes):
+                continue
+            length = seen.shape[slot.axes.index("past")]
+            if length != step.past_length + step.new_tokens:
+                yield slot, step, seen, length
                 break
 
 
@@ -60,7 +66,7 @@ def _faults(case: Case, wrong: list[tuple[Slot, Step, Seen, int]], cause: str) -
             subject=names,
             where=f"output {first_and_count(names)}",
             promised=f"length {step.past_length + step.new_tokens} (past {step.past_length} + new {step.new_tokens})",
-            observed=f"step {step.step}: {describe(seen.dtype, list(seen.shape))}",
+            observed=f"step {step.step}: {describe(seen.dtype, seen.shape)}",
             cause=cause,
             advice=EXPORT_AGAIN,
             follows=(f"{slot.past} no longer holds the history at step {step.step + 1}",),

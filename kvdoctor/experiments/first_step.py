@@ -17,6 +17,11 @@ def dummy_past(deal: Deal) -> Calls:
     yield deal.prefill(deal.scenario.prompt, expected[:, : deal.scenario.prompt], dummy=1)
 
 
+def dummy_past_runs(deal: Deal) -> Calls:
+    """A dummy past of length 1, held against nothing: tells whether it is the length 0 that a first step fails on."""
+    yield deal.prefill(deal.scenario.prompt, dummy=1)
+
+
 def cached_branch(deal: Deal) -> Calls:
     """The switch already true on the first step, over an empty cache."""
     expected = (yield deal.reference()).logits
@@ -39,6 +44,13 @@ def has_switch(contract: CacheContract) -> str | None:
 
 EXPERIMENTS = (
     Experiment("empty-past", "first step with past length 0", empty_past, applies=takes_past, order=10),
+    Experiment(
+        "dummy-past-runs",
+        "whether the first step runs at all with a past of length 1",
+        dummy_past_runs,
+        applies=takes_past,
+        order=10,
+    ),
     Experiment(
         "dummy-past",
         "first step with a dummy past of length 1",

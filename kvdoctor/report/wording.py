@@ -119,7 +119,7 @@ def contract_rows(stack: StackFacts) -> Iterator[tuple[str, str]]:
             yield verb, _carried(slots, verb)
     yield from _memory(stack)
     for lacking in contract.missing[:6]:
-        yield "missing", lacking
+        yield "missing", f"{lacking.subject}: {lacking.reason}"
 
 
 def _cache_in_words(contract: CacheContract) -> str:
