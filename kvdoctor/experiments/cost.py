@@ -27,6 +27,7 @@ EXPERIMENTS = (
         no_cache,
         Scenario(prompt=1, steps=50),
         judged=False,
+        shown=False,
         why="without a cache every step computes all tokens again",
         order=30,
     ),

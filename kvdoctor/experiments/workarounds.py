@@ -45,7 +45,7 @@ EXPERIMENTS = (
         "the cache of the prefill fed at every step",
         same_cache,
         judged=False,
-        why="the cache never learns of the tokens decoded since",
+        why="the cache never learns the new tokens",
         order=20,
     ),
     Experiment(
@@ -53,7 +53,7 @@ EXPERIMENTS = (
         "all ids so far, with a cache",
         all_ids,
         judged=False,
-        why="tokens that are in the cache are counted twice, at positions that are not theirs",
+        why="tokens in the cache count twice",
         order=21,
     ),
     Experiment(
@@ -61,7 +61,7 @@ EXPERIMENTS = (
         f"no cache for {STEPS_WITHOUT_CACHE} steps, then the plain loop",
         late_cache,
         judged=False,
-        why="the plain loop meets the same cache, only later",
+        why="the same cache, only met later",
         order=22,
     ),
 )

@@ -33,7 +33,7 @@ def console(color: str) -> Console:
     colored = terminal or color == "always"
     return Console(
         force_terminal=colored,
-        no_color=True if color == "never" else None,
+        color_system=None if color == "never" else "auto",
         width=None if terminal else LOG_WIDTH if colored else text.PIPE_WIDTH,
         highlight=False,
         markup=False,

@@ -117,16 +117,17 @@ class _Page:
         open_ends = any(entry.stack == stack.name and entry.essential for entry in report.not_checked)
         if not (sick or open_ends or self.verbosity > 0):
             judged = [run for run in done if run.experiment in known and known[run.experiment].judged]
-            names = ", ".join(run.experiment for run in judged)
+            names = ", ".join(run.experiment for run in judged if known[run.experiment].shown)
             self.line(f"{stack.name} ({stack.layout}): {names} passed", "bold green")
             self.cost(stack, report)
             return
-        self.line(f"{stack.name} ({stack.layout})", "bold")
+        self.line(f"{stack.name} ({stack.layout}); differences of logits as fractions of their spread", "bold")
         rows = []
         for run in done if self.verbosity <= 0 else runs:
             experiment = known.get(run.experiment)
-            why = experiment.why if experiment and not experiment.judged else ""
-            rows.append([run.experiment, wording.outcome(run), wording.detail(run, why)])
+            if experiment is None or experiment.shown or self.verbosity > 0:
+                why = experiment.why if experiment and not experiment.judged else ""
+                rows.append([run.experiment, wording.outcome(run), wording.detail(run, why)])
         self.table(["experiment", "outcome", ""], rows, styled=1)
         self.cost(stack, report)
         for run in done:
@@ -146,11 +147,11 @@ class _Page:
         self.line(f"  {run.experiment}, step by step", "bold")
         self.table(*wording.steps_table(run, stack.contract))
         if run.error:
-            self.pairs([("runtime", shortened(run.error, 600))])
+            self.pairs([("runtime", shortened(run.error, 1200 if self.verbosity > 0 else 320))])
 
     def cost(self, stack: StackFacts, report: Report) -> None:
         measured = report.measured.get(stack.name, {}).get("step_seconds", {})
-        line = wording.cost_line(stack.name, measured)
+        line = wording.cost_line(measured)
         if line:
             self.line(f"  {line}", "dim")
 

@@ -49,9 +49,9 @@ def detail(run: Run, why: str = "") -> str:
         return place if not why else f"{why}"
     worst = max((s.difference.relative for s in run.steps if s.difference and s.difference.finite), default=None)
     if run.outcome in ("passed", "ambiguous") and worst is not None:
-        return f"logits within {worst:.1e} of their spread"
+        return f"logits ± {worst:.1e}"
     if run.outcome == "differs":
-        gap = f"logits off by {worst:.2g} of their spread" if worst is not None else "logits are not finite"
+        gap = f"logits off by {worst:.2g}" if worst is not None else run.reason or "logits not finite"
         return f"{gap}; {why}" if why else gap
     return run.reason or why
 
@@ -230,16 +230,14 @@ def port_rows(file: FileFacts, everything: bool) -> Iterator[list[str]]:
             yield [direction, first_and_count(tuple(names)), text.partition("\0")[0]]
 
 
-def cost_line(stack: str, measured: dict[str, float]) -> str | None:
+def cost_line(measured: dict[str, float]) -> str | None:
     """What switching the cache off costs, in one line; None where it was not measured."""
     parts = []
     for length in sorted({int(label.partition(":")[2]) for label in measured}):
         cached, uncached = measured.get(f"cached:{length}"), measured.get(f"uncached:{length}")
         if cached and uncached:
-            parts.append(
-                f"{uncached / cached:.1f} times a cached step at {length} tokens ({_ms(uncached)} : {_ms(cached)})"
-            )
-    return f"{stack}: without the cache a step takes {', '.join(parts)}" if parts else None
+            parts.append(f"{uncached / cached:.1f} times at {length} tokens ({_ms(uncached)} : {_ms(cached)})")
+    return f"without the cache a step takes {', '.join(parts)} as long as with it" if parts else None
 
 
 def _ms(seconds: float) -> str:
