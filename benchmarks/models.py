@@ -139,7 +139,8 @@ def _layer(b: _Builder, x: str, mask: str, layer: int, sizes: Sizes) -> str:
     heads = b.op("Reshape", mixed, b.ints(0, 0, 3 * sizes.heads, HEAD_DIM))
     turned = b.op("Transpose", heads, perm=[0, 2, 1, 3])
     query, key, value = (
-        b.op("Slice", turned, b.ints(part * sizes.heads), b.ints((part + 1) * sizes.heads), b.ints(1)) for part in range(3)
+        b.op("Slice", turned, b.ints(part * sizes.heads), b.ints((part + 1) * sizes.heads), b.ints(1))
+        for part in range(3)
     )
     key = b.op("Concat", f"past_key_values.{layer}.key", key, to=f"present.{layer}.key", axis=2)
     value = b.op("Concat", f"past_key_values.{layer}.value", value, to=f"present.{layer}.value", axis=2)

@@ -1,8 +1,8 @@
 """Records what a step-test asks of the runtime: `python benchmarks/record.py FOLDER PLAN`.
 
-The worker's part is carried out in this process, with its sessions and its session calls watched. The plan holds every
-session opened and every run, in order: repeated timing calls, controls and failing runs included. Integer feeds are
-kept by value, since ids and positions must be valid; a float feed is an earlier output, or has its shape alone.
+The worker's part is carried out in this process, with onnxruntime's own session class watched. The plan holds every
+session opened and every run, in order: repeated timing calls, controls and failing runs included. Feeds of integers are
+kept by value, since ids and positions must be valid; of a float feed only the shape, or which run returned it.
 """
 
 import json
@@ -11,49 +11,46 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import onnxruntime as ort
 
 from kvdoctor import doctor, worker
-from kvdoctor.feeds import Answer, Call, as_array
-from kvdoctor.runtimes import Examined, Job, Limits, Runtime, thread_count
+from kvdoctor.runtimes import Examined, Job, Limits, Runtime
 
-LEVEL_NUMBERS = {name: int(level.value) for name, level in worker.LEVELS.items()}
+NUMPY_NAMES = {"float": "float32", "double": "float64"}
+BY_VALUE = {"int64", "int32", "int8", "uint8", "bool"}
 
 
 @dataclass
 class Tape:
-    """The steps of one stack. `alive` keeps what was returned, so that identities stay distinct."""
+    """The steps of one stack. `alive` keeps what the runtime returned, so that no identity is given out twice."""
 
+    folder: Path
     steps: list[dict[str, Any]] = field(default_factory=list)
-    sessions: dict[int, int] = field(default_factory=dict)
     origins: dict[int, tuple[int, str]] = field(default_factory=dict)
     alive: list[Any] = field(default_factory=list)
     failed: int = 0
 
-    def opened(self, file: str, level: str, provider: str, threads: int) -> int:
-        self.steps.append(
-            {
-                "do": "open",
-                "file": file,
-                "level": LEVEL_NUMBERS[level],
-                "providers": [provider],
-                "log_severity": worker.FATAL_ONLY,
-                "intra_op_threads": threads,
-                "inter_op_threads": 1,
-            }
-        )
+    def open(self, path: str, options: Any, providers: list[str]) -> int:
+        entry = {
+            "do": "open",
+            "file": Path(path).relative_to(self.folder).as_posix(),
+            "level": int(options.graph_optimization_level.value),
+            "log_severity": options.log_severity_level,
+            "intra_op_threads": options.intra_op_num_threads,
+            "inter_op_threads": options.inter_op_num_threads,
+            "providers": providers,
+        }
+        self.steps.append(entry)
         return len(self.steps) - 1
 
-    def ran(self, session: Any, call: Call, answer: Answer | None) -> None:
-        number = len(self.steps)
-        feeds = {name: self._feed(value) for name, value in call.feeds.items()}
-        self.steps.append({"do": "run", "session": self.sessions[id(session)], "feeds": feeds, "keep": [], "drop": []})
-        if answer is None:
-            self.failed += 1
-            return
-        for name, value in answer.outputs.items():
-            self.alive.append(value)
-            self.origins[id(value)] = (number, name)
+    def run(self, session: int, feeds: dict[str, Any]) -> int:
+        entry = {"do": "run", "session": session, "feeds": {n: self._feed(v) for n, v in feeds.items()}, "keep": []}
+        self.steps.append(entry)
+        return len(self.steps) - 1
+
+    def returned(self, number: int, names: list[str], values: list[Any]) -> None:
+        self.alive += values
+        self.origins |= {id(value): (number, name) for name, value in zip(names, values, strict=True)}
 
     def _feed(self, value: Any) -> dict[str, Any]:
         if id(value) in self.origins:
@@ -61,25 +58,44 @@ class Tape:
             if output not in self.steps[run]["keep"]:
                 self.steps[run]["keep"].append(output)
             return {"run": run, "output": output}
-        array = as_array(value)
-        entry = {"dtype": array.dtype.name, "shape": list(array.shape)}
-        whole = array.dtype.kind in "iub"
-        return entry | {"values": array.ravel().tolist()} if whole else entry
+        kind = value.data_type().removeprefix("tensor(").removesuffix(")")
+        entry = {"dtype": NUMPY_NAMES.get(kind, kind), "shape": list(value.shape())}
+        return entry | {"values": value.numpy().ravel().tolist()} if kind in BY_VALUE else entry
 
     def finished(self) -> list[dict[str, Any]]:
-        """The steps, each with the runs whose outputs nobody needs after it."""
+        """The steps; each run with the earlier runs whose outputs it is the last to take."""
         last: dict[int, int] = {}
         for number, step in enumerate(self.steps):
-            if step["do"] == "run":
-                last |= {feed["run"]: number for feed in step["feeds"].values() if "run" in feed}
+            last |= {feed["run"]: number for feed in step.get("feeds", {}).values() if "run" in feed}
         for number, step in enumerate(self.steps):
             if step["do"] == "run":
                 step["drop"] = [run for run, user in last.items() if user == number]
         return self.steps
 
 
+def watched(tape: Tape) -> type:
+    """The runtime's session class, writing onto a tape."""
+
+    class Session(ort.InferenceSession):  # type: ignore[misc]
+        def __init__(self, path: str, options: Any, providers: list[str]) -> None:
+            self.number = tape.open(path, options, providers)
+            super().__init__(path, options, providers=providers)
+
+        def run_with_ort_values(self, names: list[str], feeds: dict[str, Any], run_options: Any = None) -> list[Any]:
+            number = tape.run(self.number, feeds)
+            try:
+                values: list[Any] = super().run_with_ort_values(names, feeds, run_options)
+            except Exception:
+                tape.failed += 1
+                raise
+            tape.returned(number, names, values)
+            return values
+
+    return Session
+
+
 class RecordingRuntime(Runtime):
-    """Carries out jobs in this process, onto tapes."""
+    """Carries out jobs in this process, each onto a tape of its own."""
 
     def __init__(self) -> None:
         self.limits = Limits()
@@ -87,61 +103,23 @@ class RecordingRuntime(Runtime):
 
     @property
     def versions(self) -> dict[str, str]:
-        return {"numpy": np.__version__}
+        return {}
 
     def examine(self, job: Job) -> Examined:
-        tape = Tape()
-        self.tapes.append(tape)
-        with Watch(tape):
-            worker.examine(json.loads(job.line(job.experiments)), _say_nothing)
+        self.tapes.append(Tape(job.folder))
+        unwatched, ort.InferenceSession = ort.InferenceSession, watched(self.tapes[-1])
+        try:
+            worker.examine(json.loads(job.line(job.experiments)), lambda *_, **__: None)
+        finally:
+            ort.InferenceSession = unwatched
         return Examined()
 
 
-@dataclass
-class Watch:
-    """While it is entered, the worker's sessions and session calls go onto the tape."""
-
-    tape: Tape
-    before: tuple[Any, Any] = (None, None)
-
-    def __enter__(self) -> None:
-        tape, open_, run = self.tape, worker.Sessions._open, worker.Examination.run_session
-        self.before = (open_, run)
-
-        def watched_open(sessions: worker.Sessions, file: str, level: str) -> Any:
-            number = tape.opened(file, level, sessions.provider, sessions.threads)
-            session = open_(sessions, file, level)
-            tape.sessions[id(session)] = number
-            return session
-
-        def watched_run(exam: worker.Examination, call: Call, session: Any = None) -> Answer:
-            session = session or exam.sessions.get(exam.contract.graph(call.phase).file)
-            try:
-                answer = run(exam, call, session)
-            except worker.StepFailed:
-                tape.ran(session, call, None)
-                raise
-            tape.ran(session, call, answer)
-            return answer
-
-        worker.Sessions._open = watched_open  # type: ignore[method-assign]
-        worker.Examination.run_session = watched_run  # type: ignore[method-assign]
-
-    def __exit__(self, *_: object) -> None:
-        worker.Sessions._open, worker.Examination.run_session = self.before  # type: ignore[method-assign]
-
-
-def _say_nothing(event: str, **facts: Any) -> None:
-    if event == "crash":
-        sys.exit(facts["text"])
-
-
 def main() -> None:
-    """Record a step-test of the model in the folder."""
+    """Record a step-test of the model in a folder."""
     runtime = RecordingRuntime()
     doctor.step_test(sys.argv[1], doctor.Options(), runtime)
-    stacks = [tape.finished() for tape in runtime.tapes]
-    plan = {"threads": thread_count(), "failed": sum(tape.failed for tape in runtime.tapes), "stacks": stacks}
+    plan = {"failed": sum(tape.failed for tape in runtime.tapes), "stacks": [tape.finished() for tape in runtime.tapes]}
     Path(sys.argv[2]).write_text(json.dumps(plan), encoding="utf-8")
 
 

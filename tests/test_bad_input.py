@@ -537,9 +537,7 @@ def test_hostile_names(where: str, name: str, tmp_path: Path) -> None:
     folder = saved(hostile(where, NAMES[name]), tmp_path / "model")
     command = "inspect" if where in ("axis", "producer", "domain") else "step-test"
     files = [tmp_path / "report.md", tmp_path / "report.json"]
-    result = call(
-        command, folder, "-v", "--output", f"markdown={files[0]}", "--output", f"json={files[1]}", timeout=20
-    )
+    result = call(command, folder, "-v", "--output", f"markdown={files[0]}", "--output", f"json={files[1]}", timeout=20)
     codes = {"input": {1}, "output": {1}, "node": {1}, "location": {3}, "domain": {0, 1}}
     assert result.code in codes.get(where, {0})
     assert is_harmless(result.out)

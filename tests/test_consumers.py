@@ -48,14 +48,13 @@ def made_again(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     name: str = request.param
     environment(name).require()
     folder = tmp_path_factory.mktemp("made-again")
-    script = FIXTURES / "make_exports.py"
-    command = [sys.executable, script, name, "--out", folder / "export", "--keep-checkpoint", folder / "checkpoint"]
-    done = call(command)
+    out = ("--out", folder / "export", "--keep-checkpoint", folder / "checkpoint")
+    done = call((sys.executable, FIXTURES / "make_exports.py", name, *out))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return name, folder
 
 
-every_fixture = pytest.mark.parametrize("made_again", (*MERGED, *SOUND), indirect=True)
+every_fixture = pytest.mark.parametrize("made_again", [*MERGED, *SOUND], indirect=True)
 
 
 @every_fixture
