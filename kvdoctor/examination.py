@@ -66,12 +66,15 @@ class Examination:
         Raises:
             StepFailed: the runtime failed.
             Refused: the file does not open.
+            WrongLogits: a reference run gives logits of another rank than 3.
         """
         if call.kind != "reference":
             return self.run_session(call)
         key = _digest(call.feeds)
         if key not in self.references:
             answer = self.run_session(call)
+            if len(answer.logits.shape) != 3:
+                raise WrongLogits(f"logits have shape {list(answer.logits.shape)}, not [batch, new, vocabulary]")
             kept = {self.logits_name("prefill"): answer.outputs[self.logits_name("prefill")]}
             self.references[key] = replace(answer, outputs=kept)
         return self.references[key]
@@ -110,7 +113,11 @@ class Examination:
         except (StepFailed, Refused) as error:
             self.notes.append(f"the encoder file did not run ({error}); encoder states are synthesised")
             return synthetic_encoder_states(self.contract, scenario)
-        return answer.outputs[states.name].array() if states else None
+        made = answer.outputs[states.name].array() if states else np.zeros(0)
+        if made.ndim != 3:
+            self.notes.append("the encoder file returns no states of rank 3; encoder states are synthesised")
+            return synthetic_encoder_states(self.contract, scenario)
+        return made
 
     def _fitted(self, scenario: Scenario) -> Scenario:
         limit = self.contract.context_limit
@@ -155,7 +162,7 @@ class _Performance:
         except StepFailed as error:
             return self._failed(call, str(error))
         except WrongLogits as error:
-            return self._result("differs", failed_step=len(self.steps) - 1, reason=str(error))
+            return self._result("differs", failed_step=max(len(self.steps) - 1, 0), reason=str(error))
 
     def _answer(self, call: Call) -> Answer:
         exam = self.exam
@@ -172,12 +179,13 @@ class _Performance:
     def _note(self, call: Call, answer: Answer | None) -> None:
         """Put a step on record, and tell the parent at once: what is known must outlive this process."""
         step = self._step(call, answer)
-        self.steps.append(step)
-        self.exam.announce("stepped", step=to_plain(step))
-        if answer is not None and self.exam.logits_name(call.phase) in answer.outputs:
-            self.steps[-1] = replace(step, difference=self._difference(call, answer))
-            self.exam.announce("stepped", step=to_plain(self.steps[-1]))
-            self.logits.append(answer.logits)
+        try:
+            if answer is not None and self.exam.logits_name(call.phase) in answer.outputs:
+                step = replace(step, difference=self._difference(call, answer))
+                self.logits.append(answer.logits)
+        finally:
+            self.steps.append(step)
+            self.exam.announce("stepped", step=to_plain(step))
 
     def _step(self, call: Call, answer: Answer | None) -> Step:
         fed = {name: _seen(value) for name, value in call.feeds.items()}
@@ -231,9 +239,8 @@ class _Performance:
         return answer
 
     def _finish(self) -> Run:
-        self.exam.logits[self.experiment.name] = (
-            np.concatenate(self.logits, axis=1) if self.logits else np.zeros((0, 0, 0), np.float32)
-        )
+        if self.logits:
+            self.exam.logits[self.experiment.name] = np.concatenate([part.ravel() for part in self.logits])
         exactness = self.exam.contract.exactness
         verdicts = [judge(step.difference, exactness) if step.difference else "pass" for step in self.steps]
         unseen = [control.spoilt for control in self.controls if not control.visible]

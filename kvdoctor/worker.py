@@ -36,7 +36,11 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
         if experiment.name in job["experiments"]:
             announce("start", experiment=experiment.name)
             begin = time.perf_counter()
-            run = exam.run(experiment)
+            try:
+                run = exam.run(experiment)
+            except Exception:  # a fault of ours in one experiment must not cost the others
+                announce("crash", text=traceback.format_exc())
+                continue
             announce("run", run=to_plain(run), seconds=time.perf_counter() - begin)
     if job.get("keep_logits"):
         np.savez(job["keep_logits"], **exam.logits)  # type: ignore[arg-type]

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.slow
 
 SOUND = ("gpt2", "llama-gqa")
 """The fixtures with nothing to repair."""
+NEW_TOKENS = 16
+"""As many as tests/consumers/generate.py asks for."""
 
 
 def _load(path: Path) -> ModuleType:
@@ -42,28 +44,21 @@ def environment(name: str) -> Environment:
     return Environment(make_exports.PYTHON, requirements, ("torch", "transformers", "onnxruntime"))
 
 
-@pytest.fixture(scope="module")
-def made_again(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """The name of a fixture and a folder with its `export` and `checkpoint`, both made now."""
-    name: str = request.param
+def make_again(name: str, folder: Path) -> tuple[Path, Path]:
+    """Makes the fixture `name` once more; returns the folders of its export and of its checkpoint."""
     environment(name).require()
-    folder = tmp_path_factory.mktemp("made-again")
-    out = ("--out", folder / "export", "--keep-checkpoint", folder / "checkpoint")
-    done = call((sys.executable, FIXTURES / "make_exports.py", name, *out))
+    exports, checkpoints = folder / "exports", folder / "checkpoints"
+    options = ("--out", exports, "--keep-checkpoint", checkpoints)
+    done = call((sys.executable, FIXTURES / "make_exports.py", name, *options))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return name, folder
+    return exports / name, checkpoints / name
 
 
-every_fixture = pytest.mark.parametrize("made_again", [*MERGED, *SOUND], indirect=True)
-
-
-@every_fixture
-def test_export_made_again_equals_the_fixture(made_again: tuple[str, Path]) -> None:
-    name, folder = made_again
-    committed = json.loads((EXPORTS / name / "provenance.json").read_text(encoding="utf-8"))["sha256"]
-    assert {path.name for path in (folder / "export" / name).iterdir()} == {*committed, "provenance.json"}
-    for file in committed:
-        assert_same_file(folder / "export" / name / file, EXPORTS / name / file)
+def assert_same_export(made: Path, committed: Path) -> None:
+    files = json.loads((committed / "provenance.json").read_text(encoding="utf-8"))["sha256"]
+    assert {path.name for path in made.iterdir()} == {*files, "provenance.json"}
+    for file in files:
+        assert_same_file(made / file, committed / file)
 
 
 def assert_same_file(made: Path, committed: Path) -> None:
@@ -94,24 +89,24 @@ def take_floats(graph: onnx.GraphProto) -> Iterator[np.ndarray[Any, Any]]:
             yield from take_floats(attribute.g)
 
 
-@every_fixture
-def test_optimum_decodes_what_pytorch_decodes(made_again: tuple[str, Path], tmp_path: Path) -> None:
-    name, folder = made_again
-    export = EXPORTS / name
-    decoder = export / "model.onnx"
+@pytest.mark.parametrize("name", [*MERGED, *SOUND])
+def test_optimum_decodes_what_pytorch_decodes(name: str, tmp_path: Path) -> None:
+    made, checkpoint = make_again(name, tmp_path)
+    assert_same_export(made, EXPORTS / name)  # so the checkpoint is the one that the fixture was made from
+
+    export, decoder = EXPORTS / name, "model.onnx"
     if name in MERGED:
-        export = re_export(name, tmp_path / "repaired")
-        decoder = export / "decoder_model_merged.onnx"
-        assert decoder.read_bytes() != (EXPORTS / name / decoder.name).read_bytes()
-    result = environment(name).run("generate.py", export, folder / "checkpoint" / name)
+        export, decoder = re_export(name, tmp_path / "repaired"), "decoder_model_merged.onnx"
+        assert (export / decoder).read_bytes() != (EXPORTS / name / decoder).read_bytes()
+    result = environment(name).run("generate.py", export, checkpoint)
 
     expected = result["pytorch"]
     prompt = 1 if name in MERGED else 4
-    assert [len(row) for row in expected] == [prompt + 16] * 12
+    assert [len(row) for row in expected] == [prompt + NEW_TOKENS] * 12
     assert len({tuple(row) for row in expected}) > 6, "the inputs must matter"
-    assert Path(result["decoder"]).samefile(decoder)
+    assert Path(result["decoder"]).samefile(export / decoder)
     assert [run["io_binding"] for run in result["optimum"]] == [False, True]
     for run in result["optimum"]:
         assert run["tokens"] == expected
-        assert run["cache_length"] == prompt + 15, "the last call had all but its own token in the cache"
+        assert run["cache_length"] == prompt + NEW_TOKENS - 1, "all but the last token went through the cache"
         assert run["distance"] <= 1e-5 * run["spread"]

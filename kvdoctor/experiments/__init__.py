@@ -24,9 +24,9 @@ def always(contract: CacheContract) -> str | None:  # noqa: ARG001
 class Experiment:
     """One question put to a model.
 
-    `applies` gives the reason why a contract does not allow it, or None. Runs of a `judged` experiment are what findings
-    rest on, and are located when they fail; the others show what teams try and what becomes of it, with `why`. One
-    that is not `shown` serves another finding or figure, and is listed for people only when they ask for everything.
+    `applies` gives the reason why a contract does not allow it, or None. Runs of a `judged` experiment are what
+    findings rest on, and are located when they fail; the others show what teams try and what becomes of it, with `why`.
+    One that is not `shown` serves another finding or figure, and people see it only when they ask for everything.
     """
 
     name: str
