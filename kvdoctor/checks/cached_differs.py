@@ -90,13 +90,12 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
 
     exactness = case.contract.exactness if case.contract else "float"
     tolerance = TOLERANCES[exactness]
-    step = next((step for step in run.steps if step.step == run.failed_step), run.steps[-1])
-    difference = step.difference
-    seen = "not finite"
-    if difference is None:
-        seen = run.reason or "of another shape"
-    elif difference.finite:
-        seen = f"off by {difference.relative:g} of their spread"
+    step = next((step for step in run.steps if step.step == run.failed_step), None)
+    place = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
+    seen = run.reason or "of another shape"
+    if step and step.difference:
+        off = f"off by {step.difference.relative:g} of their spread"
+        seen = off if step.difference.finite else "not finite"
     logits = case.contract.graph("decode").port("logits") if case.contract else None
     return Fault(
         severity=severity,
@@ -104,7 +103,7 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
         subject=(logits.name if logits else "logits",),
         where=f"output {logits.name if logits else 'logits'}, {run.experiment}",
         promised=f"the logits of the reference run, within {tolerance.passes:g} of their spread ({exactness})",
-        observed=f"step {step.step} (past {step.past_length}, new {step.new_tokens}): logits {seen}",
+        observed=f"{place}: logits {seen}",
         cause=cause,
         advice=EXPORT_AGAIN,
     )
