@@ -17,5 +17,18 @@ def render_gate(verdict: str, reports: list[Report]) -> str:
 
 
 def dump(document: dict[str, Any]) -> str:
-    """Write ASCII, so that no terminal or encoding can be hurt by a name from a model."""
-    return json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+    """One line for each key, and for each item of its list: short to store, and `grep` and `diff` find their way.
+
+    ASCII, so that no terminal or encoding can be hurt by a name from a model.
+    """
+    return "{\n" + ",\n".join(f"{_line(key)}: {_value(value)}" for key, value in document.items()) + "\n}\n"
+
+
+def _value(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return _line(value)
+    return "[\n" + ",\n".join(f"  {_line(item)}" for item in value) + "\n]"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=True, allow_nan=False)
