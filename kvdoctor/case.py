@@ -13,6 +13,14 @@ from kvdoctor.trace import Run, Seen, Step
 
 Consumer = Literal["plain", "held"]
 
+UNDECIDED = {
+    "skipped": "{reason}",
+    "died": "{reason}",
+    "inconclusive": "{reason}",
+    "ambiguous": "the difference to the reference run lies between noise and fault",
+}
+"""Outcomes of the judged loop that leave open whether the model is healthy, and what is said of them."""
+
 
 @dataclass(frozen=True)
 class Case:

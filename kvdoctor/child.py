@@ -58,7 +58,9 @@ class Worker:
         self.hello: dict[str, Any] = {}
         self.peak_bytes = 0
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+        # No telemetry: onnxruntime 1.31 would send its own otherwise. numpy multiplies nothing here.
+        quiet = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+        environment = os.environ | quiet
         self._process = subprocess.Popen(
             [sys.executable, "-c", BOOT, str(Path(__file__).parent)],
             stdin=subprocess.PIPE,

@@ -3,6 +3,7 @@
 Only click is imported at the top: `--help` and `--version` load neither onnx nor numpy nor rich.
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kvdoctor.doctor import Options
     from kvdoctor.report.document import Report
 
+EXIT_OK = 0
 EXAMPLES = """
 Examples:
 
@@ -252,24 +254,41 @@ def _exit(code: int) -> NoReturn:
 
 def main() -> NoReturn:
     """Run the command line. Errors that kvdoctor raises on purpose end with exit code 2 and one line."""
+    _prepare_streams()
     try:
         cli.main(standalone_mode=False)
-        _exit(0)
+        _exit(EXIT_OK)
     except click.ClickException as error:
         error.show()
         raise SystemExit(2) from None
-    except click.Abort:
-        click.echo("interrupted", err=True)
+    except (click.Abort, KeyboardInterrupt):
+        _complain("interrupted")
         raise SystemExit(130) from None
     except KvdoctorError as error:
-        from kvdoctor.report.safe import printable
+        from kvdoctor.report.safe import printable, shortened
 
-        click.echo(f"kvdoctor: {printable(str(error))}", err=True)
+        _complain(printable(shortened(str(error), 1200)))
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        raise SystemExit(130) from None
     except BrokenPipeError:
         # The reader of our output has gone: nothing more to say to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(1) from None
+    except OSError as error:
+        _complain(f"the report could not be written: {error.strerror or error}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(2) from None
+
+
+def _prepare_streams() -> None:
+    """Make sure that there is somewhere to write to, and that no character can be refused there."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123 - for the whole process
+        reconfigure = getattr(getattr(sys, name), "reconfigure", None)
+        if reconfigure:
+            reconfigure(errors="backslashreplace")
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):
+        click.echo(f"kvdoctor: {text}", err=True)

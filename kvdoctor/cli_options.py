@@ -1,5 +1,6 @@
 """The options that mean the same in every command."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,13 @@ def shared_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
     return command
 
 
+def _finite(_context: click.Context, _option: click.Parameter, value: float) -> float:
+    """Refuse `nan` and `inf`, which would be no limit at all."""
+    if not math.isfinite(value):
+        raise click.BadParameter("it must be a number of seconds")
+    return value
+
+
 def run_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
     """The options of the commands that run the model."""
     options = [
@@ -61,6 +69,7 @@ def run_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
             default=300.0,
             show_default=True,
             metavar="SECONDS",
+            callback=_finite,
             help="Longest time for one answer of the runtime.",
         ),
         click.option(

@@ -3,12 +3,13 @@
 ModelFolder -> GraphView -> CacheContract -> Experiment -> Trace -> checks -> Report
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.case import Case, Consumer
+from kvdoctor.case import UNDECIDED, Case, Consumer
 from kvdoctor.child import Limits
 from kvdoctor.contract import CacheContract
 from kvdoctor.facts import environment, file_facts, stack_facts
@@ -29,6 +30,9 @@ from kvdoctor.report.document import (
 )
 from kvdoctor.runtimes import Examined, Job, Runtime
 from kvdoctor.trace import Node, Run
+
+MOST_FED = 2**27
+"""Elements of the declared numbers of one input: half a gigabyte of floats, more than a decoder takes for a token."""
 
 HAS_OWN_RUN = "cross-cache-emptied"
 """The fault of the contract that leaves a loop to judge: the held one."""
@@ -108,6 +112,7 @@ def step_test(
         measured[stack.name] = _measured(examined)
         before = len(verdicts.findings)
         run_checks(case, "contract", options.selection, verdicts)
+        verdicts.not_checked += _undecided(case)
         if case.runs:
             faults = tuple(
                 f.name for f in verdicts.findings[before:] if f.severity == "error" and f.name != HAS_OWN_RUN
@@ -140,9 +145,9 @@ def _examine(
     """Put all experiments to one stack, if it can be driven."""
     assert case.stack is not None  # noqa: S101 - made with both by step_test
     assert case.contract is not None  # noqa: S101
-    obstacle = _obstacle(case.stack, case.contract)
+    obstacle = next(_obstacles(case.stack, case.contract), None)
     if obstacle:
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", obstacle, essential=True))
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", f"not run: {obstacle}", essential=True))
         return case, Examined()
     from kvdoctor.experiments import load
 
@@ -159,36 +164,56 @@ def _examine(
     for crash in examined.crashes:
         reason = f"an experiment crashed ({crash.strip().splitlines()[-1]}); please report it"
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", reason, essential=True))
+    for obstacle in examined.obstacles:
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", obstacle, essential=True))
     runs = tuple(_located(run, case) for run in examined.runs)
     refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in examined.refusals)
     contract = with_observed(case.contract, runs)
     return replace(case, contract=contract, runs=runs, refusals=refusals), examined
 
 
-def _obstacle(stack: StackFiles, contract: CacheContract) -> str | None:
-    """Why decode steps cannot be run on a stack, or None."""
+def _obstacles(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
+    """Why decode steps cannot be run on a stack; the first reason is the one to give."""
     for file in stack.files.values():
         if file.external_problems:
-            return f"not run: external data of {file.name} cannot be read"
+            yield f"external data of {file.name} cannot be read"
     if contract.missing or stack.kind == "unpaired" or not contract.slots:
-        return "not run: the cache contract is not complete"
+        yield "the cache contract is not complete"
     if any(slot.filled_by is None for slot in contract.slots):
-        return "not run: a past has no present that fills it"
-    frozen = [slot for slot in contract.of_kind("self-attention") if slot.size("past") is not None]
-    if frozen:
-        return f"not run: the past length of {frozen[0].past} is fixed at {frozen[0].size('past')}"
-    for phase in {contract.phases["prefill"].graph}:
-        ids = contract.graphs[phase].port("token_ids")
-        if ids and ids.shape and isinstance(ids.shape[-1], int):
-            return f"not run: {ids.name} takes {ids.shape[-1]} new tokens only, so there is no reference run"
-    unknown = {port.dtype for graph in contract.graphs.values() for port in graph.inputs} - _feedable()
-    return f"not run: no feed can be made of element type {', '.join(sorted(unknown))}" if unknown else None
+        yield "a past has no present that fills it"
+    for slot in contract.of_kind("self-attention"):
+        if slot.size("past") is not None:
+            yield f"the past length of {slot.past} is fixed at {slot.size('past')}"
+    ids = contract.graph("prefill").port("token_ids")
+    if ids and ids.shape and isinstance(ids.shape[-1], int):
+        yield f"{ids.name} takes {ids.shape[-1]} new tokens only, so there is no reference run"
+    yield from _unfeedable(contract)
+
+
+def _unfeedable(contract: CacheContract) -> Iterator[str]:
+    """Inputs of a shape or element type that cannot be made up."""
+    inputs = [port for graph in contract.graphs.values() for port in graph.inputs]
+    for port in inputs:
+        sizes = [size for size in port.shape or () if isinstance(size, int)]
+        if any(size < 1 for size in sizes) or math.prod(sizes) > MOST_FED:
+            yield f"no feed can be made of the shape that {port.name!r} declares"
+    unknown = {port.dtype for port in inputs} - _feedable()
+    if unknown:
+        yield f"no feed can be made of element type {', '.join(sorted(unknown))}"
 
 
 def _feedable() -> set[str]:
     from kvdoctor.feeds import NUMPY_TYPES
 
     return set(NUMPY_TYPES)
+
+
+def _undecided(case: Case) -> Iterator[NotChecked]:
+    """What keeps a model from being called healthy although no check says so: its loop was not judged."""
+    run = case.judged
+    if run is not None and run.outcome in UNDECIDED and case.stack:
+        reason = UNDECIDED[run.outcome].format(reason=run.reason)
+        yield NotChecked(case.stack.name, "KV301", f"logits parity of the {run.experiment}: {reason}", essential=True)
 
 
 def _located(run: Run, case: Case) -> Run:

@@ -72,7 +72,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class NotChecked:
-    """A check that could not run, and why. `crashed` tells a fault of kvdoctor from a reason in the model."""
+    """A check that could not run, and why. `essential`: without it no model is called healthy."""
 
     stack: str | None
     code: str
@@ -81,11 +81,7 @@ class NotChecked:
 
 
 class CannotCheck(Exception):
-    """Raised by a check whose question cannot be answered here. `essential`: without it no model is called healthy."""
-
-    def __init__(self, reason: str, essential: bool = False) -> None:
-        super().__init__(reason)
-        self.essential = essential
+    """Raised by a check whose question cannot be answered here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +165,29 @@ class Verdicts:
 def run_checks(case: "Case", asks: Asks, selection: Selection, verdicts: Verdicts) -> None:
     """Run the selected checks that ask for `asks` on a case. A check that raises is reported, not lost."""
     for one in all_checks():
-        if one.asks != asks or not selection.takes(one.code, one.name):
+        if one.asks != asks:
             continue
         stack = case.stack.name if case.stack else None
-        try:
-            for fault in one.function(case):
-                verdicts.findings.append(_finding(one, fault, stack))
-        except CannotCheck as reason:
-            verdicts.not_checked.append(NotChecked(stack, one.code, str(reason), reason.essential))
-        except Exception as error:  # one broken check must not hide what the others found
-            reason_text = f"the check crashed ({type(error).__name__}: {error}); please report it"
-            verdicts.not_checked.append(NotChecked(stack, one.code, reason_text, essential=True))
+        if selection.takes(one.code, one.name):
+            _run_check(one, case, stack, verdicts)
+        elif one.incomplete:
+            # Who leaves out such a check must still not hear that a model is healthy which was not diagnosed.
+            hidden = Verdicts()
+            _run_check(one, case, stack, hidden)
+            verdicts.not_checked += [
+                NotChecked(f.stack, f.code, f"{f.where}: {f.cause}", essential=True) for f in hidden.findings
+            ]
+
+
+def _run_check(one: Check, case: "Case", stack: str | None, verdicts: Verdicts) -> None:
+    try:
+        for fault in one.function(case):
+            verdicts.findings.append(_finding(one, fault, stack))
+    except CannotCheck as reason:
+        verdicts.not_checked.append(NotChecked(stack, one.code, str(reason)))
+    except Exception as error:  # one broken check must not hide what the others found
+        text = f"the check crashed ({type(error).__name__}: {error}); please report it"
+        verdicts.not_checked.append(NotChecked(stack, one.code, text, essential=True))
 
 
 def _finding(one: Check, fault: Fault, stack: str | None) -> Finding:

@@ -1,6 +1,7 @@
 """Output appears whole or not at all: files and folders are made beside their place and renamed into it."""
 
 import contextlib
+import json
 import os
 import shutil
 import stat
@@ -11,23 +12,28 @@ from pathlib import Path
 from kvdoctor.errors import UsageError
 
 MARK = "kvdoctor-report.json"
-"""A folder that holds this file was written by kvdoctor, and may be replaced with `--force`."""
+"""The fix report: a folder that holds one was written by kvdoctor, and may be replaced with `--force`."""
 
 
-def write_whole(file: Path, content: str | bytes) -> None:
-    """Write a file by renaming a finished one into its place.
+def write_whole(file: Path, content: str) -> None:
+    """Write a file by renaming a finished one into its place; a link is followed, a pipe or device written to.
 
     Raises:
         UsageError: the folder is not there or not writable, or the disk is full.
     """
-    partial = file.with_name(f".{file.name}.kvdoctor-{os.getpid()}.partial")
+    place = Path(os.path.realpath(file))
+    partial = place.with_name(f".{place.name}.kvdoctor-{os.getpid()}.partial")
     try:
-        partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
-        partial.replace(file)
+        if place.exists() and not place.is_file():
+            place.write_bytes(content.encode("utf-8"))
+            return
+        partial.write_bytes(content.encode("utf-8"))
+        partial.replace(place)
     except OSError as error:
+        raise UsageError(f"cannot write {str(file)!r}: {error.strerror or error}") from None
+    finally:
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise UsageError(f"cannot write {str(file)!r}: {error.strerror or error}") from None
 
 
 def refuse_unfit(out: Path, source: Path, force: bool) -> None:
@@ -37,8 +43,9 @@ def refuse_unfit(out: Path, source: Path, force: bool) -> None:
         UsageError: OUT exists, lies in the model's folder or holds it, or cannot be made.
     """
     mine, model = out.resolve(), source.resolve()
-    folder = model if model.is_dir() else model.parent
-    if mine in (model, folder) or folder in mine.parents:
+    given = Path(os.path.abspath(source))  # noqa: PTH100 - links are not to be followed: a hub cache is full of them
+    folders = {path if path.is_dir() else path.parent for path in (model, given, given.resolve())}
+    if mine == model or folders & {mine, *mine.parents}:
         raise UsageError(
             f"OUT {str(out)!r} lies in the folder of the model, which is never changed; give another folder"
         )
@@ -51,7 +58,7 @@ def refuse_unfit(out: Path, source: Path, force: bool) -> None:
             raise UsageError(
                 f"OUT {str(out)!r} exists; give a new folder, or --force to replace one that kvdoctor wrote"
             )
-        if out.is_symlink() or not (out / MARK).is_file():
+        if out.is_symlink() or not _is_ours(out):
             raise UsageError(f"OUT {str(out)!r} was not written by kvdoctor, so --force does not replace it")
     if not os.access(mine.parent, os.W_OK):
         raise UsageError(f"the folder {str(out.parent)!r} is not writable; give OUT in one that is")
@@ -117,6 +124,15 @@ def regular_files(folder: Path) -> Iterator[Path]:
                     yield path
 
 
+def _is_ours(out: Path) -> bool:
+    """Whether a folder holds the fix report of a repair that was written there."""
+    try:
+        report = json.loads((out / MARK).read_text(encoding="utf-8"))
+        return bool(report["command"] == "re-export" and report["repair"]["out"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def _put(partial: Path, out: Path) -> None:
     if not out.exists():
         partial.rename(out)
@@ -128,13 +144,18 @@ def _put(partial: Path, out: Path) -> None:
 
 
 def _sweep(out: Path) -> None:
-    """Remove what a killed run of kvdoctor left beside OUT."""
+    """Mend what a killed run left beside OUT: unfinished folders go, a folder it had put aside comes back."""
     import psutil
 
-    for left in out.parent.glob(f".{_literal(out.name)}.kvdoctor-*.partial"):
-        owner = left.name.split("-")[-1].partition(".")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(left, ignore_errors=True)
+    for kind in ("old", "partial"):
+        for left in out.parent.glob(f".{_literal(out.name)}.kvdoctor-*.{kind}"):
+            owner = left.name.split("-")[-1].partition(".")[0]
+            if not owner.isdigit() or psutil.pid_exists(int(owner)):
+                continue
+            if kind == "old" and not os.path.lexists(out) and _is_ours(left):
+                left.rename(out)
+            else:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _literal(name: str) -> str:

@@ -23,7 +23,7 @@ CONTEXT_KEYS = (
     "n_ctx",
     "max_decoder_position_embeddings",
 )
-SYMBOL = {"past": "past", "encoder": "encoder", "batch": "batch"}
+MOST_COUNTED = 2**31 - 1
 
 
 def read_contract(stack: StackFiles, config: dict[str, Any], dialect: Dialect = OPTIMUM) -> CacheContract:
@@ -58,8 +58,12 @@ def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
 def context_limit(config: dict[str, Any]) -> int | None:
     """Tokens that the config declares usable. T5 has relative positions and declares none."""
     part = decoder_config(config)
-    values = [part[key] for key in CONTEXT_KEYS if isinstance(part.get(key), int) and part[key] > 0]
-    return values[0] if values else None
+    return next((part[key] for key in CONTEXT_KEYS if is_count(part.get(key))), None)
+
+
+def is_count(value: object) -> bool:
+    """Whether a value from a config can be a number of tokens or words: configs hold anything."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 < value <= MOST_COUNTED
 
 
 @dataclass
@@ -217,10 +221,10 @@ class _Reader:
 
     def _vocabulary(self, graph: Graph) -> int | None:
         logits = graph.port("logits")
-        if logits and logits.shape and isinstance(logits.shape[-1], int):
+        if logits and logits.shape and isinstance(logits.shape[-1], int) and is_count(logits.shape[-1]):
             return logits.shape[-1]
-        size = decoder_config(self.config).get("vocab_size")
-        return size if isinstance(size, int) and size > 1 else None
+        size: Any = decoder_config(self.config).get("vocab_size")
+        return size if is_count(size) else None
 
     @staticmethod
     def _view(file: OnnxFile) -> GraphView:

@@ -25,6 +25,10 @@ class Refused(Exception):
     """The runtime does not open a file at any optimisation level."""
 
 
+class ProviderMissing(Exception):
+    """The runtime has not the execution provider that was asked for."""
+
+
 class StepFailed(Exception):
     """The runtime failed while it ran a call."""
 
@@ -91,6 +95,8 @@ class Sessions:
             self.announce("open", file=file, level=level)
             try:
                 self.opened[file, level] = self._open(file, level)
+            except ProviderMissing:
+                raise
             except Exception as error:  # the bindings raise many types, and all of them are a refusal
                 refusals[level] = self.clean(error)
                 continue
@@ -108,7 +114,11 @@ class Sessions:
         options.log_severity_level = FATAL_ONLY
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
-        return ort.InferenceSession(str(self.folder / file), options, providers=[self.provider])
+        session = ort.InferenceSession(str(self.folder / file), options, providers=[self.provider])
+        if self.provider not in session.get_providers():
+            # The runtime falls back to the CPU without a word.
+            raise ProviderMissing(f"{self.provider} cannot be used here; the runtime has {session.get_providers()}")
+        return session
 
     def clean(self, error: Exception) -> str:
         """The runtime's text without the folder of this machine."""

@@ -5,15 +5,19 @@ JSON object a line. It announces every step before it runs it, so that its death
 numpy and onnxruntime only, so that it starts in an environment that holds nothing else.
 
 Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits"}
-Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, crash, done.
+Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, obstacle,
+crash, done.
 """
 
 import json
 import os
 import platform
+import queue
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.examination import Examination
 from kvdoctor.experiments import load
 from kvdoctor.plain import from_plain, to_plain
-from kvdoctor.sessions import Announce, Sessions
+from kvdoctor.sessions import Announce, ProviderMissing, Sessions
 
 
 def examine(job: dict[str, Any], announce: Announce) -> None:
@@ -38,6 +42,9 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
             begin = time.perf_counter()
             try:
                 run = exam.run(experiment)
+            except ProviderMissing as error:
+                announce("obstacle", text=str(error))
+                break
             except Exception:  # a fault of ours in one experiment must not cost the others
                 announce("crash", text=traceback.format_exc())
                 continue
@@ -59,12 +66,26 @@ def main() -> None:
 
     versions = {"onnxruntime": ort.__version__, "numpy": np.__version__, "python": platform.python_version()}
     announce("hello", **versions, providers=ort.get_available_providers())
-    for line in sys.stdin:
+    for line in _jobs():
         try:
             examine(json.loads(line), announce)
         except Exception:  # a fault of ours must reach the parent as a fact, not as a dead pipe
             announce("crash", text=traceback.format_exc())
         announce("done")
-    # Tearing the runtime down costs time and can itself crash; nothing is left to save.
-    events.flush()
-    os._exit(0)
+
+
+def _jobs() -> Iterator[str]:
+    """Lines of standard input. Its end means that the parent is gone, and ends this process in the middle of a step.
+
+    Tearing the runtime down would cost time and can itself crash, and nothing is left to save.
+    """
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield lines.get()

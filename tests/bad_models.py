@@ -433,3 +433,10 @@ def changed(change: Callable[[onnx.GraphProto], object]) -> onnx.ModelProto:
 
 def is_root() -> bool:
     return hasattr(os, "geteuid") and os.geteuid() == 0
+
+
+def files_up_to(most: int) -> Callable[[], None]:
+    """For `preexec_fn`: no file of the new process grows beyond so many bytes."""
+    import resource
+
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))

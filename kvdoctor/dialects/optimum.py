@@ -12,19 +12,19 @@ OPTIMUM = Dialect(
     name="optimum",
     slots=(
         SlotRule(
-            re.compile(r"past_key_values\.(?P<layer>\d+)\.(?P<part>key|value)"),
+            re.compile(r"past_key_values\.(?P<layer>[0-9]{1,5})\.(?P<part>key|value)"),
             "present.{layer}.{part}",
             "self-attention",
             ("batch", "kv_heads", "past", "head_dim"),
         ),
         SlotRule(
-            re.compile(r"past_key_values\.(?P<layer>\d+)\.decoder\.(?P<part>key|value)"),
+            re.compile(r"past_key_values\.(?P<layer>[0-9]{1,5})\.decoder\.(?P<part>key|value)"),
             "present.{layer}.decoder.{part}",
             "self-attention",
             ("batch", "kv_heads", "past", "head_dim"),
         ),
         SlotRule(
-            re.compile(r"past_key_values\.(?P<layer>\d+)\.encoder\.(?P<part>key|value)"),
+            re.compile(r"past_key_values\.(?P<layer>[0-9]{1,5})\.encoder\.(?P<part>key|value)"),
             "present.{layer}.encoder.{part}",
             "cross-attention",
             ("batch", "kv_heads", "encoder", "head_dim"),

@@ -5,13 +5,20 @@ import unicodedata
 
 BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C}
 LONGEST = 400
+LONGEST_QUOTED = 1200
 
 
 def printable(text: str) -> str:
-    """One line without control, format or direction characters, which are written as escapes."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(c if _harmless(c) else f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}" for c in text)
+    """One line without control, format or direction characters, which are written as escapes.
+
+    A first `::` or `##[` is written as an escape too: at the start of a line, runners of workflows obey them.
+    """
+    if not (text.isascii() and text.isprintable()):
+        text = "".join(c if _harmless(c) else _escaped(c) for c in text)
+    start = len(text) - len(text.lstrip())
+    if text.startswith(("::", "##["), start):
+        text = text[:start] + _escaped(text[start]) + text[start + 1 :]
+    return text
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
@@ -24,15 +31,20 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 
 def markdown(text: str) -> str:
     """Text in which Markdown and HTML see nothing to act on, links and mentions included."""
-    return re.sub(r"([\\`*_{}\[\]#!|<>&~@]|:(?=//))", r"\\\1", printable(text))
+    return re.sub(r"([\\`*_{}\[\]#!|<>&~@]|:(?=//))", r"\\\1", printable(shortened(text, LONGEST_QUOTED)))
 
 
 def code(text: str) -> str:
     """A Markdown code span that the text cannot end, also inside a table."""
-    text = printable(text).replace("|", "\u00a6")
+    text = printable(shortened(text, LONGEST_QUOTED)).replace("|", "\u00a6")
     fence = "`" * (max((len(run) for run in re.findall(r"`+", text)), default=0) + 1)
     pad = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{pad}{text}{pad}{fence}" if text else ""
+
+
+def _escaped(character: str) -> str:
+    number = ord(character)
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 65536 else f"\\U{number:08x}"
 
 
 def _harmless(character: str) -> bool:

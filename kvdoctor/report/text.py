@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvdoctor.report import wording
 from kvdoctor.report.document import Report, StackFacts
-from kvdoctor.report.safe import printable, shortened
+from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.trace import Run
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ class _Page:
 
     def line(self, text: str, style: str = "") -> None:
         """One line; only a terminal wraps it."""
-        self.console.print(Text(printable(text), style), soft_wrap=not self.console.is_terminal)
+        short = printable(shortened(text, LONGEST_QUOTED))
+        self.console.print(Text(short, style), soft_wrap=not self.console.is_terminal)
 
     def pairs(self, rows: "Iterable[tuple[str, str]]", indent: int = 2) -> None:
         """Label and text, the text wrapped under itself."""
@@ -61,7 +62,7 @@ class _Page:
         grid.add_column(width=indent + LABEL_WIDTH, no_wrap=True)
         grid.add_column(overflow="fold")
         for label, text in rows:
-            grid.add_row(Text(" " * indent + label, "dim"), Text(printable(text)))
+            grid.add_row(Text(" " * indent + label, "dim"), Text(printable(shortened(text, LONGEST_QUOTED))))
         self.console.print(grid)
 
     def table(self, header: list[str], rows: list[list[str]], styled: int = -1) -> None:

@@ -49,7 +49,7 @@ def detail(run: Run, why: str = "") -> str:
         return place if not why else f"{why}"
     worst = max((s.difference.relative for s in run.steps if s.difference and s.difference.finite), default=None)
     if run.outcome in ("passed", "ambiguous") and worst is not None:
-        return f"logits ± {worst:.1e}"
+        return f"logits within {worst:.1e}"
     if run.outcome == "differs":
         gap = f"logits off by {worst:.2g}" if worst is not None else run.reason or "logits not finite"
         return f"{gap}; {why}" if why else gap
@@ -97,7 +97,9 @@ def _logits(step: Step, run: Run) -> str:
     if not step.difference.finite:
         return "not finite"
     word = (
-        "off by" if run.outcome == "differs" and run.failed_step is not None and step.step >= run.failed_step else "±"
+        "off by"
+        if run.outcome == "differs" and run.failed_step is not None and step.step >= run.failed_step
+        else "within"
     )
     return f"{word} {step.difference.relative:.1e}"
 
