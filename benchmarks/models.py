@@ -117,7 +117,7 @@ def _ports(sizes: Sizes) -> tuple[list[ValueInfoProto], list[ValueInfoProto]]:
     outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [*tokens, sizes.vocabulary])]
     for name in (f"{layer}.{part}" for layer in range(sizes.layers) for part in ("key", "value")):
         for ports, prefix, length in ((inputs, "past_key_values", "past_sequence_length"), (outputs, "present", total)):
-            shape = ["batch_size", sizes.heads, length, HEAD_DIM]
+            shape: list[int | str | None] = ["batch_size", sizes.heads, length, HEAD_DIM]
             ports.append(helper.make_tensor_value_info(f"{prefix}.{name}", TensorProto.FLOAT, shape))
     return inputs, outputs
 

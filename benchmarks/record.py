@@ -14,7 +14,8 @@ from typing import Any
 import onnxruntime as ort
 
 from kvdoctor import doctor, worker
-from kvdoctor.runtimes import Examined, Job, Limits, Runtime
+from kvdoctor.child import Limits
+from kvdoctor.runtimes import Examined, Job, Runtime
 
 NUMPY_NAMES = {"float": "float32", "double": "float64"}
 BY_VALUE = {"int64", "int32", "int8", "uint8", "bool"}

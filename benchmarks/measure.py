@@ -1,0 +1,135 @@
+"""Measures processes from outside: wall time, and resident memory summed over a process and its children."""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+MIB = 1 << 20
+POLL_SECONDS = 0.003
+RESCAN_SECONDS = 0.05  # looking for new children walks over all processes of the machine
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command line, the exit code that it must have, and what is added to its environment."""
+
+    line: tuple[str, ...]
+    code: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def run(self, watch: Callable[[int], None] | None = None) -> str:
+        """Run to the end and give standard error.
+
+        Raises:
+            RuntimeError: it ended with another exit code.
+        """
+        with tempfile.TemporaryFile("w+") as errors:
+            environment = os.environ | self.environment
+            process = subprocess.Popen(self.line, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+            if watch:
+                watch(process.pid)
+            code = process.wait()
+            errors.seek(0)
+            if code != self.code:
+                raise RuntimeError(f"exit code {code}, not {self.code}: {' '.join(self.line)}\n{errors.read()}")
+            return errors.read()
+
+
+def python(*arguments: str) -> Command:
+    """This Python."""
+    return Command((sys.executable, *arguments))
+
+
+def kvdoctor(*arguments: str, code: int = 0) -> Command:
+    """The installed `kvdoctor` command of this Python."""
+    return Command((str(Path(sys.executable).with_name("kvdoctor")), *arguments), code)
+
+
+def seconds(command: Command) -> float:
+    """Wall time of one run."""
+    begin = time.perf_counter()
+    command.run()
+    return time.perf_counter() - begin
+
+
+def peak_mib(command: Command) -> float:
+    """Most resident memory of one run, in MiB: the process and its children, summed at the same moment."""
+    peak = 0
+
+    def watch(pid: int) -> None:
+        nonlocal peak
+        family, scanned = [psutil.Process(pid)], 0.0
+        while True:
+            if time.monotonic() - scanned > RESCAN_SECONDS:
+                family, scanned = _family(pid), time.monotonic()
+            sizes = [_resident(process) for process in family]
+            if not sizes or sizes[0] == 0:
+                return
+            peak = max(peak, sum(sizes))
+            time.sleep(POLL_SECONDS)
+
+    command.run(watch)
+    return peak / MIB
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _resident(process: psutil.Process) -> int:
+    """Bytes; 0 for a process that has ended, as a zombie has no memory."""
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What two commands cost, over interleaved repeats: medians, and the medians of ratio and difference by pair."""
+
+    ours: float
+    theirs: float
+    ratio: float
+    more: float
+
+
+def interleaved(ours: Command, theirs: Command, repeats: int, cost: Callable[[Command], float] = seconds) -> Pair:
+    """Measure A B, B A, A B, ... after one run of each that does not count."""
+    ours.run()
+    theirs.run()
+    costs: list[tuple[float, float]] = []
+    for number in range(repeats):
+        if number % 2:
+            other = cost(theirs)
+            costs.append((cost(ours), other))
+        else:
+            mine = cost(ours)
+            costs.append((mine, cost(theirs)))
+    return Pair(
+        ours=_middle([a for a, _ in costs]),
+        theirs=_middle([b for _, b in costs]),
+        ratio=_middle([a / b for a, b in costs]),
+        more=_middle([a - b for a, b in costs]),
+    )
+
+
+def middle(command: Command, repeats: int, cost: Callable[[Command], float] = seconds) -> float:
+    """The median cost of a command on its own."""
+    return _middle([cost(command) for _ in range(repeats)])
+
+
+def _middle(values: Sequence[float]) -> float:
+    return statistics.median(values)

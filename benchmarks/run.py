@@ -1,0 +1,171 @@
+"""Measures kvdoctor against stated alternatives: `python benchmarks/run.py [NAME ...]`.
+
+Prints one table; the exit code is 1 if a figure is over its limit. README.md says what is held against what.
+"""
+
+import argparse
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from measure import Command, interleaved, kvdoctor, middle, peak_mib, python
+
+HERE = Path(__file__).parent
+FIXTURE = HERE.parent / "fixtures" / "exports" / "marian-4.57.6"
+KEPT_OUT = ("onnx", "numpy", "rich", "onnxruntime")
+SHORT_REPEATS, LONG_REPEATS, MEMORY_REPEATS = 15, 7, 3
+COLUMNS = ("what", "figure", "alternative", "its figure", "ratio", "limit", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. `over` is None where there is no limit."""
+
+    what: str
+    figure: str
+    alternative: str = ""
+    its_figure: str = ""
+    ratio: str = ""
+    limit: str = ""
+    over: bool | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        verdict = {None: "", True: "OVER", False: "ok"}[self.over]
+        return (self.what, self.figure, self.alternative, self.its_figure, self.ratio, self.limit, verdict)
+
+
+def start(_: Path) -> Iterator[Row]:
+    """What a user waits for who only asks for help."""
+    for option in ("--help", "--version"):
+        pair = interleaved(kvdoctor(option), python("-c", "pass"), SHORT_REPEATS)
+        more = f"+{pair.more:.3f} s"
+        row = (f"kvdoctor {option}", f"{pair.ours:.3f} s", "python -c pass", f"{pair.theirs:.3f} s")
+        yield Row(*row, more, "+0.15 s", pair.more > 0.15)
+        imported = _imports(kvdoctor(option)) & set(KEPT_OUT)
+        what = f"kvdoctor {option}: imports of {', '.join(KEPT_OUT)}"
+        yield Row(what, ", ".join(sorted(imported)) or "none", limit="none", over=bool(imported))
+
+
+def _imports(command: Command) -> set[str]:
+    """Top-level packages that a command imports, by Python's own account."""
+    errors = Command(command.line, command.code, {"PYTHONPROFILEIMPORTTIME": "1"}).run()
+    modules = (line.rpartition("|")[2].strip() for line in errors.splitlines() if line.startswith("import time:"))
+    return {module.partition(".")[0] for module in modules}
+
+
+def inspect(scratch: Path) -> Iterator[Row]:
+    """A graph is read without its weights, whatever the size of the file."""
+    folder = _model("1.8gb-inside", scratch)
+    ours = kvdoctor("inspect", "--format", "json", str(folder))
+    load = python("-c", "import onnx, sys; onnx.load(sys.argv[1])", str(folder / "model.onnx"))
+    what = "inspect, 1.8 GB with the weights inside"
+    pair = interleaved(ours, python("-c", "import onnx"), SHORT_REPEATS)
+    row = (f"{what}: time", f"{pair.ours:.3f} s", 'python -c "import onnx"', f"{pair.theirs:.3f} s")
+    yield Row(*row, f"{pair.ratio:.2f}", "1.30", pair.ratio > 1.3)
+    loading = middle(load, MEMORY_REPEATS)
+    row = (f"{what}: time", f"{pair.ours:.3f} s", "onnx.load of the file", f"{loading:.3f} s")
+    yield Row(*row, f"{pair.ours / loading:.2f}")
+    mine, other = (middle(command, MEMORY_REPEATS, peak_mib) for command in (ours, load))
+    row = (f"{what}: memory", f"{mine:.0f} MiB", "onnx.load of the file", f"{other:.0f} MiB")
+    yield Row(*row, f"{mine / other:.2f}", "100 MB", mine > 100e6 / (1 << 20))
+    shutil.rmtree(folder)
+
+
+def step_test(scratch: Path) -> Iterator[Row]:
+    """The runs cost what they cost; what kvdoctor adds to them is bounded."""
+    for name, where in (("100m-beside", "external data"), ("100m-inside", "weights inside")):
+        folder = _model(name, scratch)
+        ours, bare = kvdoctor("step-test", "--format", "json", str(folder)), _bare(folder, scratch)
+        what = f"step-test, 100 million parameters, {where}"
+        pair = interleaved(ours, bare, LONG_REPEATS)
+        row = (f"{what}: time", f"{pair.ours:.2f} s", "bare script, same runs", f"{pair.theirs:.2f} s")
+        yield Row(*row, f"{pair.ratio:.2f}", "1.30", pair.ratio > 1.3)
+        pair = interleaved(ours, bare, MEMORY_REPEATS, peak_mib)
+        row = (f"{what}: memory", f"{pair.ours:.0f} MiB", "bare script, same runs", f"{pair.theirs:.0f} MiB")
+        yield Row(*row, f"{pair.ratio:.2f}", "1.30", pair.ratio > 1.3)
+        shutil.rmtree(folder)
+
+
+def fixture(scratch: Path) -> Iterator[Row]:
+    """What a team waits for in CI on a model that costs nothing to run."""
+    ours = kvdoctor("step-test", "--format", "json", str(FIXTURE), code=1)
+    pair = interleaved(ours, _bare(FIXTURE, scratch), SHORT_REPEATS)
+    row = (f"step-test, fixture {FIXTURE.name}", f"{pair.ours:.2f} s", "bare script, same runs", f"{pair.theirs:.2f} s")
+    yield Row(*row, f"+{pair.more:.2f} s", "+0.60 s", pair.more > 0.6)
+
+
+def re_export(scratch: Path) -> Iterator[Row]:
+    """Diagnosed, repaired, diagnosed again and proved."""
+    out = scratch / "repaired"
+    cost = middle(kvdoctor("re-export", "--force", str(FIXTURE), "-o", str(out)), LONG_REPEATS)
+    yield Row(f"re-export, fixture {FIXTURE.name}", f"{cost:.2f} s", limit="aim: 3 s")
+
+
+def _model(name: str, scratch: Path) -> Path:
+    folder = scratch / name
+    folder.mkdir()
+    python(str(HERE / "models.py"), name, str(folder)).run()
+    return folder
+
+
+def _bare(folder: Path, scratch: Path) -> Command:
+    """The bare script with the plan of a step-test, and with the environment that kvdoctor gives its worker."""
+    plan = scratch / f"{folder.name}.json"
+    python(str(HERE / "record.py"), str(folder), str(plan)).run()
+    line = (sys.executable, str(HERE / "bare.py"), str(plan), str(folder))
+    return Command(line, environment={"OPENBLAS_NUM_THREADS": "1"})
+
+
+BENCHMARKS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    "start": start,
+    "inspect": inspect,
+    "step-test": step_test,
+    "fixture": fixture,
+    "re-export": re_export,
+}
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as Markdown, in columns."""
+    cells = [COLUMNS, *(row.cells() for row in rows)]
+    widths = [max(3, *(len(line[column]) for line in cells)) for column in range(len(COLUMNS))]
+    cells.insert(1, tuple("-" * width for width in widths))
+    lines = (" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def machine(busy: float) -> str:
+    """What the figures were measured on; a busy machine stretches differences in seconds as much as the runs."""
+    cores, memory = psutil.cpu_count(), psutil.virtual_memory().total / (1 << 30)
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("onnx", "onnxruntime", "numpy"))
+    system = f"{sys.platform} {platform.machine()}, Python {platform.python_version()}"
+    return (
+        f"{cores} cores, {memory:.0f} GiB, {system}, {versions}; "
+        f"load average {busy:.1f} before, {psutil.getloadavg()[0]:.1f} after"
+    )
+
+
+def main() -> int:
+    """Measure what is asked for; give the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all of them without")
+    names = parser.parse_args().names or list(BENCHMARKS)
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        parser.error(f"there is no benchmark {unknown[0]!r}, only {', '.join(BENCHMARKS)}")
+    rows, busy = list[Row](), psutil.getloadavg()[0]
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="kvdoctor-benchmarks-") as scratch:
+            sys.stderr.write(f"measuring {name} ...\n")
+            rows += BENCHMARKS[name](Path(scratch))
+    sys.stdout.write(f"{table(rows)}\n\n{machine(busy)}\n")
+    return int(any(row.over for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
