@@ -19,6 +19,7 @@ from measure import Command, interleaved, kvdoctor, middle, peak_mib, python
 HERE = Path(__file__).parent
 FIXTURE = HERE.parent / "fixtures" / "exports" / "marian-4.57.6"
 KEPT_OUT = ("onnx", "numpy", "rich", "onnxruntime")
+WORKER_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1"}  # as kvdoctor/child.py sets it
 SHORT_REPEATS, LONG_REPEATS, MEMORY_REPEATS = 15, 7, 3
 COLUMNS = ("what", "figure", "alternative", "its figure", "ratio", "limit", "")
 
@@ -117,9 +118,9 @@ def _model(name: str, scratch: Path) -> Path:
 def _bare(folder: Path, scratch: Path) -> Command:
     """The bare script with the plan of a step-test, and with the environment that kvdoctor gives its worker."""
     plan = scratch / f"{folder.name}.json"
-    python(str(HERE / "record.py"), str(folder), str(plan)).run()
-    line = (sys.executable, str(HERE / "bare.py"), str(plan), str(folder))
-    return Command(line, environment={"OPENBLAS_NUM_THREADS": "1"})
+    record, bare = (str(HERE / name) for name in ("record.py", "bare.py"))
+    Command((sys.executable, record, str(folder), str(plan)), environment=WORKER_ENVIRONMENT).run()
+    return Command((sys.executable, bare, str(plan), str(folder)), environment=WORKER_ENVIRONMENT)
 
 
 BENCHMARKS: dict[str, Callable[[Path], Iterator[Row]]] = {

@@ -14,10 +14,8 @@ showed, KV3xx numbers, KV4xx target runtimes. Names and codes are never reused.
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD]
-    for check in all_checks():
-        parts.append(f"## {check.code} {check.name}\n\n{check.documentation}\n")
-    return "\n".join(parts)
+    entries = [f"## {check.code} {check.name}\n\n{check.documentation}\n" for check in all_checks()]
+    return "\n".join([HEAD, *entries])
 
 
 if __name__ == "__main__":
