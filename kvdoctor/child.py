@@ -57,6 +57,7 @@ class Worker:
         self.limits = limits
         self.hello: dict[str, Any] = {}
         self.peak_bytes = 0
+        self._watched: Any = None
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         # No telemetry: onnxruntime 1.31 would send its own otherwise. numpy multiplies nothing here.
         quiet = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
@@ -126,11 +127,6 @@ class Worker:
         self._events.put("")
 
     def _next_line(self) -> str:
-        import psutil
-
-        with contextlib.suppress(psutil.Error):
-            watched = psutil.Process(self._process.pid)
-        limit = self.limits.memory_limit()
         deadline = time.monotonic() + self.limits.timeout
         while True:
             with contextlib.suppress(queue.Empty):
@@ -138,14 +134,21 @@ class Worker:
                 if not line.endswith("\n"):
                     raise WorkerDied(self._how_it_ended())
                 return line
-            with contextlib.suppress(psutil.Error):
-                self.peak_bytes = max(self.peak_bytes, watched.memory_info().rss)
-            if self.peak_bytes > limit:
-                self.stop()
-                raise WorkerDied(f"ended at {limit // MIB} MiB of memory, the limit", "memory")
+            self._watch_memory()
             if time.monotonic() > deadline:
                 self.stop()
                 raise WorkerDied(f"ended after {self.limits.timeout:g} s without an answer, the limit", "timeout")
+
+    def _watch_memory(self) -> None:
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            self._watched = self._watched or psutil.Process(self._process.pid)
+            self.peak_bytes = max(self.peak_bytes, self._watched.memory_info().rss)
+        limit = self.limits.memory_limit()
+        if self.peak_bytes > limit:
+            self.stop()
+            raise WorkerDied(f"ended at {limit // MIB} MiB of memory, the limit", "memory")
 
     def _how_it_ended(self) -> str:
         code = self._process.wait()

@@ -45,6 +45,7 @@ class Examination:
     sessions: Sessions
     seed: int
     announce: Announce
+    keep_logits: bool = False
     references: dict[bytes, Answer] = field(default_factory=dict)
     encoded: dict[Scenario, Array | None] = field(default_factory=dict)
     logits: dict[str, Array] = field(default_factory=dict)
@@ -182,7 +183,8 @@ class _Performance:
         try:
             if answer is not None and self.exam.logits_name(call.phase) in answer.outputs:
                 step = replace(step, difference=self._difference(call, answer))
-                self.logits.append(answer.logits)
+                if self.exam.keep_logits:
+                    self.logits.append(answer.logits)
         finally:
             self.steps.append(step)
             self.exam.announce("stepped", step=to_plain(step))

@@ -5,7 +5,7 @@ it is not one of the libraries that do the same (msgspec, pydantic, cattrs).
 """
 
 import dataclasses
-import enum
+import functools
 import types
 import typing
 from typing import Any, TypeVar
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 def to_plain(value: Any) -> Any:
-    """Turn dataclasses, enums, tuples and mappings into what `json.dumps` takes. Fields keep their order."""
+    """Turn dataclasses, tuples and mappings into what `json.dumps` takes. Fields keep their order."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, enum.Enum):
-        return value.value
+        return {name: to_plain(getattr(value, name)) for name in _hints(type(value))}
     if isinstance(value, dict):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -58,7 +58,7 @@ def _revive(kind: Any, data: Any, place: str) -> Any:  # noqa: PLR0911 - one ret
 
 def _revive_dataclass(kind: Any, data: Any, place: str) -> Any:
     _expect(isinstance(data, dict), data, place, "an object")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     unknown = sorted(set(data) - set(hints))
     if unknown:
         raise ValueError(f"{place}: unknown field {unknown[0]!r}; known are {', '.join(hints)}")
@@ -68,6 +68,13 @@ def _revive_dataclass(kind: Any, data: Any, place: str) -> Any:
     except TypeError:
         lacking = [f.name for f in dataclasses.fields(kind) if f.name not in given and _has_no_default(f)]
         raise ValueError(f"{place}: field {', '.join(lacking)} is missing") from None
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, in their order: asked of it once, a report holds thousands of them."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _has_no_default(field: "dataclasses.Field[Any]") -> bool:

@@ -35,7 +35,7 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
     """Carry out one job."""
     sessions = Sessions(Path(job["folder"]), job["provider"], job["threads"], announce)
     contract = from_plain(CacheContract, job["contract"])
-    exam = Examination(job["stack"], contract, sessions, job["seed"], announce)
+    exam = Examination(job["stack"], contract, sessions, job["seed"], announce, bool(job["keep_logits"]))
     for experiment in load():
         if experiment.name in job["experiments"]:
             announce("start", experiment=experiment.name)
@@ -49,7 +49,7 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
                 announce("crash", text=traceback.format_exc())
                 continue
             announce("run", run=to_plain(run), seconds=time.perf_counter() - begin)
-    if job.get("keep_logits"):
+    if job["keep_logits"]:
         np.savez(job["keep_logits"], **exam.logits)  # type: ignore[arg-type]
 
 
