@@ -165,10 +165,7 @@ def _step_test(path: str, given: dict[str, Any]) -> "Report":
     with Runtime(Limits(given["timeout"], given["max_memory"])) as runtime:
         from kvdoctor import doctor
 
-        report = doctor.step_test(path, _options(given), runtime)
-        if given["format_"] == "text":
-            import kvdoctor.report.text  # noqa: F401
-    return report
+        return doctor.step_test(path, _options(given), runtime)
 
 
 def _options(given: dict[str, Any]) -> "Options":
