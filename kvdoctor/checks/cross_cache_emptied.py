@@ -69,6 +69,8 @@ def _consequences(case: Case) -> Iterator[str]:
         return
     if plain.outcome == "failed":
         yield f"fed back, decode step {plain.failed_step} fails{_place(plain)}"
+    elif plain.outcome == "died":
+        yield f"fed back, decode step {plain.failed_step} takes the runtime's process with it ({plain.died_by})"
     elif plain.outcome == "differs":
         yield f"fed back, decode step {plain.failed_step} runs and gives wrong logits"
     held = case.run("held-loop")

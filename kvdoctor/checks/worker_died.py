@@ -12,6 +12,10 @@ from collections.abc import Iterator
 
 from kvdoctor.case import Case
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.trace import Run
+
+FEED_BACK = ("plain-loop", "late-cache")
+"""Experiments that feed back every slot that is returned."""
 
 
 @check("KV011", "worker-died", "runs", incomplete=True)
@@ -19,7 +23,7 @@ def worker_died(case: Case) -> Iterator[Fault]:
     """Runs that ended with the death of the process, one finding for each way of dying."""
     deaths: dict[str, list[str]] = {}
     for run in case.runs:
-        if run.outcome == "died":
+        if run.outcome == "died" and not _emptied_cache_explains(case, run):
             deaths.setdefault(run.died_by or "?", []).append(run.experiment)
     for how, experiments in deaths.items():
         first = case.run(experiments[0])
@@ -34,3 +38,9 @@ def worker_died(case: Case) -> Iterator[Fault]:
             cause=f"the limit was reached: {how}" if limit else "the runtime crashed on this model",
             advice=Advice("caller", f"raise it with {limit}" if limit else "try another onnxruntime, or export again"),
         )
+
+
+def _emptied_cache_explains(case: Case, run: Run) -> bool:
+    """A loop that feeds an emptied cache back dies of it where the held loop passes: see KV203."""
+    held = case.run("held-loop")
+    return bool(case.emptied) and run.experiment in FEED_BACK and held is not None and held.outcome == "passed"
