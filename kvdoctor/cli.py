@@ -134,18 +134,20 @@ def schema(name: str) -> None:
 @click.argument("path")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text")
 def contract(path: str, format_: str) -> None:
-    """Print the cache contract: what a loop must feed, feed back and hold."""
+    """Print the cache contract of each stack: what a loop must feed, feed back and hold."""
     from kvdoctor import doctor
+    from kvdoctor.report import formats, machine, text
+    from kvdoctor.report.safe import printable, shortened
 
     report = doctor.inspect(path)
     if format_ == "json":
-        from kvdoctor.report import machine
-
-        click.echo(machine.dump({stack["name"]: stack["contract"] for stack in report.to_dict()["stacks"]}), nl=False)
-        return
-    from kvdoctor.report import formats, text
-
-    text.render_contracts(report, formats.console("auto"))
+        sys.stdout.write(machine.render_contracts(report))
+    else:
+        text.render_contracts(report, formats.console("auto"))
+    if not report.stacks:
+        reasons = [finding.observed for finding in report.findings] + [entry.reason for entry in report.not_checked]
+        _complain(f"no cache contract: {printable(shortened('; '.join(reasons), 1200))}")
+    _exit(EXIT_OK if report.stacks else 3)
 
 
 @cli.command()

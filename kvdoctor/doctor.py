@@ -136,6 +136,7 @@ def gate(paths: tuple[str, ...], options: Options) -> tuple[str, list[Report], i
     codes = [exit_code(report, options.fail_on) for report in reports]
     verdicts = [report.verdict for report in reports]
     verdict = next((v for v in ("unhealthy", "incomplete") if v in verdicts), "healthy")
+    reports = [replace(report, command="gate") for report in reports]
     return verdict, reports, next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in codes), EXIT_HEALTHY)
 
 
@@ -164,6 +165,8 @@ def _examine(
     for crash in examined.crashes:
         reason = f"an experiment crashed ({crash.strip().splitlines()[-1]}); please report it"
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", reason, essential=True))
+    for note in dict.fromkeys(examined.notes):
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", note))
     for obstacle in examined.obstacles:
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", obstacle, essential=True))
     runs = tuple(_located(run, case) for run in examined.runs)
@@ -209,18 +212,23 @@ def _feedable() -> set[str]:
 
 
 def _undecided(case: Case) -> Iterator[NotChecked]:
-    """What keeps a model from being called healthy although no check says so: its loop was not judged."""
-    run = case.judged
-    if run is not None and run.outcome in UNDECIDED and case.stack:
-        reason = UNDECIDED[run.outcome].format(reason=run.reason)
-        yield NotChecked(case.stack.name, "KV301", f"logits parity of the {run.experiment}: {reason}", essential=True)
+    """Runs without a verdict. For the consumer's own loop that keeps the model from being called healthy."""
+    from kvdoctor.experiments import load
+
+    judged, names = case.judged, {experiment.name for experiment in load() if experiment.judged}
+    for run in case.runs:
+        unclear = run.outcome in ("ambiguous", "inconclusive") and run.experiment in names
+        if case.stack and (unclear or (run is judged and run.outcome in UNDECIDED)):
+            reason = UNDECIDED[run.outcome].format(reason=run.reason)
+            yield NotChecked(case.stack.name, "KV301", f"logits parity of {run.experiment}: {reason}", run is judged)
 
 
 def _located(run: Run, case: Case) -> Run:
     """Turn names that the runtime mentioned into a place, if the graph holds a node of that name."""
     view = case.main
     if run.steps and case.contract and case.stack:
-        file = case.contract.graphs[case.contract.phases[run.steps[-1].phase].graph].file
+        phase = run.steps[-1].phase if run.steps[-1].phase != "reference" else "prefill"
+        file = case.contract.graphs[case.contract.phases[phase].graph].file
         view = next((f.view for f in case.stack.files.values() if f.name == file and f.view), view)
     for name in reversed(run.node_names):
         node = view.node(name)

@@ -5,7 +5,7 @@ contract and one `Scenario`. Sizes of the default scenario differ pairwise, sinc
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -62,7 +62,8 @@ class Call:
 
     `expected` float[batch, n, vocabulary] is what the logits of the last n positions are held against. A `control`
     must differ from it, and names what was `spoilt`. The answer to a `reference` is kept for equal feeds. A `timing`
-    is repeated, and its median kept under `label`.
+    is repeated, and its median kept under `label`. A `noise` call measures what the graph's own arithmetic makes of
+    splitting a sequence, without a cache.
     """
 
     phase: PhaseName
@@ -70,7 +71,7 @@ class Call:
     past: int
     new: int
     expected: Array | None = None
-    kind: Literal["step", "reference", "control", "timing"] = "step"
+    kind: Literal["step", "reference", "control", "timing", "noise"] = "step"
     label: str = ""
 
 
@@ -89,7 +90,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Deal:
-    """A contract with the sizes, tokens and encoder states of one scenario: makes the calls of every loop.
+    """A contract with the sizes, tokens int64[batch, total] and encoder states of one scenario: makes all calls.
 
     `encoder_states` float[batch, encoder, hidden] is None where the decoder takes none.
     """
@@ -97,11 +98,18 @@ class Deal:
     contract: CacheContract
     scenario: Scenario
     encoder_states: Array | None = None
-    tokens: Array = field(init=False)
+    tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
     def __post_init__(self) -> None:
-        shape = (self.scenario.batch, self.scenario.total)
-        object.__setattr__(self, "tokens", _tokens(self.contract, shape, self.scenario.seed))
+        if not self.tokens.size:
+            shape = (self.scenario.batch, self.scenario.total)
+            object.__setattr__(self, "tokens", _tokens(self.contract, shape, self.scenario.seed))
+
+    def row(self, index: int) -> "Deal":
+        """The deal of one row of the batch alone."""
+        states = None if self.encoder_states is None else self.encoder_states[index : index + 1]
+        scenario = replace(self.scenario, batch=1)
+        return Deal(self.contract, scenario, states, self.tokens[index : index + 1])
 
     def reference(self, stop: int | None = None) -> Call:
         """The first `stop` tokens (all of them) in one call without a cache."""

@@ -72,12 +72,16 @@ def spread(logits: "np.ndarray[Any, Any]") -> float:
     return max(float(np.mean(np.std(logits, axis=-1))), 1e-12)
 
 
-def judge(difference: Difference, exactness: str) -> Verdict:
-    """Say whether a difference is noise, too much, or between, for the arithmetic named by `exactness`."""
+def judge(difference: Difference, exactness: str, noise: float = 0.0) -> Verdict:
+    """Say whether a difference is noise, too much, or between, for the arithmetic named by `exactness`.
+
+    `noise` is what the model at hand was seen to differ by without any fault, as a fraction of the spread: what stays
+    within it passes, and a fault must stand well out of it.
+    """
     tolerance = TOLERANCES[exactness]
-    if not difference.finite or difference.relative > tolerance.fails:
+    if not difference.finite or difference.relative > max(tolerance.fails, 4 * noise):
         return "fail"
-    return "pass" if difference.relative <= tolerance.passes else "ambiguous"
+    return "pass" if difference.relative <= max(tolerance.passes, 1.5 * noise) else "ambiguous"
 
 
 def _rounded(value: float) -> float:

@@ -137,8 +137,21 @@ class _Reader:
         for port in inputs:
             if port.role == "auxiliary":
                 self.missing.append(Lack(port.name, f"this input of {file.name} plays no known part"))
+        inputs = [self._image_sized(port) for port in inputs]
         outputs = [_ruled(p, self.dialect.encoder_outputs) or _port(p, "auxiliary") for p in view.outputs.values()]
         return Graph(file.name, tuple(inputs), tuple(outputs))
+
+    def _image_sized(self, port: Port) -> Port:
+        """An image has the channels and the size that the config says; names of axes do not tell."""
+        if len(port.axes) != 4 or port.shape is None or len(port.shape) != 4:
+            return port
+        part = self.config.get("encoder")
+        part = part if isinstance(part, dict) else self.config
+        channels, size = part.get("num_channels"), part.get("image_size")
+        height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
+        known = (None, channels if is_count(channels) else 3, *(n if is_count(n) else 224 for n in (height, width)))
+        shape = tuple(d if isinstance(d, int) else k or d for d, k in zip(port.shape, known, strict=True))
+        return replace(port, shape=shape)
 
     def _input(self, port: Declared, switch: str | None, file: OnnxFile) -> Port:
         if port.name == switch:

@@ -54,6 +54,7 @@ class Examined:
     refusals: list[Refusal] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
     obstacles: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
@@ -143,10 +144,10 @@ def _take(event: dict[str, Any], examined: Examined, current: _Current) -> None:
             examined.refusals.append(Refusal(event["file"], event["errors"], event["opens_at"]))
         case "timing":
             examined.timings[event["label"]] = event["seconds"]
-        case "obstacle":
-            examined.obstacles.append(event["text"])
-        case "crash":
-            examined.crashes.append(event["text"])
+        case "note" | "obstacle" | "crash" as kind:
+            {"note": examined.notes, "obstacle": examined.obstacles, "crash": examined.crashes}[kind].append(
+                event["text"]
+            )
         case "stepped":
             step = from_plain(Step, event["step"])
             current.steps[step.step] = step

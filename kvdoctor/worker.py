@@ -5,8 +5,8 @@ JSON object a line. It announces every step before it runs it, so that its death
 numpy and onnxruntime only, so that it starts in an environment that holds nothing else.
 
 Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits"}
-Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, obstacle,
-crash, done.
+Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, note,
+obstacle, crash, done.
 """
 
 import json

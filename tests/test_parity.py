@@ -18,6 +18,14 @@ def off_by(fraction: float) -> "np.ndarray[tuple[int, ...], np.dtype[np.float64]
     return moved
 
 
+def test_the_noise_of_the_model_at_hand_moves_the_line() -> None:
+    expected = LOGITS.astype(np.float64)
+    difference = compare(off_by(0.5), expected)
+    assert judge(difference, "dynamic-quantisation") == "fail"
+    assert judge(difference, "dynamic-quantisation", noise=0.2) == "ambiguous"
+    assert judge(difference, "dynamic-quantisation", noise=0.4) == "pass"
+
+
 def test_equal_logits_have_no_difference() -> None:
     difference = compare(LOGITS, LOGITS)
     assert (difference.max_abs, difference.relative, difference.same_top1) == (0.0, 0.0, 1.0)

@@ -53,3 +53,7 @@ def test_fix_report_beside_the_model_fits(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "out" / "kvdoctor-report.json").read_text())
     jsonschema.validate(document, schemas()["report"])
     assert document["repair"]["changes"]
+
+
+def test_contract_fits() -> None:
+    jsonschema.validate(run_json("contract", str(EXPORTS / "marian-4.57.6")), schemas()["contract"])

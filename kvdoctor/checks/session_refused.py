@@ -18,7 +18,10 @@ from kvdoctor.findings import Advice, Fault, check
 def session_refused(case: Case) -> Iterator[Fault]:
     """Files that no session could be made of, or only at a lower level."""
     for file, errors, opens_at in case.refusals:
-        text = "; ".join(f"level {level}: {error}" for level, error in errors.items())
+        levels: dict[str, list[str]] = {}
+        for level, error in errors.items():
+            levels.setdefault(error, []).append(level)
+        text = "; ".join(f"level {', '.join(names)}: {error}" for error, names in levels.items())
         if opens_at is None:
             cause = "the runtime refuses the file at every optimisation level"
             advice = Advice("re-export", "export again for this runtime, or run it where its operators are known")

@@ -6,7 +6,8 @@ check names. KV201 is the first step with an empty past, KV202 any other step.
 Reproduce: `kvdoctor step-test MODEL -v` lists what each step was fed and what came back.
 
 Repair: the node and the shapes that came in show which axis the export has fixed; export again with other sample
-sizes. Several sequences at once or another encoder length may fail while one sequence is right: then it is a warning.
+sizes. Several sequences at once or another encoder length may fail while one sequence is right: then it is a warning. A
+length that no config declares usable is no fault.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,14 @@ from kvdoctor.contract import describe
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run
 
-ALLOWED = {"batch": "a batch of 2", "other-encoder-length": "an encoder length other than the first"}
+OTHER_USES: dict[str, tuple[str, Severity]] = {
+    "one-token-prompt": ("a prompt of one token", "error"),
+    "long-past": ("up to 50 tokens", "error"),
+    "batch": ("a batch of 2", "warning"),
+    "other-encoder-length": ("an encoder length other than the first", "warning"),
+}
+"""Experiments with other sizes than the judged loop: what they stand for, and the severity where only they fail."""
+
 EXPORT_AGAIN = Advice("re-export", "export again with sample sizes of 2 or more, all different")
 
 
@@ -38,13 +46,35 @@ def step_fails(case: Case) -> Iterator[Fault]:
     if reason := explained_elsewhere(case):
         raise CannotCheck(reason)
     if run.outcome == "failed":
-        step = "the first step" if run.failed_step == 0 else f"decode step {run.failed_step}"
-        yield _fault(case, run, "error", f"{step} fails", "a step that runs")
+        yield _fault(case, run, "error", _what_fails(run), "a step that runs")
         return
-    for experiment, use in ALLOWED.items():
+    for other, use, severity in fails_only_so(case, "failed"):
+        last = other.steps[-1] if other.steps else None
+        if other.experiment == "long-past" and last and (_limit(case) or 0) < last.past_length + last.new_tokens:
+            raise CannotCheck(
+                f"{last.past_length + last.new_tokens} tokens fail, and no config declares so many usable"
+            )
+        yield _fault(case, other, severity, f"with {use}, {_what_fails(other)}", use)
+
+
+def fails_only_so(case: Case, outcome: str) -> Iterator[tuple[Run, str, Severity]]:
+    """Runs of other sizes with that outcome, where the judged loop itself passes: (run, use, severity)."""
+    judged = case.judged
+    for experiment, (use, severity) in OTHER_USES.items():
         other = case.run(experiment)
-        if other is not None and other.outcome == "failed" and run.outcome == "passed":
-            yield _fault(case, other, "warning", f"step {other.failed_step} fails with {use}", use)
+        if other is not None and other.outcome == outcome and judged is not None and judged.outcome == "passed":
+            yield other, use, severity
+
+
+def _what_fails(run: Run) -> str:
+    last = run.steps[-1] if run.steps else None
+    if last is not None and last.phase == "reference":
+        return f"the reference run, {last.new_tokens} tokens in one call without a cache, fails"
+    return "the first step fails" if run.failed_step == 0 else f"decode step {run.failed_step} fails"
+
+
+def _limit(case: Case) -> int | None:
+    return case.contract.context_limit if case.contract else None
 
 
 def explained_elsewhere(case: Case) -> str | None:
@@ -68,15 +98,14 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str, promised: str) 
     step = run.steps[-1] if run.steps else None
     fed = {name: seen for name, seen in step.fed.items() if name.startswith("past") or "ids" in name} if step else {}
     shown = ", ".join(f"{name} {describe(seen.dtype, seen.shape)}" for name, seen in list(fed.items())[:3])
+    call = "reference run" if step and step.phase == "reference" else f"step {run.failed_step}"
     return Fault(
         severity=severity,
         file=case.decode_file,
         subject=(run.node.name,) if run.node else (case.decode_file,),
         where=place,
         promised=promised,
-        observed=f"{run.experiment}, step {run.failed_step}"
-        + (f", fed {shown}" if shown else "")
-        + f": {run.error or run.reason}",
+        observed=f"{run.experiment}, {call}" + (f", fed {shown}" if shown else "") + f": {run.error or run.reason}",
         cause=cause + (f" ({run.reason})" if run.reason and run.error else ""),
         advice=EXPORT_AGAIN,
     )

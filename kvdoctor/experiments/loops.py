@@ -1,8 +1,10 @@
 """The two loops that people write: does decoding with the cache give the logits of the reference run?"""
 
+from dataclasses import replace
+
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Experiment
-from kvdoctor.feeds import Deal, Loop, Scenario
+from kvdoctor.feeds import Array, Deal, Loop, Scenario
 
 
 def plain(deal: Deal) -> Calls:
@@ -19,6 +21,8 @@ def decode_loop(deal: Deal, loop: Loop) -> Calls:
     """Prefill, then one token a step; each step held against the reference run. Ends with the positive controls."""
     expected = (yield deal.reference()).logits
     start = deal.scenario.prompt
+    if deal.contract.exactness == "dynamic-quantisation":
+        yield from own_noise(deal, expected)
     answer = yield deal.prefill(start, expected[:, :start])
     past = deal.carry(None, answer, loop)
     before_last = past
@@ -29,6 +33,26 @@ def decode_loop(deal: Deal, loop: Loop) -> Calls:
     last = deal.scenario.total - 1
     for spoilt, past_spoilt in deal.spoil(before_last):
         yield deal.decode(last, last + 1, past_spoilt, expected[:, last:], kind="control", label=spoilt)
+
+
+def own_noise(deal: Deal, expected: Array) -> Calls:
+    """Shorter sequences without any cache: what they differ by from the whole one is no fault of a cache."""
+    for stop in range(deal.scenario.prompt, deal.scenario.total):
+        yield replace(deal.prefill(stop), expected=expected[:, stop - 1 : stop], kind="noise")
+
+
+def rows_alone(deal: Deal) -> Calls:
+    """Each row of a batch by itself, without a cache, held against what it gives beside its neighbour."""
+    together = (yield deal.reference()).logits
+    for row in range(deal.scenario.batch):
+        yield replace(deal.row(row).reference(), kind="step", expected=together[row : row + 1])
+
+
+def has_exact_rows(contract: CacheContract) -> str | None:
+    """Dynamic quantisation has one scale for all rows: they interact by design."""
+    if contract.exactness == "dynamic-quantisation":
+        return "dynamic quantisation takes one scale from all rows"
+    return takes_any_batch(contract)
 
 
 def has_something_to_hold(contract: CacheContract) -> str | None:
@@ -66,6 +90,15 @@ EXPERIMENTS = (
     Experiment("plain-loop", "every returned slot fed back, one token a step", plain, order=1),
     Experiment("held-loop", "cross-attention cache of the prefill held", held, applies=has_something_to_hold, order=2),
     Experiment("batch", "the held loop with batch 2", held, Scenario(batch=2), applies=takes_any_batch, order=3),
+    Experiment(
+        "batch-rows",
+        "each row of a batch of 2 against the same row alone, without a cache",
+        rows_alone,
+        Scenario(batch=2),
+        applies=has_exact_rows,
+        order=3,
+    ),
+    Experiment("one-token-prompt", "the held loop after a prompt of one token", held, Scenario(prompt=1), order=3),
     Experiment(
         "other-encoder-length",
         "the held loop with encoder length 11",

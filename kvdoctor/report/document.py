@@ -5,12 +5,13 @@ from typing import Any, Literal
 
 from kvdoctor import __version__
 from kvdoctor.contract import CacheContract
-from kvdoctor.findings import SEVERITIES, Finding, NotChecked, Severity, all_checks
+from kvdoctor.findings import SEVERITIES, Finding, NotChecked, all_checks
 from kvdoctor.plain import to_plain
 from kvdoctor.trace import Run
 
 SCHEMA = "kvdoctor/report/1"
 GATE_SCHEMA = "kvdoctor/gate/1"
+CONTRACT_SCHEMA = "kvdoctor/contract/1"
 
 Verdict = Literal["healthy", "unhealthy", "incomplete", "nothing-found"]
 FailOn = Literal["note", "warning", "error", "never"]
@@ -139,23 +140,27 @@ def decide(
     command: str, findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...], fail_on: FailOn
 ) -> Verdict:
     """The verdict. `could not check` is never healthy, and an inspection alone never says healthy."""
-    counting = _at_or_above(findings, "error" if fail_on == "never" else fail_on)
-    incomplete = {check.code for check in all_checks() if check.incomplete}
-    if any(finding.code not in incomplete for finding in counting):
+    lowest = "error" if fail_on == "never" else fail_on
+    counting = [f for f in findings if SEVERITIES.index(f.severity) >= SEVERITIES.index(lowest)]
+    if any(finding.code not in _means_incomplete() for finding in counting):
         return "unhealthy"
-    if any(finding.code in incomplete for finding in findings) or any(entry.essential for entry in not_checked):
+    if _is_open(findings, not_checked):
         return "incomplete"
     return "nothing-found" if command == "inspect" else "healthy"
 
 
 def exit_code(report: Report, fail_on: FailOn) -> int:
     """0, 1 or 3 by the verdict; with `never` findings do not count, but what could not be checked does."""
-    if report.verdict == "incomplete":
-        return EXIT_INCOMPLETE
-    if report.verdict == "unhealthy":
-        return EXIT_HEALTHY if fail_on == "never" else EXIT_FINDINGS
-    return EXIT_HEALTHY
+    if report.verdict == "unhealthy" and fail_on != "never":
+        return EXIT_FINDINGS
+    return EXIT_INCOMPLETE if _is_open(report.findings, report.not_checked) else EXIT_HEALTHY
 
 
-def _at_or_above(findings: tuple[Finding, ...], lowest: Severity) -> list[Finding]:
-    return [f for f in findings if SEVERITIES.index(f.severity) >= SEVERITIES.index(lowest)]
+def _is_open(findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...]) -> bool:
+    """Whether anything without which a model is not called healthy could not be checked."""
+    incomplete = _means_incomplete()
+    return any(finding.code in incomplete for finding in findings) or any(entry.essential for entry in not_checked)
+
+
+def _means_incomplete() -> set[str]:
+    return {check.code for check in all_checks() if check.incomplete}

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from kvdoctor.report.document import GATE_SCHEMA, Report
+from kvdoctor.report.document import CONTRACT_SCHEMA, GATE_SCHEMA, Report
 
 
 def render(report: Report) -> str:
@@ -14,6 +14,12 @@ def render(report: Report) -> str:
 def render_gate(verdict: str, reports: list[Report]) -> str:
     """The document of `gate`: all reports under one verdict."""
     return dump({"schema": GATE_SCHEMA, "verdict": verdict, "reports": [report.to_dict() for report in reports]})
+
+
+def render_contracts(report: Report) -> str:
+    """The document of `contract`: the cache contract of each stack."""
+    contracts = {stack["name"]: stack["contract"] for stack in report.to_dict()["stacks"]}
+    return dump({"schema": CONTRACT_SCHEMA, "stacks": contracts})
 
 
 def dump(document: dict[str, Any]) -> str:

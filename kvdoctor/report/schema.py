@@ -6,7 +6,7 @@ import typing
 from typing import Any
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.report.document import GATE_SCHEMA, SCHEMA, Report
+from kvdoctor.report.document import CONTRACT_SCHEMA, GATE_SCHEMA, SCHEMA, Report
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SCALARS: dict[Any, dict[str, Any]] = {
@@ -63,10 +63,20 @@ def gate_schema() -> dict[str, Any]:
 
 
 def contract_schema() -> dict[str, Any]:
-    """The schema of a cache contract, as it stands in a report."""
+    """The schema of `contract --format json`: the cache contract of each stack."""
     definitions: dict[str, Any] = {}
-    body = _object(CacheContract, definitions)
-    return {"$schema": DIALECT, "title": "kvdoctor/contract/1", **body, "$defs": definitions}
+    reference = _schema(CacheContract, definitions)
+    return {
+        "$schema": DIALECT,
+        "title": CONTRACT_SCHEMA,
+        "type": "object",
+        "properties": {
+            "schema": {"const": CONTRACT_SCHEMA},
+            "stacks": {"type": "object", "additionalProperties": reference},
+        },
+        "required": ["schema", "stacks"],
+        "$defs": definitions,
+    }
 
 
 def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:

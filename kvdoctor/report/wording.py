@@ -47,11 +47,15 @@ def detail(run: Run, why: str = "") -> str:
     if run.outcome == "failed":
         place = f'in {run.node.op} "{run.node.name}"' if run.node else "the runtime stops with an error"
         return place if not why else f"{why}"
-    worst = max((s.difference.relative for s in run.steps if s.difference and s.difference.finite), default=None)
+    differences = [step.difference for step in run.steps if step.difference]
+    worst = max((difference.relative for difference in differences), default=None)
     if run.outcome in ("passed", "ambiguous") and worst is not None:
         return f"logits within {worst:.1e}"
     if run.outcome == "differs":
-        gap = f"logits off by {worst:.2g}" if worst is not None else run.reason or "logits not finite"
+        finite = all(difference.finite for difference in differences)
+        gap = run.reason or "logits not finite"
+        if worst is not None and finite and run.reason is None:
+            gap = f"logits off by {worst:.2g}"
         return f"{gap}; {why}" if why else gap
     return run.reason or why
 
@@ -70,7 +74,7 @@ def steps_table(run: Run, contract: CacheContract) -> tuple[list[str], list[list
     for step in run.steps:
         cells = [str(step.step), str(step.past_length), str(step.new_tokens)]
         cells += [_fed_and_returned(step, contract.of_kind(kind)[0], run) for kind in kinds]
-        rows.append([*cells, _logits(step, run)])
+        rows.append([*cells, _logits(step)])
     return header, rows
 
 
@@ -89,19 +93,12 @@ def _shape(seen: Seen | None) -> str:
     return "none" if seen is None else f"[{','.join(map(str, seen.shape))}]"
 
 
-def _logits(step: Step, run: Run) -> str:
+def _logits(step: Step) -> str:
     if not step.returned:
         return "-"
     if step.difference is None:
         return "returned"
-    if not step.difference.finite:
-        return "not finite"
-    word = (
-        "off by"
-        if run.outcome == "differs" and run.failed_step is not None and step.step >= run.failed_step
-        else "within"
-    )
-    return f"{word} {step.difference.relative:.1e}"
+    return f"{step.difference.relative:.1e}" if step.difference.finite else "not finite"
 
 
 def contract_rows(stack: StackFacts) -> Iterator[tuple[str, str]]:
