@@ -214,7 +214,7 @@ def encoder_feeds(contract: CacheContract, scenario: Scenario) -> dict[str, Arra
         if port.role == "encoder_mask":
             feeds[port.name] = np.ones(shape, kind)
         elif np.issubdtype(kind, np.integer):
-            feeds[port.name] = rng.integers(1, contract.vocabulary or 16, shape).astype(kind)
+            feeds[port.name] = rng.integers(*_plain_words(contract), shape).astype(kind)
         else:
             feeds[port.name] = rng.standard_normal(shape).astype(kind)
     return feeds
@@ -235,9 +235,19 @@ def as_array(value: "Value | Array") -> Array:
     return value if isinstance(value, np.ndarray) else value.array()
 
 
-def _tokens(contract: CacheContract, shape: tuple[int, int], seed: int) -> Array:
-    """Random ids, int64[batch, total]; ids from 1, since 0 is padding in many vocabularies."""
-    return np.random.default_rng(seed).integers(1, max(contract.vocabulary or 16, 2), shape)
+def _tokens(contract: CacheContract, shape: tuple[int, ...], seed: int) -> Array:
+    """Random ids, int64[batch, total], of plain words."""
+    return np.random.default_rng(seed).integers(*_plain_words(contract), shape)
+
+
+def _plain_words(contract: CacheContract) -> tuple[int, int]:
+    """The middle half of the vocabulary: padding and other special tokens stand at its ends.
+
+    A padding token is no word like others: M2M100 counts positions without it, so that its cached and its uncached
+    positions rightly differ from then on.
+    """
+    size = max(contract.vocabulary or 16, 4)
+    return size // 4, size - size // 4
 
 
 def _sized(port: Port, sizes: Mapping[Axis, int]) -> tuple[int, ...]:
