@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvdoctor.doctor import Options
     from kvdoctor.report.document import Report
 
-EXIT_OK = 0
+EXIT_OK, EXIT_INTERRUPTED = 0, 130
 EXAMPLES = """
 Examples:
 
@@ -253,8 +253,8 @@ def _exit(code: int) -> NoReturn:
 
 def main() -> NoReturn:
     """Run the command line. Errors that kvdoctor raises on purpose end with exit code 2 and one line."""
-    _prepare_streams()
     try:
+        _prepare_streams()
         cli.main(standalone_mode=False)
         _exit(EXIT_OK)
     except click.ClickException as error:
@@ -262,7 +262,9 @@ def main() -> NoReturn:
         raise SystemExit(2) from None
     except (click.Abort, KeyboardInterrupt):
         _complain("interrupted")
-        raise SystemExit(130) from None
+        # Where the interrupt met an `exec`, as dataclasses use it, Python would end by the signal although it was caught
+        # here (CPython's exit_sigint). All that had to be cleaned up has been on the way to this line.
+        os._exit(EXIT_INTERRUPTED)
     except KvdoctorError as error:
         from kvdoctor.report.safe import printable, shortened
 
