@@ -262,8 +262,8 @@ def main() -> NoReturn:
         raise SystemExit(2) from None
     except (click.Abort, KeyboardInterrupt):
         _complain("interrupted")
-        # Where the interrupt met an `exec`, as dataclasses use it, Python would end by the signal although it was caught
-        # here (CPython's exit_sigint). All that had to be cleaned up has been on the way to this line.
+        # Where the interrupt met an `exec`, as dataclasses use it, Python would end by the signal although it was
+        # caught here (CPython, exit_sigint). All that had to be cleaned up has been on the way to this line.
         os._exit(EXIT_INTERRUPTED)
     except KvdoctorError as error:
         from kvdoctor.report.safe import printable, shortened
