@@ -43,14 +43,14 @@ def has_switch(contract: CacheContract) -> str | None:
 
 
 EXPERIMENTS = (
-    Experiment("empty-past", "first step with past length 0", empty_past, applies=takes_past, order=10),
+    Experiment("empty-past", "first step with past length 0", empty_past, applies=takes_past, order=2),
     Experiment(
         "dummy-past-runs",
         "whether the first step runs at all with a past of length 1",
         dummy_past_runs,
         applies=takes_past,
         shown=False,
-        order=10,
+        order=2,
     ),
     Experiment(
         "dummy-past",
