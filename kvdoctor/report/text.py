@@ -131,7 +131,9 @@ class _Page:
             experiment = known.get(run.experiment)
             if experiment is None or experiment.shown or self.verbosity > 0:
                 why = experiment.why if experiment and not experiment.judged else ""
-                rows.append([run.experiment, wording.outcome(run), wording.detail(run, why)])
+                asked = experiment.question if experiment and self.verbosity > 0 else ""
+                detail = ": ".join(filter(None, (asked, wording.detail(run, why))))
+                rows.append([run.experiment, wording.outcome(run), detail])
         self.table(["experiment", "outcome", ""], rows, styled=1)
         self.cost(stack, report)
         for run in done:
