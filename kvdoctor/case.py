@@ -8,7 +8,8 @@ from typing import Literal
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.findings import Advice
 from kvdoctor.graph import Declared, GraphView
-from kvdoctor.model_folder import ModelFolder, OnnxFile, StackFiles
+from kvdoctor.model_folder import ModelFolder
+from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.trace import Run, Seen, Step
 
 Consumer = Literal["plain", "held"]

@@ -15,25 +15,109 @@ Dim = int | str | None
 """A declared size: a number, a symbolic name, or None where the file declares nothing."""
 
 Axis = Literal[
-    "batch", "new", "past", "total", "encoder", "encoder_input", "kv_heads", "head_dim", "hidden", "vocabulary", "fixed"
+    "batch",
+    "batch_heads",
+    "new",
+    "past",
+    "total",
+    "capacity",
+    "encoder",
+    "encoder_input",
+    "kv_heads",
+    "head_dim",
+    "hidden",
+    "vocabulary",
+    "layers",
+    "parts",
+    "channels",
+    "state",
+    "blocks",
+    "block",
+    "fixed",
 ]
-"""What an axis counts. new + past = total, all in tokens; `encoder` counts encoder states."""
+"""What an axis counts.
+
+new + past = total, and capacity, the length of a buffer of fixed size, in tokens; `encoder` counts encoder states;
+`batch_heads` is batch times heads, `parts` holds key and value, `layers` all layers of a stacked cache; `channels` and
+`state` are the widths of convolution and recurrent states; `blocks` of `block` tokens make a paged cache.
+"""
 
 Role = Literal[
     "token_ids",
+    "token_and_position",
+    "embeddings",
     "attention_mask",
+    "additive_mask",
     "position_ids",
+    "rotary_cos",
+    "rotary_sin",
     "cache_position",
+    "write_index",
+    "past_length",
+    "total_length",
+    "last_index",
+    "new_length",
     "encoder_mask",
     "encoder_states",
     "encoder_input",
+    "encoder_length",
     "branch_switch",
     "logits_to_keep",
+    "setting",
+    "beam_input",
+    "block_table",
+    "scale",
     "past",
     "present",
     "logits",
+    "next_token",
     "auxiliary",
 ]
+"""The part a port plays.
+
+`cache_position` is the arange past..total, `write_index` the past length as the place to write at; `last_index` is
+total - 1 (`seqlens_k`); a `setting` is a part of the configuration that is fed, its number in `value`.
+"""
+
+SlotKind = Literal[
+    "self-attention",
+    "cross-attention",
+    "hidden-memory",
+    "encoder-states",
+    "conv-state",
+    "recurrent-state",
+    "counter",
+]
+"""What a slot keeps.
+
+Keys and values of the tokens so far, or of the encoder states; `hidden-memory` keeps hidden states from which keys and
+values are computed anew; `encoder-states` are made by the first step and held; a convolution keeps its last inputs,
+a recurrent or state space layer its state; a `counter` counts the tokens so far.
+"""
+
+Growth = Literal["grow", "static", "shared", "ring", "delta", "replace", "constant", "paged"]
+"""What a step does to the length of a slot.
+
+grow: present = past + new. static: a buffer of fixed capacity, written in place. shared: grows, or is a buffer when
+fed as one (GroupQueryAttention decides by the length it is fed). ring: fixed capacity, the oldest entries leave.
+delta: only the new entries are returned. replace: a state of fixed size is returned anew. constant: never changes
+after the first step. paged: blocks of a pool, addressed by a table.
+"""
+
+Carry = Literal["feed-back", "hold", "append", "write", "shift", "drop-oldest", "extend"]
+"""What a right loop does to have the next past.
+
+feed-back: the present. hold: the value it was first filled with. append: the past and behind it the present's rows.
+write: the present's rows into the buffer at the past length. shift: the oldest rows out, the present's rows in at the
+end. drop-oldest: the present without its first row. extend: the present and one row of zeros.
+"""
+
+First = Literal["empty", "dummy", "zeros", "encoder", "prefill", "ignored"]
+"""What the first step feeds a slot.
+
+empty: length 0. dummy: length 1, masked. zeros: a buffer or state of zeros. encoder: an output of the encoder graph.
+prefill: nothing, another graph makes it. ignored: anything, the branch does not read it.
+"""
 
 PhaseName = Literal["encode", "prefill", "decode"]
 
@@ -53,13 +137,14 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One input or output of a graph, with the part it plays."""
+    """One input or output of a graph, with the part it plays. `value` is the number a `setting` is fed."""
 
     name: str
     dtype: str
     shape: tuple[Dim, ...] | None
     role: Role
     axes: tuple[Axis, ...] = ()
+    value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +170,41 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One layer's key or value, seen as past and present.
+    """One layer's key or value (or another state), seen as past and present.
 
-    `filled_by` is the prefill output that makes the value, `present` the decode output that carries it on.
-    `carry` is what a right loop does with it: feed the present back, or hold the value of the prefill.
-    `emptied` says that the decode graph itself returns a constant without elements under the present's name.
+    `layer` is None where one tensor stacks all layers, `part` is `key-value` where it holds both (stacked or fused),
+    and `state` for what is neither. `filled_by` is the output that first fills the slot, of the phase `filled_in`;
+    `present` is the decode output that carries it on. `emptied` says that the decode graph itself returns a constant
+    without elements under the present's name.
+
+    `window` is the number of tokens that the layer's attention looks back over, where the graph or a config says so.
+
+    `used_as` and `continues_as` are what the dataflow of the decode graph proves: whether the past is used as key or
+    as value, and which output its content reaches. None where the graph does not tell.
     """
 
-    kind: Literal["self-attention", "cross-attention"]
-    layer: int
-    part: Literal["key", "value"]
+    kind: SlotKind
+    layer: int | None
+    part: Literal["key", "value", "key-value", "latent", "state"]
     dtype: str
     shape: tuple[Dim, ...]
     axes: tuple[Axis, ...]
     past: str
     present: str | None
     filled_by: str | None
-    carry: Literal["feed-back", "hold"]
+    carry: Carry
     emptied: bool = False
+    growth: Growth = "grow"
+    first: First = "empty"
+    filled_in: PhaseName = "prefill"
+    window: int | None = None
+    used_as: Literal["key", "value", "key-value"] | None = None
+    continues_as: str | None = None
+
+    @property
+    def length_axis(self) -> int | None:
+        """The index of the axis that counts tokens or encoder states, None for a state without one."""
+        return next((i for i, axis in enumerate(self.axes) if axis in ("past", "capacity", "encoder")), None)
 
     def size(self, axis: Axis) -> int | None:
         """Give the declared size of an axis where it is a number."""
@@ -113,7 +215,8 @@ class Slot:
 
     def bytes_per_position(self) -> int | None:
         """Bytes that one sequence position of one batch row takes; None where a size is not known."""
-        widths = [self.shape[i] for i, axis in enumerate(self.axes) if axis in ("kv_heads", "head_dim")]
+        counted = ("batch", "past", "capacity", "encoder")
+        widths = [self.shape[i] for i, axis in enumerate(self.axes) if axis not in counted]
         numbers = [width for width in widths if isinstance(width, int)]
         if len(numbers) != len(widths) or self.dtype not in ITEM_BYTES:
             return None
@@ -135,7 +238,8 @@ class CacheContract:
     `first_step` says what the first call gets: a past of length 0, the no-past branch of a merged decoder, or the
     graph without past of a pair. `exactness` is what the arithmetic of the graph allows two ways of computing the
     same logits to differ by: its weakest float type, or `dynamic-quantisation`.
-    `context_limit` is in tokens, from the side-car config. `missing` is empty for a contract that can be driven.
+    `context_limit` is in tokens, from the side-car config, and `heads` the number of attention heads, where an axis
+    counts batch times heads. `missing` is empty for a contract that can be driven.
     """
 
     layout: str
@@ -146,6 +250,7 @@ class CacheContract:
     exactness: Literal["float", "float16", "bfloat16", "dynamic-quantisation"] = "float"
     vocabulary: int | None = None
     context_limit: int | None = None
+    heads: int | None = None
     evidence: tuple[str, ...] = ()
     missing: tuple[Lack, ...] = ()
 
@@ -158,9 +263,46 @@ class CacheContract:
         return tuple(slot for slot in self.slots if slot.kind == kind)
 
     @property
+    def growing(self) -> tuple[Slot, ...]:
+        """The slots whose past gets longer with each step, so that its length tells how many tokens it holds."""
+        return tuple(slot for slot in self.slots if slot.growth in ("grow", "shared", "delta") and "past" in slot.axes)
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that the smallest buffer of fixed size holds; None where none is a number."""
+        sizes = [slot.size("capacity") for slot in self.slots if slot.growth in ("static", "delta", "ring")]
+        return min((size for size in sizes if size is not None), default=None)
+
+    @property
     def held(self) -> tuple[Slot, ...]:
         """The slots that a right loop holds."""
         return tuple(slot for slot in self.slots if slot.carry == "hold")
+
+    @property
+    def new_tokens(self) -> int | None:
+        """The number of new tokens that the first step takes where it is fixed; None where any number will do."""
+        graph = self.graph("prefill")
+        if graph.port("token_and_position") is not None:
+            return 1
+        port = graph.port("token_ids") or graph.port("embeddings")
+        if port is None or port.shape is None or "new" not in port.axes:
+            return None
+        size = port.shape[port.axes.index("new")]
+        return size if isinstance(size, int) else None
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether a decode step takes tokens or their embeddings, or gives logits: else it is a stage or a stream."""
+        roles: tuple[Role, ...] = ("token_ids", "token_and_position", "embeddings", "logits", "next_token")
+        return any(self.graph("decode").port(role) is not None for role in roles)
+
+    @property
+    def last_logits_only(self) -> bool:
+        """Whether a call with several new tokens gives the logits of the last one alone."""
+        port = self.graph("prefill").port("logits")
+        if port is None or port.shape is None or self.new_tokens is not None:
+            return False
+        return "new" not in port.axes or port.shape[port.axes.index("new")] == 1
 
     @property
     def has_encoder_states(self) -> bool:

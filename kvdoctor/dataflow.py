@@ -1,49 +1,400 @@
-"""What a graph does with its inputs, whatever they are called."""
+"""What a graph does with its inputs, whatever they are called: which output carries a past on, and what it is used for.
 
-from kvdoctor.graph import GraphView
-from kvdoctor.onnx_schema import NodeProto
+A past is followed forward through operators that keep its content. Where new entries join it, it grows; where they are
+written into it, it is a buffer; what reaches an attention's Softmax is a key, what meets its result is a value.
+"""
 
-KEEPS_CONTENT = {"Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze"}
-FLOATS = {"float", "float16", "bfloat16", "double"}
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heappop, heappush
+from typing import Literal
+
+from kvdoctor.cache_operators import ports_of
+from kvdoctor.contract import Growth
+from kvdoctor.flow import Flow, FlowNode
+
+KEEPS = {
+    "Identity": (0,),
+    "Cast": (0,),
+    "CastLike": (0,),
+    "Transpose": (0,),
+    "Reshape": (0,),
+    "Squeeze": (0,),
+    "Unsqueeze": (0,),
+    "Flatten": (0,),
+    "Expand": (0,),
+    "Tile": (0,),
+    "Slice": (0,),
+    "Gather": (0,),
+    "GatherND": (0,),
+    "GatherElements": (0,),
+    "Split": (0,),
+    "Compress": (0,),
+    "QuantizeLinear": (0,),
+    "DequantizeLinear": (0,),
+    "DynamicQuantizeLinear": (0,),
+}
+"""Operators that pass the content of an input on: which inputs."""
+
+WRITES = {"ScatterND": (0,), "ScatterElements": (0,), "Scatter": (0,), "Where": (1, 2)}
+"""Operators that write new entries into a buffer: which inputs may be the buffer."""
+
+MIXES = {
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Neg",
+    "Pow",
+    "Sqrt",
+    "Reciprocal",
+    "Where",
+    "Concat",
+    "Pad",
+    "Clip",
+    "Max",
+    "Min",
+    "Tanh",
+    "ReduceMean",
+    "LayerNormalization",
+    "SimplifiedLayerNormalization",
+    "RMSNormalization",
+    "RotaryEmbedding",
+    "ScatterND",
+    "ScatterElements",
+    "TensorScatter",
+    "MaskedFill",
+}
+"""Operators between a past and its attention (rotation, scaling, normalisation), or between scores and the Softmax."""
+
+PRODUCTS = {
+    "MatMul": (0, 1),
+    "FusedMatMul": (0, 1),
+    "TransposeMatMul": (0, 1),
+    "Gemm": (0, 1),
+    "MatMulInteger": (0, 1),
+    "MatMulIntegerToFloat": (0, 1),
+    "QLinearMatMul": (0, 3),
+    "DynamicQuantizeMatMul": (0, 1),
+    "MatMulNBits": (0,),
+    "Einsum": (0, 1, 2, 3),
+}
+"""Matrix products: which inputs are operands."""
+
+TRIMS = {"Slice", "Gather", "Split", "GatherND"}
+"""Operators that cut entries off."""
+
+SOFTMAX = {"Softmax", "BiasSoftmax", "LogSoftmax"}
+CONVOLUTIONS = {"Conv", "ConvInteger", "QLinearConv", "NhwcConv", "FusedConv"}
+SHAPES = {"Shape", "Size", "ConstantOfShape", "Range"}
+MOST_VISITED = 4000
+"""Values that one walk looks at before it gives up: the attention of a state is near to it."""
+
+How = Literal["append", "write", "operator", "unchanged", "update"]
+Part = Literal["key", "value", "key-value", "memory", "conv"]
 
 
-def appended_states(view: GraphView) -> dict[str, str]:
-    """Float inputs that new entries are appended to and that leave the graph again: input name -> output name.
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a state is used for. `site` is the place of the attention in the flow, which orders the layers."""
 
-    That is what a growing cache does: the input runs into a Concat, whose result is a graph output, with nothing
-    between but operators that keep the content.
+    part: Part
+    site: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateFlow:
+    """What a graph does with one input that may be a state.
+
+    `output` carries its content on, `how` it gets there, `axis` is the input's axis along which new entries come, or
+    None where it cannot be followed. `joined` says that new entries meet it before its use, `trimmed` that some are cut
+    off afterwards, `window` how many tokens the operator that holds the cache looks back over. `delta` is an output
+    that holds the new entries alone.
     """
-    consumers = _consumers(view)
-    found = {}
-    for name, port in view.inputs.items():
-        if port.dtype in FLOATS and port.shape is not None and len(port.shape) >= 3:
-            output = _follow(name, consumers, set(view.outputs))
-            if output is not None:
-                found[name] = output
-    return found
+
+    input: str
+    use: Use | None = None
+    output: str | None = None
+    how: How | None = None
+    growth: Growth | None = None
+    axis: int | None = None
+    joined: bool = False
+    trimmed: bool = False
+    delta: str | None = None
+    window: int | None = None
 
 
-def _consumers(view: GraphView) -> dict[str, list[NodeProto]]:
-    consumers: dict[str, list[NodeProto]] = {}
-    for node in view.model.graph.node:
-        if node.op_type in KEEPS_CONTENT or node.op_type == "Concat":
-            for name in node.input if node.op_type == "Concat" else node.input[:1]:
-                consumers.setdefault(name, []).append(node)
-    return consumers
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a walk came to a value: where its axes are, the crossing it passed, and what became of it since."""
+
+    axes: tuple[int, ...] | None
+    crossing: FlowNode | None = None
+    axis: int | None = None
+    trimmed: bool = False
 
 
-def _follow(start: str, consumers: dict[str, list[NodeProto]], outputs: set[str]) -> str | None:
-    """Walk forward over one Concat to a graph output."""
-    waiting, seen = [(start, False)], {(start, False)}
-    while waiting:
-        name, appended = waiting.pop()
-        if appended and name in outputs:
-            return name
-        for node in consumers.get(name, ()):
-            if node.op_type == "Concat" and appended:
-                continue
-            state = (node.output[0] if node.output else "", appended or node.op_type == "Concat")
-            if state not in seen:
-                seen.add(state)
-                waiting.append(state)
-    return None
+@dataclass
+class Dataflow:
+    """Questions to one flow; answers are kept."""
+
+    flow: Flow
+    _scores: dict[int, bool] = field(default_factory=dict)
+
+    def state(self, name: str, rank: int) -> StateFlow:
+        """Follow one graph input forward."""
+        use, reached = self.use(name), None
+        for output, way in self._carried_on(name, rank):
+            if way.crossing is not None:
+                return self._joined(name, use, output, way)
+            reached = reached or output
+        crossed = (way for _, way in self._walk(name, rank) if way.crossing and way.crossing.op != "Where")
+        if (first := next(crossed, None)) is not None:
+            return self._joined(name, use, None, first)
+        if reached is not None:
+            return StateFlow(name, use, reached, "unchanged", "constant")
+        return StateFlow(name, use)
+
+    def use(self, name: str) -> Use | None:
+        """What the nearest attention, projection or convolution behind a value takes it for."""
+        waiting, seen = deque([name]), {name}
+        found: dict[str, int] = {}
+        while waiting and len(seen) < MOST_VISITED:
+            value = waiting.popleft()
+            for node, index in self.flow.consumers.get(value, ()):
+                part = self._part(node, index)
+                if part is not None:
+                    found.setdefault(part, node.index)
+                elif index in KEEPS.get(node.op, ()) or node.op in MIXES or _is_past(node, index):
+                    for output in node.outputs[:3]:
+                        if output and output not in seen:
+                            seen.add(output)
+                            waiting.append(output)
+        if {"key", "value"} <= set(found) or "key-value" in found:
+            return Use("key-value", min(found.values()))
+        part = next((part for part in ("key", "value", "conv", "memory") if part in found), None)
+        return Use(part, found[part]) if part else None
+
+    def made(self, output: str) -> Use | None:
+        """What a graph output is used for in the graph that makes it: the value itself, or one it is a view of."""
+        value: str | None = self.flow.results.get(output, output)
+        for _ in range(12):
+            if value is None:
+                return None
+            use = self.use(value)
+            if use is not None and use.part in ("key", "value", "key-value"):
+                return use
+            node = self.flow.producers.get(value)
+            if node is None or not node.inputs:
+                return None
+            ports = ports_of(node.domain, node.op)
+            for part, out in (ports.pasts if ports else {}).values():
+                if out < len(node.outputs) and node.outputs[out] == value and part in ("key", "value", "key-value"):
+                    return Use(part, node.index)
+            value = node.inputs[0] if node.op in KEEPS else None
+        return None
+
+    def updated(self, name: str, fitting: "set[str]") -> str | None:
+        """The nearest of some outputs that depends on an input: how a replaced state is carried on.
+
+        `fitting` are the outputs of the same element type and shape that nothing else claims.
+        """
+        wanted = {self.flow.results[output]: output for output in fitting}
+        waiting: list[tuple[int, str]] = [(-1, name)]
+        seen = {name}
+        while waiting:
+            _, value = heappop(waiting)
+            if value in wanted:
+                return wanted[value]
+            for node, _ in self.flow.consumers.get(value, ()):
+                if node.op in SHAPES:
+                    continue
+                for output in node.outputs:
+                    if output and output not in seen:
+                        seen.add(output)
+                        heappush(waiting, (node.index, output))
+        return None
+
+    def reached_from(self, names: "set[str]") -> set[str]:
+        """All values that the content of some inputs has a part in; shapes alone do not count."""
+        reached = set(names)
+        for node in self.flow.nodes:
+            if node.op not in SHAPES and any(name in reached for name in node.inputs):
+                reached.update(node.outputs)
+        return reached
+
+    @cached_property
+    def sites(self) -> list[FlowNode]:
+        """The attentions of the graph, in order: each Softmax over scores, each fused operator."""
+        return [
+            node
+            for node in self.flow.nodes
+            if node.op in SOFTMAX or ((ports := ports_of(node.domain, node.op)) is not None and ports.keys)
+        ]
+
+    def _part(self, node: FlowNode, index: int) -> str | None:
+        """What a node takes its input for, where that ends the walk."""
+        ports = ports_of(node.domain, node.op)
+        if ports is not None:
+            if index in ports.pasts and ports.pasts[index][0] in ("key", "value", "key-value"):
+                return ports.pasts[index][0]
+            if index in ports.pasts and ports.pasts[index][0] in ("conv",):
+                return "conv"
+            if index in ports.keys:
+                return "key"
+            if index in ports.values:
+                return "value"
+        if node.op in CONVOLUTIONS and index == 0:
+            return "conv"
+        if index in PRODUCTS.get(node.op, ()):
+            others = [node.inputs[i] for i in PRODUCTS[node.op] if i != index and i < len(node.inputs)]
+            if all(name in self.flow.fixed for name in others):
+                return "memory"
+            return "key" if self._gives_scores(node) else "value"
+        return None
+
+    def _gives_scores(self, node: FlowNode) -> bool:
+        """Whether a product runs into a Softmax before it meets another product."""
+        if node.index not in self._scores:
+            waiting, seen = deque(node.outputs), set(node.outputs)
+            found = False
+            while waiting and not found and len(seen) < MOST_VISITED:
+                for taker, index in self.flow.consumers.get(waiting.popleft(), ()):
+                    found = found or taker.op in SOFTMAX
+                    if index in KEEPS.get(taker.op, ()) or taker.op in MIXES:
+                        for output in taker.outputs:
+                            if output and output not in seen:
+                                seen.add(output)
+                                waiting.append(output)
+            self._scores[node.index] = found
+        return self._scores[node.index]
+
+    def _carried_on(self, name: str, rank: int) -> Iterator[tuple[str, _Way]]:
+        """Graph outputs that hold the content of an input, after no or one crossing."""
+        for value, way in self._walk(name, rank):
+            for output in self.flow.outputs_of.get(value, ()):
+                yield output, way
+
+    def _walk(self, name: str, rank: int) -> Iterator[tuple[str, _Way]]:
+        """Values that hold the content of an input, nearest first."""
+        waiting = deque([(name, _Way(tuple(range(rank))))])
+        seen = {(name, False)}
+        while waiting and len(seen) < MOST_VISITED:
+            value, way = waiting.popleft()
+            yield value, way
+            for node, index in self.flow.consumers.get(value, ()):
+                for output, joins in _onward(node, index):
+                    # A second Concat puts keys and values, or all layers, together again.
+                    crosses = joins and not (way.crossing is not None and node.op == "Concat")
+                    crossed = crosses or way.crossing is not None
+                    if (crosses and way.crossing is not None) or not output or (output, crossed) in seen:
+                        continue
+                    seen.add((output, crossed))
+                    axes = _moved(node, way.axes)
+                    if crosses:
+                        waiting.append((output, _Way(axes, node, _axis(node, way.axes))))
+                    else:
+                        trimmed = way.trimmed or (way.crossing is not None and node.op in TRIMS)
+                        waiting.append((output, _Way(axes, way.crossing, way.axis, trimmed)))
+
+    def _joined(self, name: str, use: Use | None, output: str | None, way: _Way) -> StateFlow:
+        """A state that new entries join, with the output, if any, that holds them and nothing of the state itself."""
+        crossing = way.crossing
+        assert crossing is not None  # noqa: S101 - asked of crossed ways only
+        how, growth = _crossing(crossing)
+        delta = None
+        if crossing.op == "TensorScatter" or ports_of(crossing.domain, crossing.op) is None:
+            new = crossing.inputs if crossing.op == "Concat" else crossing.inputs[1:]
+            views = (self._view_of(v) for v in new if v and v != name and v not in self.flow.fixed)
+            delta = next((view for view in views if view is not None and view != output), None)
+        found = how if output is not None else None
+        window = crossing.number("local_window_size", -1) if ports_of(crossing.domain, crossing.op) else -1
+        return StateFlow(
+            name, use, output, found, growth, way.axis, True, way.trimmed, delta, window if window > 0 else None
+        )
+
+    def _view_of(self, value: str) -> str | None:
+        """A graph output that shows a value through operators that keep content, forward or on the way to it."""
+        waiting, seen = deque([value]), {value}
+        while waiting and len(seen) < 64:
+            current = waiting.popleft()
+            if current in self.flow.outputs_of:
+                return self.flow.outputs_of[current][0]
+            near = [
+                o
+                for node, index in self.flow.consumers.get(current, ())
+                if index in KEEPS.get(node.op, ())
+                for o in node.outputs
+            ]
+            node = self.flow.producers.get(current)
+            if node is not None and node.op in KEEPS and node.inputs and current == node.outputs[0]:
+                near.append(node.inputs[0])
+            for value_near in near:
+                if value_near and value_near not in seen:
+                    seen.add(value_near)
+                    waiting.append(value_near)
+        return None
+
+
+def _is_past(node: FlowNode, index: int) -> bool:
+    ports = ports_of(node.domain, node.op)
+    return ports is not None and index in ports.pasts
+
+
+def _onward(node: FlowNode, index: int) -> Iterator[tuple[str, bool]]:
+    """Where the content of an input leaves a node, and whether new entries joined it there."""
+    ports = ports_of(node.domain, node.op)
+    if ports is not None and index in ports.pasts:
+        out = ports.pasts[index][1]
+        if out < len(node.outputs):
+            yield node.outputs[out], True
+    elif index in KEEPS.get(node.op, ()):
+        for output in node.outputs:
+            yield output, False
+    elif node.op == "Identity":
+        yield node.outputs[0], False
+    elif (node.op == "Concat" or index in WRITES.get(node.op, ())) and node.outputs:
+        yield node.outputs[0], True
+
+
+def _crossing(node: FlowNode) -> tuple[How, Growth]:
+    """How new entries join at a node, and what becomes of the length."""
+    ports = ports_of(node.domain, node.op)
+    if node.op == "Concat":
+        return "append", "grow"
+    if ports is None:
+        return "write", "static"
+    if node.op == "TensorScatter":
+        mode = node.attribute("mode")
+        return "write", "ring" if mode is not None and mode.s == b"circular" else "static"
+    if node.number("sliding_window_cache", 0):
+        return "operator", "ring"
+    if ports.fixed_with is not None and len(node.inputs) > ports.fixed_with and node.inputs[ports.fixed_with]:
+        return "operator", "static"
+    return "operator", ports.growth
+
+
+def _axis(node: FlowNode, axes: tuple[int, ...] | None) -> int | None:
+    """The input's axis along which a crossing brings new entries, as far as the node tells."""
+    if axes is None:
+        return None
+    at: int | None = None
+    if node.op in ("Concat", "ScatterElements", "TensorScatter"):
+        at = node.number("axis", {"TensorScatter": -2}.get(node.op, 0))
+    elif (ports := ports_of(node.domain, node.op)) is not None and ports.growth in ("grow", "shared", "static"):
+        at = len(axes) - 2
+    if at is None or not -len(axes) <= at < len(axes):
+        return None
+    return axes[at]
+
+
+def _moved(node: FlowNode, axes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Where the input's axes are after a node; None once that cannot be told."""
+    if axes is None or node.op in ("Reshape", "Flatten", "Expand", "Squeeze", "Unsqueeze", "Gather", "Compress"):
+        return None
+    if node.op == "Transpose":
+        order = node.numbers("perm") or tuple(reversed(range(len(axes))))
+        return tuple(axes[i] for i in order) if sorted(order) == list(range(len(axes))) else None
+    return axes

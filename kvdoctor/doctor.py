@@ -14,7 +14,7 @@ from kvdoctor.child import Limits
 from kvdoctor.contract import CacheContract
 from kvdoctor.facts import environment, file_facts, stack_facts
 from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks
-from kvdoctor.model_folder import ModelFolder, StackFiles, open_folder
+from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.reading import read_contract, with_observed
 from kvdoctor.report.document import (
     EXIT_FINDINGS,
@@ -29,6 +29,7 @@ from kvdoctor.report.document import (
     worst_first,
 )
 from kvdoctor.runtimes import Examined, Job, Runtime
+from kvdoctor.stacks import StackFiles
 from kvdoctor.trace import Node, Run
 
 MOST_FED = 2**27
@@ -72,7 +73,7 @@ def inspect(path: str, options: Options | None = None) -> Report:
     _check_files(folder, options, verdicts)
     stacks = []
     for stack in folder.stacks:
-        contract = read_contract(stack, folder.config)
+        contract = read_contract(stack, folder.side_cars)
         stacks.append(stack_facts(stack, contract))
         case = Case(folder, options.consumer, stack=stack, contract=contract)
         run_checks(case, "contract", options.selection, verdicts)
@@ -104,7 +105,7 @@ def step_test(
     _check_files(folder, options, verdicts)
     stacks, runs, measured = [], [], {}
     for stack in folder.stacks:
-        contract = read_contract(stack, folder.config)
+        contract = read_contract(stack, folder.side_cars)
         case = Case(folder, options.consumer, stack=stack, contract=contract)
         case, examined = _examine(case, options, verdicts, runtime, scratch)
         runs += list(case.runs)
@@ -182,15 +183,27 @@ def _obstacles(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
             yield f"external data of {file.name} cannot be read"
     if contract.missing or stack.kind == "unpaired" or not contract.slots:
         yield "the cache contract is not complete"
+    yield from _undrivable(stack, contract)
+    yield from _unfeedable(contract)
+
+
+def _undrivable(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
+    """What is understood and still cannot be run step by step here."""
+    if stack.operator is not None:
+        yield f"the operator {stack.operator} runs the whole loop with the cache inside; there is nothing to feed back"
+    if contract.slots and not contract.takes_tokens:
+        yield "it takes no tokens and gives no logits: a streaming encoder or one stage of a pipeline"
+    if contract.graph("decode").port("logits") is None:
+        yield "the decoder returns tokens and no logits, so there is nothing to hold against a reference run"
+    if any(slot.growth == "paged" for slot in contract.slots):
+        yield "a paged cache is addressed by tables that the serving engine keeps"
     if any(slot.filled_by is None for slot in contract.slots):
         yield "a past has no present that fills it"
-    for slot in contract.of_kind("self-attention"):
+    for slot in contract.growing:
         if slot.size("past") is not None:
             yield f"the past length of {slot.past} is fixed at {slot.size('past')}"
-    ids = contract.graph("prefill").port("token_ids")
-    if ids and ids.shape and isinstance(ids.shape[-1], int):
-        yield f"{ids.name} takes {ids.shape[-1]} new tokens only, so there is no reference run"
-    yield from _unfeedable(contract)
+    if contract.new_tokens not in (None, 1):
+        yield f"the first step takes {contract.new_tokens} new tokens only, so there is no reference run"
 
 
 def _unfeedable(contract: CacheContract) -> Iterator[str]:
@@ -216,6 +229,13 @@ def _undecided(case: Case) -> Iterator[NotChecked]:
     from kvdoctor.experiments import load
 
     judged, names = case.judged, {experiment.name for experiment in load() if experiment.judged}
+    contract = case.contract
+    if contract and judged and judged.outcome == "passed" and contract.new_tokens is not None and case.stack:
+        recurrent = all(slot.growth == "replace" for slot in contract.slots)
+        reason = (
+            f"the first step takes {contract.new_tokens} new token only, so no call without a cache can be held against"
+        )
+        yield NotChecked(case.stack.name, "KV301", f"logits parity: {reason}", essential=not recurrent)
     for run in case.runs:
         unclear = run.outcome in ("ambiguous", "inconclusive") and run.experiment in names
         if case.stack and (unclear or (run is judged and run.outcome in UNDECIDED)):
@@ -276,8 +296,7 @@ def _report(
 
 
 def _notes(folder: ModelFolder) -> Iterator[str]:
-    if folder.config_problem:
-        yield folder.config_problem
+    yield from folder.side_cars.problems
     used = {file.name for stack in folder.stacks for file in stack.files.values()}
     for file in folder.files:
         if folder.stacks and file.name not in used and file.role != "unreadable":

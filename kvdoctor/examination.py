@@ -17,10 +17,12 @@ from kvdoctor.feeds import (
     Array,
     Call,
     Deal,
+    Encoded,
     Scenario,
     Value,
     as_array,
     encoder_feeds,
+    synthetic_cross_caches,
     synthetic_encoder_states,
 )
 from kvdoctor.parity import compare, judge
@@ -30,6 +32,8 @@ from kvdoctor.trace import Control, Difference, Outcome, Run, Seen, Step
 
 TIMING_REPEATS = 5
 TIMING_SECONDS = 0.5
+ENCODER_FACTORS = (1, 40, 400)
+"""Longer inputs are tried where an encoder refuses a short one: speech is sampled many times for each state."""
 
 
 class WrongLogits(Exception):
@@ -47,7 +51,7 @@ class Examination:
     announce: Announce
     keep_logits: bool = False
     references: dict[bytes, Answer] = field(default_factory=dict)
-    encoded: dict[Scenario, Array | None] = field(default_factory=dict)
+    encoded: dict[Scenario, Encoded] = field(default_factory=dict)
     logits: dict[str, Array] = field(default_factory=dict)
 
     def run(self, experiment: Experiment) -> Run:
@@ -55,7 +59,7 @@ class Examination:
         reason = experiment.applies(self.contract)
         scenario = self._fitted(replace(experiment.scenario, seed=self.seed))
         if reason is None and scenario.steps < 2:
-            reason = f"the context of {self.contract.context_limit} tokens is too short for it"
+            reason = "the context is too short for it"
         if reason is not None:
             return self.result(experiment, "skipped", reason=reason)
         return _Performance(self, experiment, scenario).perform()
@@ -73,8 +77,9 @@ class Examination:
         key = _digest(call.feeds)
         if key not in self.references:
             answer = self.run_session(call)
-            if len(answer.logits.shape) != 3:
-                raise WrongLogits(f"logits have shape {list(answer.logits.shape)}, not [batch, new, vocabulary]")
+            shape = answer.outputs[self.logits_name("prefill")].shape
+            if len(shape) == 0 or len(answer.logits.shape) != 3:
+                raise WrongLogits(f"logits have shape {list(shape)}, not [batch, new, vocabulary]")
             kept = {self.logits_name("prefill"): answer.outputs[self.logits_name("prefill")]}
             self.references[key] = replace(answer, outputs=kept)
         return self.references[key]
@@ -89,39 +94,52 @@ class Examination:
         except Exception as error:  # the bindings raise many types, and all of them are a failed step
             raise StepFailed(self.sessions.clean(error)) from error
         outputs: dict[str, Value] = {name: OrtTensor(v) for name, v in zip(names, values, strict=True)}
-        return Answer(outputs, self.logits_name(call.phase))
+        return Answer(outputs, self.logits_name(call.phase), call.past, call.new)
 
     def logits_name(self, phase: str) -> str:
         """The name of the logits output; an encoder has none."""
         port = self.contract.graph(phase).port("logits")  # type: ignore[arg-type]
         return port.name if port else ""
 
-    def encoder_states(self, scenario: Scenario) -> Array | None:
-        """Encoder states of a scenario, float[batch, encoder, hidden]: by the encoder file, else synthesised."""
+    def encode(self, scenario: Scenario) -> Encoded:
+        """What the encoder gives for a scenario: by the encoder file, else made up."""
         key = Scenario(batch=scenario.batch, encoder=scenario.encoder, seed=scenario.seed)
         if key not in self.encoded:
             self.encoded[key] = self._encode(key)
         return self.encoded[key]
 
-    def _encode(self, scenario: Scenario) -> Array | None:
+    def _encode(self, scenario: Scenario) -> Encoded:
+        made_up = Encoded(
+            synthetic_encoder_states(self.contract, scenario), synthetic_cross_caches(self.contract, scenario)
+        )
         if "encode" not in self.contract.phases:
-            return synthetic_encoder_states(self.contract, scenario)
-        states = self.contract.graph("encode").port("encoder_states")
-        call = Call("encode", encoder_feeds(self.contract, scenario), 0, scenario.encoder)
-        try:
-            answer = self.run_session(call)
-        except (StepFailed, Refused) as error:
-            self.announce("note", text=f"the encoder file could not be fed ({error}); its states are made up")
-            return synthetic_encoder_states(self.contract, scenario)
-        made = answer.outputs[states.name].array() if states else np.zeros(0)
-        if made.ndim != 3:
+            return made_up
+        answer, error = None, ""
+        for factor in ENCODER_FACTORS:
+            longer = replace(scenario, encoder=scenario.encoder * factor)
+            try:
+                answer = self.run_session(Call("encode", encoder_feeds(self.contract, longer), 0, longer.encoder))
+                break
+            except (StepFailed, Refused) as refusal:
+                error = error or str(refusal)
+        if answer is None:
+            self.announce("note", text=f"the encoder file could not be fed ({error}); what it gives is made up")
+            return made_up
+        port = self.contract.graph("encode").port("encoder_states")
+        states = answer.outputs[port.name].array() if port else None
+        if made_up.states is not None and (states is None or states.ndim != 3):
             self.announce("note", text="the encoder file returns no states of rank 3; its states are made up")
-            return synthetic_encoder_states(self.contract, scenario)
-        return made
+            states = made_up.states
+        kept = {name: answer.outputs[name].array() for name in made_up.outputs if name in answer.outputs}
+        return Encoded(states if made_up.states is not None else None, kept)
 
     def _fitted(self, scenario: Scenario) -> Scenario:
-        limit = self.contract.context_limit
-        return scenario if limit is None else replace(scenario, steps=min(scenario.steps, limit - scenario.prompt))
+        if self.contract.new_tokens is not None:
+            scenario = replace(scenario, prompt=min(scenario.prompt, self.contract.new_tokens))
+        limits = [n for n in (self.contract.context_limit, self.contract.capacity) if n is not None]
+        return replace(
+            scenario, steps=min(scenario.steps, *(limit - scenario.prompt for limit in limits), scenario.steps)
+        )
 
     def result(self, experiment: Experiment, outcome: Outcome, **more: Any) -> Run:
         """A run as it is sent: its steps have gone ahead of it."""
@@ -151,7 +169,7 @@ class _Performance:
         """Drive the generator to its end or to the first failure."""
         call = None
         try:
-            deal = Deal(self.exam.contract, self.scenario, self.exam.encoder_states(self.scenario))
+            deal = Deal(self.exam.contract, self.scenario, self.exam.encode(self.scenario))
             calls = self.experiment.calls(deal)
             call = next(calls)
             while True:
@@ -213,11 +231,12 @@ class _Performance:
         """
         if call.expected is None:
             return None
-        logits = answer.logits
-        wanted = (call.expected.shape[0], call.new, call.expected.shape[2])
+        logits, given = answer.logits, 1 if self.exam.contract.last_logits_only else call.new
+        wanted = (call.expected.shape[0], given, call.expected.shape[2])
         if logits.shape != wanted:
             raise WrongLogits(f"logits have shape {list(logits.shape)}, not {list(wanted)}")
-        return compare(logits[:, -call.expected.shape[1] :], call.expected, self.exam.contract.exactness)
+        count = min(given, call.expected.shape[1])
+        return compare(logits[:, -count:], call.expected[:, -count:], self.exam.contract.exactness)
 
     def _control(self, call: Call) -> Answer:
         """A spoilt call must move the logits. One that fails is seen as well."""

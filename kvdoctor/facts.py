@@ -8,9 +8,9 @@ from typing import Any
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.graph import Declared
-from kvdoctor.model_folder import OnnxFile, StackFiles
 from kvdoctor.onnx_schema import onnx_version
 from kvdoctor.report.document import CacheSize, FileFacts, StackFacts
+from kvdoctor.stacks import OnnxFile, StackFiles
 
 
 def environment() -> dict[str, str]:

@@ -4,7 +4,7 @@ Filling each input on its own is what makes generic runners fail healthy decoder
 contract and one `Scenario`. Sizes of the default scenario differ pairwise, since equal sizes hide mistakes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -25,6 +25,13 @@ NUMPY_TYPES: dict[str, Any] = {
     "bool": np.bool_,
 }
 
+HIDDEN = -1e4
+"""What an additive mask adds to the scores of entries that must not be seen; within the range of float16."""
+
+ROTARY_BASE = 10_000.0
+SPARE = 5
+"""Tokens that a buffer whose capacity is not declared gets beyond those of the scenario."""
+
 
 class Value(Protocol):
     """A tensor as the runtime holds it; the array is made only when asked for."""
@@ -34,8 +41,13 @@ class Value(Protocol):
     def array(self) -> Array: ...  # noqa: D102
 
 
-Past = dict[str, "Value | Array"]
-"""Past inputs by name."""
+class Past(dict[str, "Value | Array"]):
+    """Past inputs by name, and how many tokens they hold."""
+
+    def __init__(self, values: "Mapping[str, Value | Array] | None" = None, length: int = 0) -> None:
+        super().__init__(values or {})
+        self.length = length
+
 
 Loop = Literal["plain", "held"]
 
@@ -77,27 +89,37 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: outputs by name."""
+    """What came back: outputs by name, and how many new tokens and past tokens the call had."""
 
     outputs: Mapping[str, Value]
     logits_name: str
+    past: int = 0
+    new: int = 0
 
     @property
     def logits(self) -> Array:
-        """float[batch, new, vocabulary]."""
-        return self.outputs[self.logits_name].array()
+        """float[batch, new, vocabulary]; where a graph gives only the last token's it may leave their axis out."""
+        logits = self.outputs[self.logits_name].array()
+        if logits.ndim == 1:
+            return logits.reshape(1, 1, -1)
+        return logits.reshape(logits.shape[0], 1, -1) if logits.ndim in (2, 4) else logits
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What the encoder gave: its states float[batch, encoder, hidden], and all its outputs by name."""
+
+    states: Array | None = None
+    outputs: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Deal:
-    """A contract with the sizes, tokens int64[batch, total] and encoder states of one scenario: makes all calls.
-
-    `encoder_states` float[batch, encoder, hidden] is None where the decoder takes none.
-    """
+    """A contract with the sizes, tokens int64[batch, total] and encoder outputs of one scenario: makes all calls."""
 
     contract: CacheContract
     scenario: Scenario
-    encoder_states: Array | None = None
+    encoded: Encoded = Encoded()
     tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
     def __post_init__(self) -> None:
@@ -105,20 +127,45 @@ class Deal:
             shape = (self.scenario.batch, self.scenario.total)
             object.__setattr__(self, "tokens", _tokens(self.contract, shape, self.scenario.seed))
 
+    @property
+    def capacity(self) -> int:
+        """Tokens of a buffer that declares no capacity: the whole sequence, and no less than a layer's window."""
+        windows = [slot.window for slot in self.contract.slots if slot.window is not None]
+        return max(self.scenario.total + SPARE, *windows, 0)
+
     def row(self, index: int) -> "Deal":
         """The deal of one row of the batch alone."""
-        states = None if self.encoder_states is None else self.encoder_states[index : index + 1]
+        states = None if self.encoded.states is None else self.encoded.states[index : index + 1]
+        batched = {s.filled_by: s.axes.index("batch") for s in self.contract.slots if "batch" in s.axes}
+        outputs = {
+            name: np.take(array, [index], axis=batched[name]) if name in batched else array
+            for name, array in self.encoded.outputs.items()
+        }
         scenario = replace(self.scenario, batch=1)
-        return Deal(self.contract, scenario, states, self.tokens[index : index + 1])
+        return Deal(self.contract, scenario, Encoded(states, outputs), self.tokens[index : index + 1])
 
     def reference(self, stop: int | None = None) -> Call:
         """The first `stop` tokens (all of them) in one call without a cache."""
         stop = stop or self.scenario.total
-        return self._call("prefill", 0, stop, self._placeholders(0), 0, kind="reference")
+        return self._call("prefill", 0, stop, self.first_past(0), 0, kind="reference")
+
+    def whole(self, stop: int | None = None) -> "Generator[Call, Answer, Array]":
+        """The logits of a reference run, float[batch, stop, vocabulary].
+
+        A graph that gives the logits of the last token alone is run once for each length.
+        """
+        stop = stop or self.scenario.total
+        if not self.contract.last_logits_only:
+            return (yield self.reference(stop)).logits
+        found: list[Array] = []
+        while len(found) < stop:
+            answer = yield self.reference(len(found) + 1)
+            found.append(answer.logits[:, -1:])
+        return np.concatenate(found, axis=1)
 
     def prefill(self, stop: int, expected: Array | None = None, dummy: int = 0) -> Call:
-        """The first `stop` tokens; past inputs get a dummy of length `dummy` filled with zeros."""
-        past = self._placeholders(dummy)
+        """The first `stop` tokens; past inputs that grow get a dummy of length `dummy` filled with zeros."""
+        past = self.first_past(dummy)
         counted = dummy if self.contract.first_step == "empty-past" else 0
         return self._call("prefill", 0, stop, past, counted, expected=expected)
 
@@ -131,40 +178,76 @@ class Deal:
 
         plain: every slot that was returned is fed back. held: the slots that the contract holds keep their value.
         """
-        carried: Past = {}
+        before = self.first_past(0) if past is None else past
+        carried = Past(length=answer.past + answer.new)
         for slot in self.contract.slots:
             returned = slot.filled_by if past is None else slot.present
             keep = past is not None and (slot.present is None or (loop == "held" and slot.carry == "hold"))
-            if keep or returned is None:
-                carried[slot.past] = past[slot.past] if past else self.placeholder(slot, 0)
+            if keep or returned is None or slot.filled_in == "encode":
+                carried[slot.past] = before[slot.past]
             else:
-                carried[slot.past] = answer.outputs[returned]
+                carried[slot.past] = self._next(slot, before, answer, answer.outputs[returned])
         return carried
 
     def past_length(self, past: Past) -> int:
-        """Tokens in the cache, read off the first self-attention slot."""
-        for slot in self.contract.of_kind("self-attention"):
+        """Tokens in the cache: read off the first slot that grows, else counted."""
+        for slot in self.contract.growing:
             return past[slot.past].shape[slot.axes.index("past")]
-        return 0
+        return past.length
 
     def spoil(self, past: Past) -> "list[tuple[str, Past]]":
         """The same past with one kind of cache filled with zeros, each with its name: the positive controls."""
         spoilt = []
-        for kind in ("self-attention", "cross-attention"):
-            slots = self.contract.of_kind(kind)
-            if slots:
-                zeros: Past = {slot.past: np.zeros_like(as_array(past[slot.past])) for slot in slots}
-                spoilt.append((f"{kind} cache zeroed", {**past, **zeros}))
+        for kind in dict.fromkeys(slot.kind for slot in self.contract.slots):
+            if kind in ("counter", "encoder-states"):
+                continue
+            zeros = {slot.past: np.zeros_like(as_array(past[slot.past])) for slot in self.contract.of_kind(kind)}
+            word = "cache" if kind.endswith("attention") else "slots"
+            spoilt.append((f"{kind} {word} zeroed", Past({**past, **zeros}, past.length)))
         return spoilt
 
     def placeholder(self, slot: Slot, length: int) -> Array:
-        """Zeros in the shape of a slot, `length` long on its sequence axis."""
-        sizes = {"batch": self.scenario.batch, "past": length, "encoder": length}
-        shape = [d if isinstance(d, int) else sizes[a] for d, a in zip(slot.shape, slot.axes, strict=True)]
+        """Zeros in the shape of a slot, `length` long on its sequence axis if it grows."""
+        sizes: dict[Axis, int] = {
+            "batch": self.scenario.batch,
+            "batch_heads": self.scenario.batch * (self.contract.heads or 1),
+            "past": length,
+            "encoder": length,
+            "capacity": 0 if slot.carry == "extend" else self.capacity,
+        }
+        shape = [d if isinstance(d, int) else sizes.get(a, 1) for d, a in zip(slot.shape, slot.axes, strict=True)]
         return np.zeros(shape, NUMPY_TYPES[slot.dtype])
 
-    def _placeholders(self, length: int) -> Past:
-        return {slot.past: self.placeholder(slot, length) for slot in self.contract.slots}
+    def first_past(self, length: int) -> Past:
+        """What the first step is fed as past, with dummies of a length where the cache grows."""
+        made = self.encoded.outputs
+        past = Past()
+        for slot in self.contract.slots:
+            encoded = made.get(slot.filled_by or "") if slot.filled_in == "encode" else None
+            past[slot.past] = self.placeholder(slot, length) if encoded is None else encoded
+        return past
+
+    def _next(self, slot: Slot, before: Past, answer: Answer, present: Value) -> "Value | Array":
+        """The next past of a slot by its carry rule."""
+        at = slot.length_axis
+        if slot.carry in ("feed-back", "hold") or at is None:
+            return present
+        rows = present.array()
+        if slot.carry == "append":
+            return np.concatenate([as_array(before[slot.past]), rows], axis=at)
+        if slot.carry == "extend":
+            return rows
+        if slot.carry == "drop-oldest":
+            return np.delete(rows, 0, axis=at)
+        buffer = as_array(before[slot.past])
+        if slot.carry == "shift":
+            kept = np.take(buffer, range(rows.shape[at], buffer.shape[at]), axis=at)
+            return np.concatenate([kept, rows], axis=at)
+        written: Array = buffer.copy()
+        place: list[Any] = [slice(None)] * written.ndim
+        place[at] = slice(answer.past, answer.past + rows.shape[at])
+        written[tuple(place)] = rows
+        return written
 
     def _call(self, phase: PhaseName, start: int, stop: int, past: Past, past_length: int, **more: Any) -> Call:
         graph = self.contract.graph(phase)
@@ -173,50 +256,104 @@ class Deal:
             "new": stop - start,
             "past": past_length,
             "total": past_length + stop - start,
-            "encoder": 0 if self.encoder_states is None else self.encoder_states.shape[1],
+            "encoder": self._encoder_length(past),
+            "encoder_input": self.scenario.encoder,
+            "capacity": self.capacity,
         }
         feeds = {port.name: self._feed(port, phase, (start, stop), past, sizes) for port in graph.inputs}
         return Call(phase=phase, feeds=feeds, past=past_length, new=stop - start, **more)
 
-    def _feed(
+    def _encoder_length(self, past: Past) -> int:
+        """How many encoder states there are: by the states, else by the cache that was made of them."""
+        if self.encoded.states is not None:
+            return int(self.encoded.states.shape[1])
+        for slot in self.contract.slots:
+            if "encoder" in slot.axes and slot.past in past:
+                length = past[slot.past].shape[slot.axes.index("encoder")]
+                return length or self.scenario.encoder
+        return self.scenario.encoder
+
+    def _feed(  # noqa: C901, PLR0912 - one case for each role
         self, port: Port, phase: PhaseName, span: tuple[int, int], past: Past, sizes: dict[Axis, int]
     ) -> "Value | Array":
-        if port.role == "past":
-            return past[port.name]
+        kind, begin = NUMPY_TYPES[port.dtype], sizes["past"]
         shape = _sized(port, sizes)
         made: Any
         match port.role:
+            case "past":
+                return self._past(port, past, sizes["new"])
             case "token_ids":
                 made = self.tokens[:, span[0] : span[1]]
-            case "attention_mask" | "encoder_mask":
+                made = made if len(shape) == 2 else made.reshape(-1)
+            case "token_and_position":
+                made = np.stack([self.tokens[:, span[0]], np.full(len(self.tokens), begin)], axis=1)
+            case "embeddings":
+                made = _word_table(self.contract, shape[-1])[self.tokens[:, span[0] : span[1]]]
+            case "attention_mask":
+                made = np.broadcast_to(np.arange(shape[-1]) < sizes["total"], shape)
+            case "encoder_mask":
                 made = np.ones(shape)
+            case "additive_mask":
+                shape = _sized(port, {**sizes, "total": self._columns(past, sizes["total"])})
+                seen = _seen(shape, port, self.contract, (begin, sizes["total"]))
+                # Integer masks are those of Llama-2-Onnx: -1 where a query may look, 0 elsewhere.
+                made = (
+                    seen if kind is np.bool_ else np.where(seen, *((0.0, HIDDEN) if "float" in port.dtype else (-1, 0)))
+                )
             case "position_ids" | "cache_position":
-                made = np.broadcast_to(np.arange(sizes["past"], sizes["total"]), shape)
-            case "encoder_states" if self.encoder_states is not None:
-                made = self.encoder_states
+                made = np.broadcast_to(np.arange(begin, sizes["total"]), shape)
+            case "rotary_cos" | "rotary_sin":
+                angles = _angles(begin, sizes["total"], shape[-1])
+                made = np.broadcast_to(np.cos(angles) if port.role == "rotary_cos" else np.sin(angles), shape)
+            case "encoder_states" if self.encoded.states is not None:
+                made = self.encoded.states
+            case "encoder_input":
+                return _encoder_feed(port, shape, self.contract, self.scenario)
             case "branch_switch":
                 made = np.full(shape, self.contract.phases[phase].switch)
-            case "logits_to_keep":
+            case "logits_to_keep" | "block_table":
                 made = np.zeros(shape)
+            case "beam_input":
+                made = np.full(shape, 1 if len(shape) < 2 else 0)
+            case "scale":
+                made = np.ones(shape)
+            case "setting" if port.value is not None:
+                made = np.full(shape, port.value)
+            case "write_index" | "past_length" | "total_length" | "last_index" | "new_length":
+                made = np.full(shape, _count(port, sizes))
             case _:
                 raise ValueError(f"input {port.name!r} has role {port.role}, which no feed is known for")
-        return np.asarray(made, dtype=NUMPY_TYPES[port.dtype])
+        return np.array(made, dtype=kind, order="C")
+
+    def _columns(self, past: Past, total: int) -> int:
+        """How many entries a mask with a row for each query covers: the whole of a buffer of fixed size."""
+        for slot in self.contract.slots:
+            if slot.growth == "static" and slot.carry != "extend" and slot.past in past:
+                return past[slot.past].shape[slot.axes.index("capacity")]
+        return total
+
+    def _past(self, port: Port, past: Past, new: int) -> "Value | Array":
+        slot = next(slot for slot in self.contract.slots if slot.past == port.name)
+        if slot.carry != "extend" or slot.length_axis is None:
+            return past[port.name]
+        held = as_array(past[port.name])
+        width = [(0, new if axis == slot.length_axis else 0) for axis in range(held.ndim)]
+        return np.pad(held, width)
 
 
 def encoder_feeds(contract: CacheContract, scenario: Scenario) -> dict[str, Array]:
     """Synthesise the inputs of the encoder graph: ids and features from the seed, masks of ones."""
     graph: Graph = contract.graph("encode")
-    rng = np.random.default_rng(scenario.seed + 1)
     sizes: dict[Axis, int] = {"batch": scenario.batch, "encoder_input": scenario.encoder, "fixed": scenario.encoder}
     feeds = {}
     for port in graph.inputs:
-        shape, kind = _sized(port, sizes), NUMPY_TYPES[port.dtype]
+        shape = _sized(port, sizes)
         if port.role == "encoder_mask":
-            feeds[port.name] = np.ones(shape, kind)
-        elif np.issubdtype(kind, np.integer):
-            feeds[port.name] = rng.integers(*_plain_words(contract), shape).astype(kind)
+            feeds[port.name] = np.ones(shape, NUMPY_TYPES[port.dtype])
+        elif port.role == "encoder_length":
+            feeds[port.name] = np.full(shape, scenario.encoder, NUMPY_TYPES[port.dtype])
         else:
-            feeds[port.name] = rng.standard_normal(shape).astype(kind)
+            feeds[port.name] = _encoder_feed(port, shape, contract, scenario)
     return feeds
 
 
@@ -225,14 +362,72 @@ def synthetic_encoder_states(contract: CacheContract, scenario: Scenario) -> Arr
     ports = [port for graph in contract.graphs.values() for port in graph.inputs if port.role == "encoder_states"]
     if not ports:
         return None
+    # One graph of a pair may know the width that the other leaves open.
+    ports.sort(key=lambda port: not isinstance((port.shape or (None,))[-1], int))
     sizes: dict[Axis, int] = {"batch": scenario.batch, "encoder": scenario.encoder, "hidden": 16}
     rng = np.random.default_rng(scenario.seed + 1)
     return rng.standard_normal(_sized(ports[0], sizes)).astype(NUMPY_TYPES[ports[0].dtype])
 
 
+def synthetic_cross_caches(contract: CacheContract, scenario: Scenario) -> dict[str, Array]:
+    """Noise in place of the caches that an encoder would make, by the name of its output."""
+    rng = np.random.default_rng(scenario.seed + 2)
+    sizes: dict[Axis, int] = {"batch": scenario.batch, "encoder": scenario.encoder}
+    made = {}
+    for slot in contract.slots:
+        if slot.filled_in == "encode" and slot.filled_by is not None:
+            shape = [d if isinstance(d, int) else sizes.get(a, 1) for d, a in zip(slot.shape, slot.axes, strict=True)]
+            made[slot.filled_by] = rng.standard_normal(shape).astype(NUMPY_TYPES[slot.dtype])
+    return made
+
+
 def as_array(value: "Value | Array") -> Array:
     """Give the numpy array of a value, whoever holds it."""
     return value if isinstance(value, np.ndarray) else value.array()
+
+
+def _encoder_feed(port: Port, shape: tuple[int, ...], contract: CacheContract, scenario: Scenario) -> Array:
+    """Words or features for an encoder."""
+    rng, kind = np.random.default_rng(scenario.seed + 1), NUMPY_TYPES[port.dtype]
+    if np.issubdtype(kind, np.integer):
+        return rng.integers(*_plain_words(contract), shape).astype(kind)
+    return rng.standard_normal(shape).astype(kind)
+
+
+def _count(port: Port, sizes: dict[Axis, int]) -> int:
+    """The number that a length input stands for."""
+    counts = {
+        "total_length": sizes["total"],
+        "last_index": sizes["total"] - 1,
+        "new_length": sizes["new"],
+    }
+    return counts.get(port.role, sizes["past"])
+
+
+def _seen(shape: tuple[int, ...], port: Port, contract: CacheContract, span: tuple[int, int]) -> Array:
+    """Which entries a query may look at, bool in the shape of a mask with a row for each query.
+
+    Columns count from the start of the cache; from its end where the loop shifts entries in from the right. Rows are
+    the new tokens, or, in a square mask, all positions.
+    """
+    begin, end = span
+    rows = np.arange(shape[-2]) if port.axes[-2] == "total" else np.arange(begin, end)
+    columns = np.arange(shape[-1])
+    moving = any(slot.carry == "shift" or slot.growth == "ring" for slot in contract.slots)
+    if moving and not any(slot.carry == "drop-oldest" for slot in contract.slots):
+        columns = columns - (shape[-1] - end)
+    seen = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= 0)
+    return np.broadcast_to(seen, shape)
+
+
+def _angles(begin: int, end: int, half: int) -> Array:
+    """The angles of rotary positions, float[new, head_dim / 2]."""
+    return np.arange(begin, end)[:, None] * ROTARY_BASE ** (-np.arange(half) / half)
+
+
+def _word_table(contract: CacheContract, width: int) -> Array:
+    """Made up embeddings, float[vocabulary, width], in place of those of a file that is not here."""
+    return np.random.default_rng(7).standard_normal((max(contract.vocabulary or 16, 4), width))
 
 
 def _tokens(contract: CacheContract, shape: tuple[int, ...], seed: int) -> Array:

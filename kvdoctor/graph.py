@@ -76,7 +76,7 @@ class Branches:
     no_past: Scope
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GraphView:
     """Questions to one model. Whoever holds it must not change the model."""
 

@@ -35,7 +35,7 @@ def from_plain(kind: type[T], data: Any) -> T:
     return typing.cast("T", _revive(kind, data, kind.__name__))
 
 
-def _revive(kind: Any, data: Any, place: str) -> Any:  # noqa: PLR0911 - one return for each kind of type
+def _revive(kind: Any, data: Any, place: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return data

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdoctor.doctor import Options, step_test
-from kvdoctor.model_folder import ModelFolder, StackFiles, open_folder
+from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.out_folder import MARK, copy_whole, refuse_unfit, regular_files, whole_folder, write_whole
 from kvdoctor.report.document import Change, Proof, RepairRecord, Report, Side
 from kvdoctor.runtimes import Runtime
+from kvdoctor.stacks import StackFiles
 from kvdoctor.trace import Run
 
 if TYPE_CHECKING:

@@ -1,34 +1,28 @@
-"""Reads the cache contract of a stack out of its graphs.
-
-Names are hints; what branches return is asked of the graph.
-"""
+"""Reads the cache contract of a stack out of its graphs, its side-car configs and the names of its producer."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvdoctor.contract import Axis, CacheContract, Dim, Graph, Lack, Phase, Port, Role, Slot
-from kvdoctor.dialects import Dialect, RoleRule, SlotRule
-from kvdoctor.dialects.optimum import OPTIMUM
-from kvdoctor.graph import Declared, GraphView
-from kvdoctor.model_folder import OnnxFile, StackFiles
+from kvdoctor.configs import Configured, configured, context_limit, decoder_config, is_count
+from kvdoctor.contract import CacheContract, Graph, Lack, Phase, Port, Slot
+from kvdoctor.dialects import CACHE_LIKE, Dialect, axes, inputs, spoken
+from kvdoctor.graph import ELEMENT_TYPES, Declared, GraphView
+from kvdoctor.model_folder import SideCars
+from kvdoctor.roles import Looks, named, ruled
+from kvdoctor.slots import SlotReader
+from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.trace import Run
 
 DYNAMIC_QUANTISATION = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QAttention"}
-CONTEXT_KEYS = (
-    "max_target_positions",
-    "max_position_embeddings",
-    "n_positions",
-    "n_ctx",
-    "max_decoder_position_embeddings",
-)
-MOST_COUNTED = 2**31 - 1
+DYNAMIC_LEVEL = 4
+"""`accuracy_level` of MatMulNBits from which the activations are quantised to int8 as well."""
 
 
-def read_contract(stack: StackFiles, config: dict[str, Any], dialect: Dialect = OPTIMUM) -> CacheContract:
+def read_contract(stack: StackFiles, side_cars: SideCars) -> CacheContract:
     """Read how to drive a stack. What cannot be understood is listed in `missing`."""
-    return _Reader(stack, config, dialect).read()
+    return _Reader(stack, side_cars, configured(side_cars.config, side_cars.genai)).read()
 
 
 def with_observed(contract: CacheContract, runs: tuple[Run, ...]) -> CacheContract:
@@ -47,46 +41,49 @@ def with_observed(contract: CacheContract, runs: tuple[Run, ...]) -> CacheContra
     return replace(contract, slots=slots)
 
 
-def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that describes the decoder: nested for vision and speech encoder-decoders."""
-    for key in ("decoder", "text_config"):
-        if isinstance(config.get(key), dict):
-            return dict(config[key])
-    return config
-
-
-def context_limit(config: dict[str, Any]) -> int | None:
-    """Tokens that the config declares usable. T5 has relative positions and declares none."""
-    part = decoder_config(config)
-    return next((part[key] for key in CONTEXT_KEYS if is_count(part.get(key))), None)
-
-
-def is_count(value: object) -> bool:
-    """Whether a value from a config can be a number of tokens or words: configs hold anything."""
-    return isinstance(value, int) and not isinstance(value, bool) and 1 < value <= MOST_COUNTED
-
-
 @dataclass
 class _Reader:
     stack: StackFiles
-    config: dict[str, Any]
-    dialect: Dialect
+    side_cars: SideCars
+    known: Configured
     missing: list[Lack] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.decode = self.stack.main
+        first = self.stack.files.get("decoder", self.decode)
+        self.first = first if self.stack.kind == "pair" else self.decode
+        self.encoder = self.stack.files.get("encoder")
+        self.dialect: Dialect | None = spoken(_view(self.decode).inputs)
+
     def read(self) -> CacheContract:
-        files = self.stack.files
-        last, first = self.stack.main, files.get("decoder", self.stack.main)
-        graphs = {"decoder": self._decoder_graph(last)}
-        if first is not last:
-            graphs["first-step"] = self._decoder_graph(first)
+        ids = {
+            file.name: self._token_ids(file)
+            for file in {self.decode.name: self.decode, self.first.name: self.first}.values()
+        }
+        reader = SlotReader(
+            decode=self.decode,
+            first=self.first,
+            encoder=self.encoder,
+            dialect=self.dialect,
+            templates=tuple(self.known.slots(_view(self.decode).inputs)),
+            claimed=self._claimed(ids[self.decode.name]),
+            ids={name} if (name := ids[self.first.name]) else set(),
+            numbers=self.known.numbers,
+        )
+        slots = reader.read()
+        self.missing += reader.missing
+        self.evidence += reader.evidence
+        graphs = {"decoder": self._decoder_graph(self.decode, slots, ids[self.decode.name])}
+        if self.first is not self.decode:
+            graphs["first-step"] = self._decoder_graph(self.first, slots, ids[self.first.name])
         phases = self._phases(graphs)
-        if "encoder" in files and any(g.port("encoder_states") for g in graphs.values()):
-            graphs["encoder"] = self._encoder_graph(files["encoder"])
+        slots = (*slots, *self._encoder_state_slots(graphs))
+        if self.encoder is not None and self._needs_encoder(graphs, slots):
+            graphs["encoder"] = self._encoder_graph(self.encoder, slots)
             phases["encode"] = Phase("encoder")
-        slots = tuple(self._slots(graphs["decoder"], graphs[phases["prefill"].graph], last))
         self._require(graphs, slots)
-        return CacheContract(
+        contract = CacheContract(
             layout=self._layout(slots),
             graphs=graphs,
             phases=phases,
@@ -94,167 +91,328 @@ class _Reader:
             first_step=self._first_step(),
             exactness=self._exactness(slots),
             vocabulary=self._vocabulary(graphs["decoder"]),
-            context_limit=context_limit(self.config),
-            evidence=tuple(self.evidence),
+            context_limit=context_limit(self.side_cars.config, self.side_cars.genai),
+            heads=self.known.numbers.get("heads"),
+            evidence=tuple(dict.fromkeys(self.evidence)),
             missing=tuple(dict.fromkeys(self.missing)),
         )
+        # A streaming encoder or a stage of a pipeline has states too, but no tokens: nothing of a decoder is missing.
+        return contract if contract.takes_tokens or not slots else replace(contract, missing=())
+
+    def _token_ids(self, file: OnnxFile) -> str | None:
+        """The input that carries tokens: by its name, else by the table it is looked up in."""
+        view = _view(file)
+        rules = (*(self.dialect.inputs if self.dialect else ()), *inputs.INPUTS)
+        known = [(name, named(port, rules)) for name, port in view.inputs.items()]
+        tokens = [name for name, role in known if role in ("token_ids", "token_and_position")]
+        if tokens or any(role == "embeddings" for _, role in known):
+            return tokens[0] if tokens else None
+        dataflow = file.first_dataflow
+        if dataflow is None:
+            return None
+        free = [name for name, role in known if role is None]
+        return Looks(dataflow, view.inputs, self._logits_width(view)).token_ids(free)
+
+    @staticmethod
+    def _logits_width(view: GraphView) -> int | None:
+        port = view.outputs.get("logits") or next(iter(_wide(view)), None)
+        size = port.shape[-1] if port is not None and port.shape else None
+        return size if isinstance(size, int) else None
+
+    def _claimed(self, ids: str | None) -> set[str]:
+        """Inputs of the decode graph that a name gives another part than that of a slot."""
+        view = _view(self.decode)
+        rules = (*(self.dialect.inputs if self.dialect else ()), *inputs.INPUTS)
+        slots = {n.past for n in self.dialect.named(view.inputs)} if self.dialect else set()
+        switch = {view.branches[0]} if view.branches else set()
+        by_name = {name for name, port in view.inputs.items() if ruled(port, rules) is not None} - slots
+        return by_name | switch | ({ids} if ids else set())
 
     def _layout(self, slots: tuple[Slot, ...]) -> str:
+        if self.stack.operator is not None:
+            return f"{self.stack.operator}-operator"
         if not slots:
             return "unknown"
-        kind = self.stack.kind
+        family = self.known.family or (self.dialect.name if self.dialect else self._anonymous())
+        kind = {"decoder-only": "decoder-only", "unpaired": "unknown"}.get(self.stack.kind, self.stack.kind)
+        if kind == "unknown":
+            return "unknown"
         if kind == "merged" and not any(slot.kind == "cross-attention" for slot in slots):
-            return "optimum-merged-self-only"
-        return "unknown" if kind == "unpaired" else f"optimum-{kind}"
+            return f"{family}-merged-self-only"
+        if kind == "decoder-only" and self.encoder is not None and any(s.filled_in == "encode" for s in slots):
+            kind = "encoder-decoder"
+        if any(slot.kind in ("conv-state", "recurrent-state") for slot in slots):
+            kind += "-hybrid" if any(slot.kind == "self-attention" for slot in slots) else "-recurrent"
+        if any(slot.growth in ("static", "delta", "ring", "paged") for slot in slots):
+            kind += f"-{next(s.growth for s in slots if s.growth in ('static', 'delta', 'ring', 'paged'))}"
+        return f"{family}-{kind}"
+
+    def _anonymous(self) -> str:
+        return "torch" if _view(self.decode).model.producer_name == "pytorch" else "unnamed"
 
     def _first_step(self) -> Any:
         return {"merged": "no-past-branch", "pair": "no-past-graph"}.get(self.stack.kind, "empty-past")
 
     def _phases(self, graphs: dict[str, Graph]) -> dict[str, Phase]:
         if self.stack.kind == "merged":
-            switch = (self._view(self.stack.main).branches or ("",))[0]
+            switch = (_view(self.decode).branches or ("",))[0]
             self.evidence.append(f"an If decided by {switch!r} holds the cached and the no-past branch")
             return {"prefill": Phase("decoder", False), "decode": Phase("decoder", True)}
         if "first-step" in graphs:
             self.evidence.append("a graph without past makes the cache that a second graph takes")
             return {"prefill": Phase("first-step"), "decode": Phase("decoder")}
-        self.evidence.append("one graph takes a past of any length")
+        self.evidence.append("one graph serves the first step and all later ones")
         return {"prefill": Phase("decoder"), "decode": Phase("decoder")}
 
-    def _decoder_graph(self, file: OnnxFile) -> Graph:
-        view = self._view(file)
+    def _decoder_graph(self, file: OnnxFile, slots: tuple[Slot, ...], ids: str | None) -> Graph:
+        view = _view(file)
         switch = view.branches[0] if view.branches else None
-        inputs = [self._input(port, switch, file) for port in view.inputs.values()]
-        presents = {self._present_name(match, rule) for match, rule in self._matches(view.inputs)}
+        pasts = {slot.past: slot for slot in slots}
+        looks = Looks(file.first_dataflow, view.inputs, self._logits_width(view)) if file.first_dataflow else None
+        cross = self._cross_sites(file, slots, looks)
+        ports = []
+        for port in view.inputs.values():
+            if port.name == switch:
+                ports.append(_port(port, "branch_switch"))
+            elif port.name in pasts:
+                slot = pasts[port.name]
+                ports.append(Port(port.name, port.dtype, slot.shape, "past", slot.axes))
+            else:
+                ports.append(self._input(port, file, ids, looks, cross))
+        presents = {name for slot in slots for name in (slot.present, slot.filled_by) if name is not None}
         outputs = [self._output(port, presents) for port in view.outputs.values()]
-        return Graph(file.name, tuple(inputs), tuple(outputs))
+        fed = any(port.role in ("token_ids", "token_and_position", "embeddings") for port in ports)
+        return Graph(file.name, tuple(ports), tuple(_with_logits(outputs) if fed else outputs))
 
-    def _encoder_graph(self, file: OnnxFile) -> Graph:
-        view = self._view(file)
-        inputs = [
-            _ruled(port, self.dialect.encoder_inputs) or _port(port, "auxiliary") for port in view.inputs.values()
+    def _input(self, port: Declared, file: OnnxFile, ids: str | None, looks: Looks | None, cross: set[int]) -> Port:
+        rules = (*(self.dialect.inputs if self.dialect else ()), *inputs.INPUTS)
+        found = self.known.role(port) or ruled(port, rules)
+        if port.name == ids and (found is None or not found.role.startswith("token")):
+            rank = len(port.shape or ())
+            found = Port(port.name, port.dtype, port.shape, "token_ids", axes("BQ" if rank == 2 else "Q" * rank))
+        if found is not None and found.role == "setting":
+            return self._setting(found)
+        if found is not None and found.role == "attention_mask" and looks is not None and cross:
+            sites = looks.mask_sites(port.name)
+            if sites and sites <= cross:
+                found = replace(found, role="encoder_mask", axes=("batch", "encoder"))
+        if found is not None:
+            return found
+        if looks is not None and named(port, rules) is None and not CACHE_LIKE.match(port.name):
+            looked = looks.role(port.name, cross)
+            if looked is not None:
+                self.evidence.append(f"{port.name!r} is {looked[0]} by what the graph does with it")
+                return Port(port.name, port.dtype, port.shape, *looked)
+        if file is self.first and file is not self.decode:
+            encoder = ruled(port, (*(self.dialect.encoder_inputs if self.dialect else ()), *inputs.ENCODER_INPUTS))
+            if encoder is not None:
+                return encoder
+        return self._unknown(port, file, named(port, rules) is not None)
+
+    def _setting(self, port: Port) -> Port:
+        """A part of the configuration that is fed: the one there is so far is the window of a layer's attention."""
+        value = decoder_config(self.side_cars.config).get("sliding_window")
+        if not is_count(value):
+            self.missing.append(Lack(port.name, "its value is `sliding_window` of config.json, which is not there"))
+            return port
+        return replace(port, value=value)
+
+    def _unknown(self, port: Declared, file: OnnxFile, is_named: bool) -> Port:
+        if is_named:
+            self.missing.append(Lack(port.name, f"this input of {file.name} has not the rank its name stands for"))
+        else:
+            kind = "looks like a cache" if CACHE_LIKE.match(port.name) else "plays no known part"
+            self.missing.append(Lack(port.name, f"this input of {file.name} {kind}, and no rule says what to feed it"))
+        return _port(port, "auxiliary")
+
+    def _cross_sites(self, file: OnnxFile, slots: tuple[Slot, ...], looks: Looks | None) -> set[int]:
+        """The attentions over encoder states in the first step of a graph."""
+        flow = file.first_dataflow
+        if flow is None or looks is None:
+            return set()
+        found: set[int] = set()
+        for slot in slots:
+            if slot.kind == "cross-attention" and slot.used_as in ("key", None):
+                for name in (slot.past, slot.filled_by):
+                    use = None
+                    if name in flow.flow.results:
+                        use = flow.made(name)
+                    elif name in _view(file).inputs:
+                        use = flow.use(name)
+                    if use is not None and use.part in ("key", "key-value"):
+                        found |= looks.softmax_behind(use.site)
+        return found
+
+    def _output(self, port: Declared, presents: set[str]) -> Port:
+        if port.name in presents or port.name.startswith("present"):
+            return _port(port, "present")
+        rules = (*(self.dialect.outputs if self.dialect else ()), *inputs.OUTPUTS)
+        found = self.known.output(port) or ruled(port, rules)
+        return found or _port(port, "auxiliary")
+
+    def _encoder_state_slots(self, graphs: dict[str, Graph]) -> Iterator[Slot]:
+        """Encoder states that the first graph returns and later steps take: held like a cross-attention cache."""
+        decode, first = graphs["decoder"], graphs.get("first-step")
+        taken = decode.port("encoder_states")
+        if first is None or taken is None or first.port("encoder_states") is not None or taken.shape is None:
+            return
+        given = next((p for p in first.outputs if ruled(_as_declared(p), inputs.ENCODER_OUTPUTS)), None)
+        if given is not None:
+            ports = tuple(replace(p, role="past") if p is taken else p for p in decode.inputs)
+            graphs["decoder"] = replace(decode, inputs=ports)
+            yield Slot(
+                "encoder-states",
+                None,
+                "state",
+                taken.dtype,
+                taken.shape,
+                ("batch", "encoder", "hidden"),
+                taken.name,
+                None,
+                given.name,
+                "hold",
+                growth="constant",
+                first="prefill",
+            )
+
+    def _needs_encoder(self, graphs: dict[str, Graph], slots: tuple[Slot, ...]) -> bool:
+        takes_states = any(graph.port("encoder_states") for graph in graphs.values())
+        return takes_states or any(slot.filled_in == "encode" for slot in slots)
+
+    def _encoder_graph(self, file: OnnxFile, slots: tuple[Slot, ...]) -> Graph:
+        view = _view(file)
+        rules = (*(self.dialect.encoder_inputs if self.dialect else ()), *inputs.ENCODER_INPUTS)
+        ports = [ruled(port, rules) or self._encoder_input(port, file) for port in view.inputs.values()]
+        filled = {slot.filled_by for slot in slots if slot.filled_in == "encode"}
+        outputs = [
+            _port(p, "present") if p.name in filled else ruled(p, inputs.ENCODER_OUTPUTS) or _port(p, "auxiliary")
+            for p in view.outputs.values()
         ]
-        for port in inputs:
-            if port.role == "auxiliary":
-                self.missing.append(Lack(port.name, f"this input of {file.name} plays no known part"))
-        inputs = [self._image_sized(port) for port in inputs]
-        outputs = [_ruled(p, self.dialect.encoder_outputs) or _port(p, "auxiliary") for p in view.outputs.values()]
-        return Graph(file.name, tuple(inputs), tuple(outputs))
+        if not filled and not any(port.role == "encoder_states" for port in outputs):
+            outputs = [
+                replace(p, role="encoder_states", axes=("batch", "encoder", "hidden"))
+                if len(p.shape or ()) == 3 and i == 0
+                else p
+                for i, p in enumerate(outputs)
+            ]
+        return Graph(file.name, tuple(self._image_sized(port) for port in ports), tuple(outputs))
+
+    def _encoder_input(self, port: Declared, file: OnnxFile) -> Port:
+        """An unnamed input of the encoder: words or features by its element type and rank."""
+        rank, looks = len(port.shape or ()), None
+        if file.dataflow is not None:
+            looks = Looks(file.dataflow, _view(file).inputs, None)
+        if rank == 2 and port.dtype in ("int64", "int32") and looks is not None:
+            role = "encoder_input" if looks.token_ids([port.name]) else "encoder_mask"
+            return Port(port.name, port.dtype, port.shape, role, ("batch", "encoder_input"))  # type: ignore[arg-type]
+        if rank in (2, 3, 4) and port.dtype.startswith("float"):
+            axes: Any = {
+                2: ("batch", "encoder_input"),
+                3: ("batch", "fixed", "encoder_input"),
+                4: ("batch", *["fixed"] * 3),
+            }
+            return Port(port.name, port.dtype, port.shape, "encoder_input", axes[rank])
+        self.missing.append(Lack(port.name, f"this input of {file.name} plays no known part"))
+        return _port(port, "auxiliary")
 
     def _image_sized(self, port: Port) -> Port:
         """An image has the channels and the size that the config says; names of axes do not tell."""
         if len(port.axes) != 4 or port.shape is None or len(port.shape) != 4:
             return port
-        part = self.config.get("encoder")
-        part = part if isinstance(part, dict) else self.config
+        part = self.side_cars.config.get("encoder")
+        part = part if isinstance(part, dict) else self.side_cars.config
         channels, size = part.get("num_channels"), part.get("image_size")
         height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
         known = (None, channels if is_count(channels) else 3, *(n if is_count(n) else 224 for n in (height, width)))
         shape = tuple(d if isinstance(d, int) else k or d for d, k in zip(port.shape, known, strict=True))
         return replace(port, shape=shape)
 
-    def _input(self, port: Declared, switch: str | None, file: OnnxFile) -> Port:
-        if port.name == switch:
-            return _port(port, "branch_switch", _unnamed(port))
-        for rule in self.dialect.slots:
-            if rule.past.fullmatch(port.name):
-                return _port(port, "past", rule.axes)
-        ruled = _ruled(port, self.dialect.inputs)
-        if ruled is None:
-            kind = "looks like a cache" if self.dialect.looks_like_cache.match(port.name) else "plays no known part"
-            self.missing.append(Lack(port.name, f"this input of {file.name} {kind}, and no rule says what to feed it"))
-            return _port(port, "auxiliary")
-        if ruled.shape is None or len(ruled.shape) != len(ruled.axes):
-            # logits_to_keep is a scalar in some exports and a vector in others; the rest has a fixed rank.
-            if ruled.role != "logits_to_keep":
-                self.missing.append(Lack(port.name, f"this input of {file.name} has not the rank its name stands for"))
-            return _port(port, ruled.role, _unnamed(port))
-        return ruled
-
-    def _output(self, port: Declared, presents: set[str]) -> Port:
-        if port.name in presents or port.name.startswith("present"):
-            return _port(port, "present")
-        return _ruled(port, self.dialect.outputs) or _port(port, "auxiliary")
-
-    def _matches(self, ports: dict[str, Declared]) -> Iterator[tuple[Any, SlotRule]]:
-        for name in ports:
-            for rule in self.dialect.slots:
-                if match := rule.past.fullmatch(name):
-                    yield match, rule
-
-    def _present_name(self, match: Any, rule: SlotRule) -> str:
-        return rule.present.format(**match.groupdict())
-
-    def _slots(self, decode: Graph, prefill: Graph, file: OnnxFile) -> Iterator[Slot]:
-        view = self._view(file)
-        made, returned = {p.name for p in prefill.outputs}, {p.name for p in decode.outputs}
-        found = sorted(self._matches(view.inputs), key=_slot_order)
-        for match, rule in found:
-            present, port = self._present_name(match, rule), view.inputs[match.string]
-            if port.shape is None or len(port.shape) != len(rule.axes):
-                self.missing.append(Lack(port.name, f"this input has no declared shape with {len(rule.axes)} axes"))
-                continue
-            yield Slot(
-                kind=rule.kind,
-                layer=int(match["layer"]),
-                part=match["part"],
-                dtype=port.dtype,
-                shape=port.shape,
-                axes=rule.axes,
-                past=port.name,
-                present=present if present in returned else None,
-                filled_by=present if present in made else None,
-                carry="hold" if rule.kind == "cross-attention" else "feed-back",
-                emptied=view.emptied(present) is not None,
-            )
-
     def _require(self, graphs: dict[str, Graph], slots: tuple[Slot, ...]) -> None:
         """Say what stands in the way of driving the stack."""
         decode = graphs["decoder"]
         if not slots:
-            self.missing.append(Lack(decode.file, "no past input is named as a known exporter names it"))
-        for role in ("token_ids", "logits"):
-            if decode.port(role) is None:
-                self.missing.append(Lack(decode.file, f"there is no {role}"))
+            self.missing.append(
+                Lack(decode.file, "no past input is named as a known exporter names it, and none is found by dataflow")
+            )
+        if not any(decode.port(role) for role in ("token_ids", "token_and_position", "embeddings")):
+            self.missing.append(Lack(decode.file, "there is no token_ids"))
+        if decode.port("token_ids") and decode.port("embeddings"):
+            self.missing.append(
+                Lack(decode.file, "there are both token_ids and embeddings, and nothing says which to feed")
+            )
+        if not decode.port("logits") and not decode.port("next_token"):
+            self.missing.append(Lack(decode.file, "there is no logits"))
         for slot in slots:
-            symbolic = [a for d, a in zip(slot.shape, slot.axes, strict=True) if not isinstance(d, int)]
-            if unknown := {"kv_heads", "head_dim"} & set(symbolic):
+            open_sizes = {a for d, a in zip(slot.shape, slot.axes, strict=True) if not isinstance(d, int)}
+            if unknown := {"kv_heads", "head_dim", "channels", "state", "layers"} & open_sizes:
                 self.missing.append(Lack(slot.past, f"its {' and '.join(sorted(unknown))} is no number"))
+            if "batch_heads" in slot.axes and not self.known.numbers.get("heads"):
+                self.missing.append(
+                    Lack(slot.past, "an axis counts batch times heads, and no config says how many heads")
+                )
 
     def _exactness(self, slots: tuple[Slot, ...]) -> Any:
         operators: set[str] = set()
         for role, file in self.stack.files.items():
             if role != "encoder":
-                operators |= set(self._view(file).operators)
-        if operators & DYNAMIC_QUANTISATION:
+                operators |= set(_view(file).operators)
+        if operators & DYNAMIC_QUANTISATION or self._quantises_activations():
             return "dynamic-quantisation"
-        kinds = {slot.dtype for slot in slots} | {p.dtype for p in self._view(self.stack.main).outputs.values()}
-        kinds |= {_weight_type(self._view(self.stack.main))}
+        kinds = {slot.dtype for slot in slots} | {p.dtype for p in _view(self.decode).outputs.values()}
+        kinds |= {_weight_type(_view(self.decode))}
+        if kinds & {"int8", "uint8"}:
+            return "dynamic-quantisation"
         return next((kind for kind in ("bfloat16", "float16") if kind in kinds), "float")
+
+    def _quantises_activations(self) -> bool:
+        nodes = (node for scope in _view(self.decode).scopes() for node in scope.graph.node)
+        return any(
+            a.name == "accuracy_level" and a.i >= DYNAMIC_LEVEL
+            for node in nodes
+            if node.op_type == "MatMulNBits"
+            for a in node.attribute
+        )
 
     def _vocabulary(self, graph: Graph) -> int | None:
         logits = graph.port("logits")
         if logits and logits.shape and isinstance(logits.shape[-1], int) and is_count(logits.shape[-1]):
             return logits.shape[-1]
-        size: Any = decoder_config(self.config).get("vocab_size")
+        size: Any = decoder_config(self.side_cars.config).get("vocab_size")
         return size if is_count(size) else None
 
-    @staticmethod
-    def _view(file: OnnxFile) -> GraphView:
-        assert file.view is not None  # noqa: S101 - stacks hold files that were read
-        return file.view
+
+def _as_declared(port: Port) -> Declared:
+    return Declared(port.name, port.dtype, port.shape)
 
 
-def _slot_order(item: tuple[Any, SlotRule]) -> tuple[int, bool, str]:
-    """By layer, self-attention first, key before value."""
-    match, rule = item
-    return int(match["layer"]), rule.kind != "self-attention", match["part"]
+def _view(file: OnnxFile) -> GraphView:
+    assert file.view is not None  # noqa: S101 - stacks hold files that were read
+    return file.view
+
+
+def _wide(view: GraphView) -> Iterator[Declared]:
+    """Outputs that may be logits: float[batch, new, vocabulary]."""
+    for port in view.outputs.values():
+        if port.shape is not None and len(port.shape) == 3 and isinstance(port.shape[-1], int):
+            yield port
+
+
+def _with_logits(ports: list[Port]) -> list[Port]:
+    """Where no output is named so, the one of rank 3 that is no present holds the logits."""
+    if any(port.role in ("logits", "next_token") for port in ports):
+        return ports
+    wide = [
+        p
+        for p in ports
+        if p.role == "auxiliary" and len(p.shape or ()) == 3 and p.dtype.startswith(("float", "bfloat"))
+    ]
+    if len(wide) != 1:
+        return ports
+    return [replace(p, role="logits", axes=("batch", "new", "vocabulary")) if p is wide[0] else p for p in ports]
 
 
 def _weight_type(view: GraphView) -> str:
     """The element type that most weights are stored in: a float16 graph may keep float inputs and outputs."""
-    from kvdoctor.graph import ELEMENT_TYPES
-
     sizes: dict[str, int] = {}
     for tensor in view.model.graph.initializer:
         kind = ELEMENT_TYPES.get(tensor.data_type, "")
@@ -262,19 +420,6 @@ def _weight_type(view: GraphView) -> str:
     return max(sizes, key=lambda kind: sizes[kind], default="")
 
 
-def _ruled(port: Declared, rules: tuple[RoleRule, ...]) -> Port | None:
-    for rule in rules:
-        if rule.name.fullmatch(port.name):
-            return _port(port, rule.role, rule.axes)
-    return None
-
-
-def _unnamed(port: Declared) -> tuple[Axis, ...]:
-    """Axes of a port of which only the number is known."""
-    return tuple("fixed" for _ in port.shape or ())
-
-
-def _port(port: Declared, role: Role, axes: tuple[Axis, ...] = ()) -> Port:
-    """A port whose axes are the rule's as long as the ranks agree."""
-    shape: tuple[Dim, ...] | None = port.shape
-    return Port(port.name, port.dtype, shape, role, axes)
+def _port(port: Declared, role: Any) -> Port:
+    """A port of which only the number of axes is known."""
+    return Port(port.name, port.dtype, port.shape, role, tuple("fixed" for _ in port.shape or ()))

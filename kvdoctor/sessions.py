@@ -129,7 +129,7 @@ def to_runtime(value: Value | Array) -> Any:
     """Give the value as the runtime holds it; a tensor that is its own is not copied."""
     if isinstance(value, OrtTensor):
         return value.ort_value
-    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(as_array(value)))
+    return ort.OrtValue.ortvalue_from_numpy(np.asarray(as_array(value), order="C"))
 
 
 def runtime_version() -> str:

@@ -10,7 +10,7 @@ import pytest
 from kvdoctor.contract import CacheContract
 from kvdoctor.doctor import inspect
 from kvdoctor.experiments import Experiment, load
-from kvdoctor.feeds import Answer, Array, Call, Deal, Scenario
+from kvdoctor.feeds import Answer, Array, Call, Deal, Encoded, Scenario
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 
@@ -34,7 +34,7 @@ def deal(name: str, **sizes: int) -> Deal:
     assert contract is not None
     scenario = Scenario(**sizes)
     states = np.ones((scenario.batch, 7, 32), np.float32) if contract.has_encoder_states else None
-    return Deal(contract, scenario, states)
+    return Deal(contract, scenario, Encoded(states))
 
 
 def answer(contract: CacheContract, call: Call, number: int) -> Answer:
@@ -50,7 +50,7 @@ def answer(contract: CacheContract, call: Call, number: int) -> Answer:
         if slot.present:
             outputs[slot.present] = Scripted(np.full(shape, number, np.float32))
     outputs["logits"] = Scripted(np.zeros((batch, call.new, 128), np.float32))
-    return Answer(outputs, "logits")
+    return Answer(outputs, "logits", call.past, call.new)
 
 
 def drive(experiment: Experiment, given: Deal) -> list[Call]:

@@ -40,7 +40,7 @@ def test_steps(fixture: Fixture, tmp_path: Path, runtime: Runtime) -> None:
     if fixture.not_checked or fixture.healthy:
         assert {entry.code for entry in report.not_checked} == set(fixture.not_checked), report.not_checked
     if fixture.healthy:
-        assert report.verdict == "healthy"
+        assert report.verdict in ({"healthy", "incomplete"} if fixture.not_checked else {"healthy"})
 
 
 @pytest.mark.parametrize("name", [name for name in FIXTURES if name.startswith("cross-cache-emptied")])

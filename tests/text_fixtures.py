@@ -3,7 +3,8 @@
 A fixture begins with comment lines:
 
     # twin: NAME                        the healthy fixture that it differs from by one fault
-    # file: NAME                        the file that the text from here on becomes; there may be several
+    # file: NAME                        the file that the text from here on becomes; there may be several, and what
+                                        has not the suffix .onnx is written as it stands
     # expect: CHECK SEVERITY SUBJECT    a finding of the step test, with its first subject; or `none`
     # expect-inspect: ...               the same for the inspection, which finds nothing where this is left out
     # expect-not-checked: CODE          what must be listed as not checked, and nothing else; left out: not looked at
@@ -62,7 +63,12 @@ class Fixture:
     def write(self, folder: Path) -> Path:
         """Compile the files into a folder."""
         for name, text in self.files.items():
-            (folder / name).write_bytes(compile_text(text).SerializeToString(deterministic=True))
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".onnx":
+                path.write_bytes(compile_text(text).SerializeToString(deterministic=True))
+            else:
+                path.write_text(text, encoding="utf-8")
         return folder
 
 

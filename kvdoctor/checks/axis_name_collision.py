@@ -23,7 +23,13 @@ def axis_name_collision(case: Case) -> Iterator[Fault]:
     """Growing slots whose present has the axis name of its past."""
     same = []
     for slot, past, present in case.pairs():
-        if slot.kind == "self-attention" and past.shape and present.shape and len(past.shape) == len(present.shape):
+        if (
+            slot.growth == "grow"
+            and "past" in slot.axes
+            and past.shape
+            and present.shape
+            and len(past.shape) == len(present.shape)
+        ):
             axis = slot.axes.index("past")
             if isinstance(past.shape[axis], str) and past.shape[axis] == present.shape[axis]:
                 same.append((past, present))

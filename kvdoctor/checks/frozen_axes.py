@@ -21,11 +21,9 @@ EXPORT_AGAIN = Advice("re-export", "export again with dynamic axes; sample sizes
 
 @check("KV110", "past-axis-frozen", "contract")
 def past_axis_frozen(case: Case) -> Iterator[Fault]:
-    """Self-attention slots whose past length is a number."""
+    """Slots that must grow and whose past length is a number."""
     contract = case.contract
-    frozen = [
-        slot for slot in (contract.of_kind("self-attention") if contract else ()) if slot.size("past") is not None
-    ]
+    frozen = [slot for slot in (contract.growing if contract else ()) if slot.size("past") is not None]
     if frozen:
         slot = frozen[0]
         yield Fault(
@@ -43,15 +41,27 @@ def past_axis_frozen(case: Case) -> Iterator[Fault]:
 
 @check("KV111", "batch-axis-frozen", "contract")
 def batch_axis_frozen(case: Case) -> Iterator[Fault]:
-    """Token ids or slots whose batch is a number."""
-    yield from _frozen_inputs(case, "batch", "warning", "any number of sequences at once")
+    """Token ids or slots whose batch is a number: meant so where nothing grows, in graphs of fixed size."""
+    yield from _frozen_inputs(
+        case, "batch", "note" if _is_fixed(case) else "warning", "any number of sequences at once"
+    )
 
 
 @check("KV112", "sequence-axis-frozen", "contract")
 def sequence_axis_frozen(case: Case) -> Iterator[Fault]:
-    """Token ids whose number of new tokens is a number: meant so in a decode graph beside its own prefill graph."""
-    paired = bool(case.contract and case.contract.first_step == "no-past-graph")
+    """Token ids whose number of new tokens is a number.
+
+    Meant so in a decode graph beside its own prefill graph, and in graphs of fixed size.
+    """
+    paired = bool(case.contract and case.contract.first_step == "no-past-graph") or _is_fixed(case)
     yield from _frozen_inputs(case, "new", "note" if paired else "warning", "any number of new tokens")
+
+
+def _is_fixed(case: Case) -> bool:
+    """Whether all slots are buffers or states of a fixed size, as in graphs for NPUs and in recurrent decoders."""
+    if case.stack is not None and case.stack.operator is not None:
+        return True  # the operator that holds this graph feeds one token at a time
+    return bool(case.contract and case.contract.slots and not case.contract.growing)
 
 
 def _frozen_inputs(case: Case, axis: Axis, severity: Severity, promised: str) -> Iterator[Fault]:

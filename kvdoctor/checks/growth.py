@@ -1,7 +1,8 @@
 """The present does not grow by the new tokens.
 
-What it means: after a step with past length P and S new tokens the self-attention cache must be P + S long. It grew by
-another amount (KV205), or it holds the new tokens alone (KV206), so that the history is lost when it is fed back.
+What it means: after a step with past length P and S new tokens a cache that grows must be P + S long, and a buffer of
+fixed size as long as before. It has another length (KV205), or it holds the new tokens alone (KV206), so that the
+history is lost when it is fed back.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths stand in the table of steps.
 
@@ -38,24 +39,40 @@ def has_wrong_lengths(case: Case) -> bool:
 
 
 def _dropped(item: tuple[Slot, Step, Seen, int]) -> bool:
-    _, step, _, length = item
-    return step.past_length > 0 and length == step.new_tokens
+    slot, step, _, length = item
+    return slot.growth in ("grow", "shared") and step.past_length > 0 and length == step.new_tokens
 
 
 def _wrong_lengths(case: Case) -> Iterator[tuple[Slot, Step, Seen, int]]:
-    """Each growing slot at the first step after which it has a wrong length: (slot, step, what came back, length)."""
+    """Each slot at the first step after which it has a wrong length: (slot, step, what came back, length)."""
     run = case.run("plain-loop")
     if case.declared_faults:
         return  # which axis is the length is then not known
-    for slot in case.contract.of_kind("self-attention") if case.contract else ():
+    for slot in case.contract.slots if case.contract else ():
+        at = slot.length_axis
+        if at is None or slot.growth in ("constant", "paged"):
+            continue
         for step in run.steps if run else ():
             seen = step.returned.get((slot.filled_by if step.phase == "prefill" else slot.present) or "")
             if seen is None or len(seen.shape) != len(slot.axes):
                 continue
-            length = seen.shape[slot.axes.index("past")]
-            if length != step.past_length + step.new_tokens:
-                yield slot, step, seen, length
+            right = _right_lengths(slot, step, at)
+            if None not in right and seen.shape[at] not in right:
+                yield slot, step, seen, seen.shape[at]
                 break
+
+
+def _right_lengths(slot: Slot, step: Step, at: int) -> set[int | None]:
+    """The lengths that a slot may rightly have after a step, in tokens; None where nothing says."""
+    fed = step.fed[slot.past].shape[at] if slot.past in step.fed else slot.size("capacity")
+    total = step.past_length + step.new_tokens
+    if slot.growth == "delta":
+        return {step.new_tokens}
+    if slot.growth in ("static", "ring"):
+        return {fed + step.new_tokens if fed and slot.carry == "drop-oldest" else fed}
+    # A cache with a window may drop what no later token sees: of W positions the next one needs W - 1.
+    windowed = (slot.window - 1, slot.window) if slot.window is not None else ()
+    return {total, *(length for length in windowed if length < total)}
 
 
 def _faults(case: Case, wrong: list[tuple[Slot, Step, Seen, int]], cause: str) -> Iterator[Fault]:
@@ -67,9 +84,16 @@ def _faults(case: Case, wrong: list[tuple[Slot, Step, Seen, int]], cause: str) -
             file=case.decode_file,
             subject=names,
             where=f"output {first_and_count(names)}",
-            promised=f"length {step.past_length + step.new_tokens} (past {step.past_length} + new {step.new_tokens})",
+            promised=_promised(slot, step),
             observed=f"step {step.step}: {describe(seen.dtype, seen.shape)}",
             cause=cause,
             advice=EXPORT_AGAIN,
             follows=(f"{slot.past} no longer holds the history at step {step.step + 1}",),
         )
+
+
+def _promised(slot: Slot, step: Step) -> str:
+    if slot.growth in ("static", "ring", "delta"):
+        word = "the new tokens alone" if slot.growth == "delta" else "the length it was fed"
+        return f"{word} ({slot.growth})"
+    return f"length {step.past_length + step.new_tokens} (past {step.past_length} + new {step.new_tokens})"

@@ -21,8 +21,9 @@ def layers_inconsistent(case: Case) -> Iterator[Fault]:
     if case.contract is None:
         return
     for kind in ("self-attention", "cross-attention"):
-        slots = case.contract.of_kind(kind)
-        reasons = [*_gaps(slots), *_lonely(slots), *_widths(slots)]
+        slots = tuple(slot for slot in case.contract.of_kind(kind) if slot.layer is not None)
+        others = {s.layer for s in case.contract.slots if s.kind != kind and s.layer is not None}
+        reasons = [*_gaps(slots, others), *_lonely(slots), *_widths(slots)]
         if reasons:
             yield Fault(
                 severity="warning",
@@ -36,17 +37,19 @@ def layers_inconsistent(case: Case) -> Iterator[Fault]:
             )
 
 
-def _gaps(slots: tuple[Slot, ...]) -> list[str]:
-    layers = {slot.layer for slot in slots}
-    lacking = sorted(set(range(max(layers, default=-1) + 1)) - layers)
+def _gaps(slots: tuple[Slot, ...], others: set[int]) -> list[str]:
+    """Layers without a slot between others that have one. Another kind of state there is the reason: a hybrid."""
+    layers = {slot.layer for slot in slots if slot.layer is not None}
+    lacking = sorted(set(range(max(layers, default=-1) + 1)) - layers - others)
     return [f"layer {', '.join(map(str, lacking[:8]))} has no slot"] if lacking else []
 
 
 def _lonely(slots: tuple[Slot, ...]) -> list[str]:
     parts: dict[int, set[str]] = {}
     for slot in slots:
-        parts.setdefault(slot.layer, set()).add(slot.part)
-    return [f"layer {layer} has a {min(found)} only" for layer, found in parts.items() if len(found) == 1][:8]
+        parts.setdefault(slot.layer or 0, set()).add(slot.part)
+    alone = ({"key"}, {"value"})
+    return [f"layer {layer} has a {min(found)} only" for layer, found in parts.items() if found in alone][:8]
 
 
 def _widths(slots: tuple[Slot, ...]) -> list[str]:

@@ -1,53 +1,45 @@
 """Names of Hugging Face Optimum: `past_key_values.N.decoder.key` goes in, `present.N.decoder.key` comes out.
 
-Source: `OnnxConfigWithPast` and `OnnxSeq2SeqConfigWithPast` in optimum/exporters/onnx/base.py (optimum-onnx 0.1.0).
-Optimum calls the self-attention cache `decoder` and the cross-attention cache `encoder`.
+Optimum calls the self-attention cache `decoder` and the cross-attention cache `encoder`. transformers.js reads the
+same names, and adds those of convolution and recurrent states.
+
+Sources: `OnnxConfigWithPast` and `OnnxSeq2SeqConfigWithPast` in optimum/exporters/onnx/base.py (optimum-onnx 0.1.0);
+`getCacheNames` in src/configs.js (@huggingface/transformers 4.3.1).
 """
 
-import re
+from kvdoctor.dialects import Dialect, SlotRule
 
-from kvdoctor.dialects import Dialect, RoleRule, SlotRule
+N = r"(?P<layer>[0-9]{1,5})"
+KV = r"(?P<part>key|value)"
 
-OPTIMUM = Dialect(
+DIALECT = Dialect(
     name="optimum",
+    order=10,
     slots=(
+        SlotRule(rf"past_key_values\.{N}\.{KV}", "present.{layer}.{part}", "self-attention"),
+        SlotRule(rf"past_key_values\.{N}\.decoder\.{KV}", "present.{layer}.decoder.{part}", "self-attention"),
+        SlotRule(rf"past_key_values\.{N}\.encoder\.{KV}", "present.{layer}.encoder.{part}", "cross-attention", "BNEH"),
         SlotRule(
-            re.compile(r"past_key_values\.(?P<layer>[0-9]{1,5})\.(?P<part>key|value)"),
-            "present.{layer}.{part}",
-            "self-attention",
-            ("batch", "kv_heads", "past", "head_dim"),
+            rf"past_key_values\.{N}\.key_value", "present.{layer}.key_value", "self-attention", "", part="key-value"
         ),
         SlotRule(
-            re.compile(r"past_key_values\.(?P<layer>[0-9]{1,5})\.decoder\.(?P<part>key|value)"),
-            "present.{layer}.decoder.{part}",
-            "self-attention",
-            ("batch", "kv_heads", "past", "head_dim"),
+            rf"past_key_values\.{N}\.(?P<leaf>conv_state|shift_state)", "present.{layer}.{leaf}", "conv-state", "BCZ"
         ),
         SlotRule(
-            re.compile(r"past_key_values\.(?P<layer>[0-9]{1,5})\.encoder\.(?P<part>key|value)"),
-            "present.{layer}.encoder.{part}",
-            "cross-attention",
-            ("batch", "kv_heads", "encoder", "head_dim"),
+            rf"past_key_values\.{N}\.(?P<leaf>recurrent_state|ssm_state)",
+            "present.{layer}.{leaf}",
+            "recurrent-state",
+            "",
+        ),
+        SlotRule(rf"past_conv\.{N}(?P<tail>\.\w+)?", "present_conv.{layer}{tail}", "conv-state", "BCZ"),
+        SlotRule(
+            rf"past_(?P<leaf>ssm|recurrent)\.{N}(?P<tail>\.\w+)?", "present_{leaf}.{layer}{tail}", "recurrent-state", ""
+        ),
+        SlotRule(
+            rf"past_(?P<leaf>compressor|indexer)\.{N}(?P<tail>\.\w+)?",
+            "present_{leaf}.{layer}{tail}",
+            "recurrent-state",
+            "",
         ),
     ),
-    inputs=(
-        RoleRule(re.compile(r"(decoder_)?input_ids"), "token_ids", ("batch", "new")),
-        RoleRule(re.compile(r"attention_mask|decoder_attention_mask"), "attention_mask", ("batch", "total")),
-        RoleRule(re.compile(r"position_ids"), "position_ids", ("batch", "new")),
-        RoleRule(re.compile(r"cache_position"), "cache_position", ("new",)),
-        RoleRule(re.compile(r"encoder_attention_mask"), "encoder_mask", ("batch", "encoder")),
-        RoleRule(re.compile(r"encoder_hidden_states"), "encoder_states", ("batch", "encoder", "hidden")),
-        RoleRule(re.compile(r"use_cache_branch"), "branch_switch", ("fixed",)),
-        RoleRule(re.compile(r"(num_)?logits_to_keep"), "logits_to_keep", ()),
-    ),
-    outputs=(RoleRule(re.compile(r"logits"), "logits", ("batch", "new", "vocabulary")),),
-    encoder_inputs=(
-        RoleRule(re.compile(r"attention_mask"), "encoder_mask", ("batch", "encoder_input")),
-        RoleRule(re.compile(r"input_ids"), "encoder_input", ("batch", "encoder_input")),
-        RoleRule(re.compile(r"input_features"), "encoder_input", ("batch", "fixed", "encoder_input")),
-        RoleRule(re.compile(r"input_values"), "encoder_input", ("batch", "encoder_input")),
-        RoleRule(re.compile(r"pixel_values"), "encoder_input", ("batch", "fixed", "fixed", "fixed")),
-    ),
-    encoder_outputs=(RoleRule(re.compile(r"last_hidden_state"), "encoder_states", ("batch", "encoder", "hidden")),),
-    looks_like_cache=re.compile(r"(past|present|cache)(_|\.|$).*"),
 )

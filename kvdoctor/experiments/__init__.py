@@ -20,6 +20,17 @@ def always(contract: CacheContract) -> str | None:  # noqa: ARG001
     return None
 
 
+def several_tokens(contract: CacheContract) -> str | None:
+    """A reference run takes the whole sequence in one call."""
+    fixed = contract.new_tokens
+    return None if fixed is None else f"the first step takes {fixed} new token{'s' * (fixed > 1)} only"
+
+
+def grows(contract: CacheContract) -> str | None:
+    """The length of the past can be chosen only where the cache grows."""
+    return None if contract.growing else "no past has a length to choose"
+
+
 @dataclass(frozen=True, slots=True)
 class Experiment:
     """One question put to a model.
@@ -33,7 +44,7 @@ class Experiment:
     question: str
     calls: Callable[[Deal], Calls]
     scenario: Scenario = field(default_factory=Scenario)
-    applies: Callable[[CacheContract], str | None] = always
+    applies: Callable[[CacheContract], str | None] = several_tokens
     judged: bool = True
     shown: bool = True
     why: str = ""

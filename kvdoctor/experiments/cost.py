@@ -14,7 +14,7 @@ def long_past(deal: Deal) -> Calls:
     for length in LENGTHS:
         if length > deal.scenario.total:
             return
-        expected = (yield deal.reference(length)).logits
+        expected = yield from deal.whole(length)
         exact = deal.contract.exactness != "dynamic-quantisation"
         answer = yield deal.prefill(length - 1, expected[:, :-1] if exact else None)
         past = deal.carry(None, answer, "held")

@@ -1,19 +1,19 @@
 """What the first step may be fed: a past of length 0, a dummy of length 1, the cached branch."""
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.experiments import Calls, Experiment
+from kvdoctor.experiments import Calls, Experiment, grows, several_tokens
 from kvdoctor.feeds import Deal
 
 
 def empty_past(deal: Deal) -> Calls:
     """Past length 0: what Optimum and transformers.js feed."""
-    expected = (yield deal.reference()).logits
+    expected = yield from deal.whole()
     yield deal.prefill(deal.scenario.prompt, expected[:, : deal.scenario.prompt])
 
 
 def dummy_past(deal: Deal) -> Calls:
     """A dummy past of length 1: what bindings that refuse empty tensors feed."""
-    expected = (yield deal.reference()).logits
+    expected = yield from deal.whole()
     yield deal.prefill(deal.scenario.prompt, expected[:, : deal.scenario.prompt], dummy=1)
 
 
@@ -24,17 +24,16 @@ def dummy_past_runs(deal: Deal) -> Calls:
 
 def cached_branch(deal: Deal) -> Calls:
     """The switch already true on the first step, over an empty cache."""
-    expected = (yield deal.reference()).logits
+    expected = yield from deal.whole()
     prompt = deal.scenario.prompt
-    empty = {slot.past: deal.placeholder(slot, 0) for slot in deal.contract.slots}
-    yield deal.decode(0, prompt, dict(empty), expected[:, :prompt])
+    yield deal.decode(0, prompt, deal.first_past(0), expected[:, :prompt])
 
 
 def takes_past(contract: CacheContract) -> str | None:
     """The graph of the first step must have past inputs."""
     if contract.first_step == "no-past-graph":
         return "the graph of the first step takes no past"
-    return None
+    return several_tokens(contract) or grows(contract)
 
 
 def has_switch(contract: CacheContract) -> str | None:

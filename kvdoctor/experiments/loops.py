@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.experiments import Calls, Experiment
-from kvdoctor.feeds import Array, Deal, Loop, Scenario
+from kvdoctor.experiments import Calls, Experiment, always, several_tokens
+from kvdoctor.feeds import Array, Deal, Loop, Past, Scenario
 
 
 def plain(deal: Deal) -> Calls:
     """Feed every returned slot back."""
-    yield from decode_loop(deal, "plain")
+    yield from decode_loop(deal, "plain") if deal.contract.new_tokens is None else replayed(deal)
 
 
 def held(deal: Deal) -> Calls:
@@ -19,7 +19,7 @@ def held(deal: Deal) -> Calls:
 
 def decode_loop(deal: Deal, loop: Loop) -> Calls:
     """Prefill, then one token a step; each step held against the reference run. Ends with the positive controls."""
-    expected = (yield deal.reference()).logits
+    expected = yield from deal.whole()
     start = deal.scenario.prompt
     if deal.contract.exactness == "dynamic-quantisation":
         yield from own_noise(deal, expected)
@@ -35,6 +35,28 @@ def decode_loop(deal: Deal, loop: Loop) -> Calls:
         yield deal.decode(last, last + 1, past_spoilt, expected[:, last:], kind="control", label=spoilt)
 
 
+def replayed(deal: Deal) -> Calls:
+    """Without a reference run: the same tokens one by one, twice from an empty state, must give the same logits.
+
+    The control shows that what is carried matters. More cannot be told from a graph that takes one token at a time.
+    """
+    logits: list[Array] = []
+    for again in (False, True):
+        past: Past | None = None
+        for position in range(deal.scenario.total):
+            before, expected = past, logits[position] if again else None
+            if past is None:
+                answer = yield deal.prefill(1, expected)
+            else:
+                answer = yield deal.decode(position, position + 1, past, expected)
+            logits += [] if again else [answer.logits]
+            past = deal.carry(past, answer, "plain")
+    assert before is not None  # noqa: S101 - a scenario has two steps or more
+    last = deal.scenario.total - 1
+    for spoilt, past_spoilt in deal.spoil(before):
+        yield deal.decode(last, last + 1, past_spoilt, logits[last], kind="control", label=spoilt)
+
+
 def own_noise(deal: Deal, expected: Array) -> Calls:
     """Shorter sequences without any cache: what they differ by from the whole one is no fault of a cache."""
     for stop in range(deal.scenario.prompt, deal.scenario.total):
@@ -43,7 +65,7 @@ def own_noise(deal: Deal, expected: Array) -> Calls:
 
 def rows_alone(deal: Deal) -> Calls:
     """Each row of a batch by itself, without a cache, held against what it gives beside its neighbour."""
-    together = (yield deal.reference()).logits
+    together = yield from deal.whole()
     for row in range(deal.scenario.batch):
         yield replace(deal.row(row).reference(), kind="step", expected=together[row : row + 1])
 
@@ -58,14 +80,14 @@ def has_exact_rows(contract: CacheContract) -> str | None:
 def has_something_to_hold(contract: CacheContract) -> str | None:
     """The held loop differs from the plain one only where a returned slot is to be held."""
     if any(slot.present is not None for slot in contract.held):
-        return None
+        return several_tokens(contract)
     return "no returned slot is to be held: the same as the plain loop"
 
 
 def takes_encoder_states(contract: CacheContract) -> str | None:
     """Encoder lengths can be varied only where there is an encoder, and where its length is not a number."""
-    if not contract.has_encoder_states:
-        return "the decoder takes no encoder states"
+    if several_tokens(contract) or not contract.has_encoder_states:
+        return several_tokens(contract) or "the decoder takes no encoder states"
     sizes = [port.shape for graph in contract.graphs.values() for port in graph.inputs if port.role == "encoder_states"]
     if all(shape and isinstance(shape[1], int) for shape in sizes):
         return "the encoder length is a fixed number"
@@ -80,6 +102,8 @@ def takes_encoder_states(contract: CacheContract) -> str | None:
 def takes_any_batch(contract: CacheContract) -> str | None:
     """The batch can be varied only where no decoder input declares it as a number."""
     ports = [port for phase in contract.phases.values() for port in contract.graphs[phase.graph].inputs]
+    if several_tokens(contract):
+        return several_tokens(contract)
     for port in ports:
         if "batch" in port.axes and isinstance((port.shape or ())[port.axes.index("batch")], int):
             return f"the batch of {port.name!r} is a fixed number"
@@ -87,7 +111,7 @@ def takes_any_batch(contract: CacheContract) -> str | None:
 
 
 EXPERIMENTS = (
-    Experiment("plain-loop", "every returned slot fed back, one token a step", plain, order=1),
+    Experiment("plain-loop", "every returned slot fed back, one token a step", plain, applies=always, order=1),
     Experiment("held-loop", "cross-attention cache of the prefill held", held, applies=has_something_to_hold, order=2),
     Experiment("batch", "the held loop with batch 2", held, Scenario(batch=2), applies=takes_any_batch, order=3),
     Experiment(

@@ -1,6 +1,7 @@
 """What desperate teams try when the plain loop fails, each with its outcome."""
 
-from kvdoctor.experiments import Calls, Experiment
+from kvdoctor.contract import CacheContract
+from kvdoctor.experiments import Calls, Experiment, grows, several_tokens
 from kvdoctor.feeds import Deal
 
 STEPS_WITHOUT_CACHE = 3
@@ -8,7 +9,7 @@ STEPS_WITHOUT_CACHE = 3
 
 def same_cache(deal: Deal) -> Calls:
     """The cache of the prefill fed at every step, presents ignored."""
-    expected = (yield deal.reference()).logits
+    expected = yield from deal.whole()
     start = deal.scenario.prompt
     answer = yield deal.prefill(start, expected[:, :start])
     past = deal.carry(None, answer, "held")
@@ -18,7 +19,7 @@ def same_cache(deal: Deal) -> Calls:
 
 def all_ids(deal: Deal) -> Calls:
     """All ids so far at every step, with the cache as well."""
-    expected = (yield deal.reference()).logits
+    expected = yield from deal.whole()
     start = deal.scenario.prompt
     answer = yield deal.prefill(start, expected[:, :start])
     past = deal.carry(None, answer, "held")
@@ -29,7 +30,7 @@ def all_ids(deal: Deal) -> Calls:
 
 def late_cache(deal: Deal) -> Calls:
     """No cache for the first steps, then the plain loop."""
-    expected = (yield deal.reference()).logits
+    expected = yield from deal.whole()
     start = deal.scenario.prompt + STEPS_WITHOUT_CACHE
     for stop in range(deal.scenario.prompt, start + 1):
         answer = yield deal.prefill(stop, expected[:, :stop])
@@ -39,11 +40,20 @@ def late_cache(deal: Deal) -> Calls:
         past = deal.carry(past, answer, "plain")
 
 
+def has_length(contract: CacheContract) -> str | None:
+    """These loops go wrong by the length of the past: a buffer of fixed size shows nothing of it."""
+    ids = contract.graph("decode").port("token_ids")
+    if ids is not None and ids.shape and isinstance(ids.shape[-1], int):
+        return f"a decode step takes {ids.shape[-1]} new token only"
+    return several_tokens(contract) or grows(contract)
+
+
 EXPERIMENTS = (
     Experiment(
         "same-cache",
         "the cache of the prefill fed at every step",
         same_cache,
+        applies=has_length,
         judged=False,
         why="the cache never learns the new tokens",
         order=20,
@@ -52,6 +62,7 @@ EXPERIMENTS = (
         "all-ids-with-cache",
         "all ids so far, with a cache",
         all_ids,
+        applies=has_length,
         judged=False,
         why="tokens in the cache count twice",
         order=21,

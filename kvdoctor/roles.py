@@ -1,0 +1,170 @@
+"""The part that each input and output plays besides the cache: by name first, by what the graph does with it else."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvdoctor.axes import as_number
+from kvdoctor.cache_operators import ports_of
+from kvdoctor.contract import Axis, Port, Role
+from kvdoctor.dataflow import KEEPS, MIXES, PRODUCTS, SOFTMAX, Dataflow
+from kvdoctor.dialects import RoleRule, axes
+from kvdoctor.graph import Declared
+
+INTEGERS = ("int64", "int32")
+LOOKUPS = {"Gather": 1, "GatherBlockQuantized": 1, "EmbedLayerNormalization": 0}
+ROTATIONS = {"RotaryEmbedding": 1, "Cos": 0, "Sin": 0}
+LOGIC = {
+    "Equal",
+    "Greater",
+    "GreaterOrEqual",
+    "Less",
+    "LessOrEqual",
+    "And",
+    "Or",
+    "Not",
+    "CumSum",
+    "ReduceMax",
+    "Trilu",
+}
+NEAR = 600
+FEW_ROWS = 8
+"""A table of fewer rows holds kinds of tokens (segments, languages), not positions."""
+
+
+def ruled(port: Declared, rules: Iterable[RoleRule]) -> Port | None:
+    """A port as the first fitting rule has it."""
+    rank = len(port.shape) if port.shape is not None else None
+    rule = next((rule for rule in rules if rule.fits(port.name, port.dtype, rank)), None)
+    if rule is None:
+        return None
+    if port.shape is None:
+        return Port(port.name, port.dtype, None, rule.role)
+    named_axes = axes(rule.order)
+    shape = tuple(as_number(dim, axis) for dim, axis in zip(port.shape, named_axes, strict=True))
+    return Port(port.name, port.dtype, shape, rule.role, named_axes)
+
+
+def named(port: Declared, rules: Iterable[RoleRule]) -> Role | None:
+    """The role of a name whatever the rank: tells a known input of an unknown shape from an unknown one."""
+    return next((rule.role for rule in rules if rule.fits(port.name, port.dtype, len(rule.order))), None)
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What dataflow tells of the unnamed inputs of one graph. `vocabulary` is the width of its logits, if known."""
+
+    dataflow: Dataflow
+    inputs: dict[str, Declared]
+    vocabulary: int | None
+
+    def token_ids(self, candidates: Iterable[str]) -> str | None:
+        """The integer input that looks rows up in the table of words."""
+        tables = {name: rows for name in candidates if (rows := self._table_rows(name)) is not None}
+        exact = [name for name, rows in tables.items() if rows == self.vocabulary]
+        if len(exact) == 1:
+            return exact[0]
+        largest = max(tables.values(), default=0)
+        fitting = [name for name, rows in tables.items() if rows == largest]
+        return fitting[0] if len(fitting) == 1 else None
+
+    def role(self, name: str, cross_sites: set[int]) -> tuple[Role, tuple[Axis, ...]] | None:
+        """The part of an input that no name rule knows. `cross_sites` are the attentions over encoder states."""
+        port = self.inputs[name]
+        rank = len(port.shape) if port.shape is not None else 0
+        by_port = self._operator_role(name)
+        if by_port is not None:
+            return by_port, axes("B") if rank == 1 else axes("1" * rank)
+        if port.dtype in INTEGERS and rank in (1, 2, 3) and self._counts_places(name):
+            return ("position_ids", axes("BQ" if rank == 2 else "1BQ")) if rank > 1 else ("cache_position", axes("Q"))
+        sites = self.mask_sites(name)
+        if rank == 2 and sites:
+            return ("encoder_mask", axes("BE")) if sites <= cross_sites else ("attention_mask", axes("BT"))
+        if rank == 4 and sites:
+            return "additive_mask", axes("B1QT")
+        if rank == 3 and port.dtype.startswith(("float", "bfloat")):
+            projected = self.dataflow.use(name)
+            if projected is not None and projected.part == "memory":
+                return "encoder_states", axes("BED")
+        return None
+
+    def _counts_places(self, name: str) -> bool:
+        """Whether an input looks like positions: rotated by, or looked up in a table longer than one of kinds."""
+        rows = self._table_rows(name)
+        return rows >= FEW_ROWS if rows is not None else self._reaches(name, LOOKUPS, ROTATIONS)
+
+    def mask_sites(self, name: str) -> set[int]:
+        """The attentions whose scores an input takes part in without passing a product or a table: those it masks."""
+        found, waiting, seen = set(), deque([name]), {name}
+        while waiting:
+            for node, index in self.dataflow.flow.consumers.get(waiting.popleft(), ()):
+                ports = ports_of(node.domain, node.op)
+                if node.op in SOFTMAX or (ports is not None and index in ports.mask):
+                    found.add(node.index)
+                elif node.op in KEEPS or node.op in MIXES or node.op in LOGIC or node.op == "ReduceSum":
+                    for output in node.outputs:
+                        if output and output not in seen:
+                            seen.add(output)
+                            waiting.append(output)
+        return found
+
+    def softmax_behind(self, product: int) -> set[int]:
+        """The Softmax that a product of queries and keys runs into, or the fused operator itself."""
+        flow = self.dataflow.flow
+        start = flow.nodes[product]
+        if ports_of(start.domain, start.op) is not None:
+            return {product}
+        waiting, seen = deque(start.outputs), set(start.outputs)
+        while waiting:
+            for node, _ in flow.consumers.get(waiting.popleft(), ()):
+                if node.op in SOFTMAX:
+                    return {node.index}
+                if node.op in KEEPS or node.op in MIXES:
+                    fresh = [output for output in node.outputs if output and output not in seen]
+                    seen.update(fresh)
+                    waiting.extend(fresh)
+        return set()
+
+    def _table_rows(self, name: str) -> int | None:
+        """Rows of the constant table that an integer input looks up without being reckoned with first."""
+        if self.inputs[name].dtype not in INTEGERS:
+            return None
+        flow, waiting, seen = self.dataflow.flow, deque([name]), {name}
+        while waiting and len(seen) < NEAR:
+            for node, index in flow.consumers.get(waiting.popleft(), ()):
+                if LOOKUPS.get(node.op) == index:
+                    table = flow.constant(node.inputs[0 if index else 2])
+                    if table is not None and len(table.dims) >= 2:
+                        return int(table.dims[0])
+                elif node.op in KEEPS or node.op in ("Clip", "Where", "Max"):
+                    fresh = [output for output in node.outputs if output and output not in seen]
+                    seen.update(fresh)
+                    waiting.extend(fresh)
+        return None
+
+    def _reaches(self, name: str, *goals: dict[str, int]) -> bool:
+        """Whether an input reaches one of some operators before long, reckoned with or not."""
+        flow, waiting, seen = self.dataflow.flow, deque([name]), {name}
+        while waiting and len(seen) < NEAR:
+            for node, index in flow.consumers.get(waiting.popleft(), ()):
+                if any(goal.get(node.op) == index for goal in goals):
+                    return True
+                if node.op in KEEPS or node.op in MIXES or node.op in PRODUCTS or node.op in LOGIC:
+                    fresh = [output for output in node.outputs if output and output not in seen]
+                    seen.update(fresh)
+                    waiting.extend(fresh)
+        return False
+
+    def _operator_role(self, name: str) -> Role | None:
+        """The meaning that a cache operator gives to the input at one of its ports."""
+        flow, waiting, seen = self.dataflow.flow, deque([name]), {name}
+        while waiting and len(seen) < NEAR:
+            for node, index in flow.consumers.get(waiting.popleft(), ()):
+                ports = ports_of(node.domain, node.op)
+                if ports is not None and index in ports.roles:
+                    return ports.roles[index]  # type: ignore[return-value]
+                if index in KEEPS.get(node.op, ()):
+                    fresh = [output for output in node.outputs if output and output not in seen]
+                    seen.update(fresh)
+                    waiting.extend(fresh)
+        return None

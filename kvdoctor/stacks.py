@@ -1,0 +1,274 @@
+"""From files to stacks: the part that each file plays, and which files decode together.
+
+A stack is the merged decoder with its encoder, a graph that makes the cache with the graph that takes it, or one
+decoder that takes a past of any length; each variant (`_q4`, `_fp16`, ...) makes a stack of its own.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from kvdoctor.cache_operators import CONTRIB, DECODING_OPERATORS
+from kvdoctor.dataflow import Dataflow
+from kvdoctor.dialects import ENCODER_LIKE, spoken
+from kvdoctor.errors import UnreadableError
+from kvdoctor.external_data import ExternalFile, ExternalProblem
+from kvdoctor.flow import TooLarge, flow_of
+from kvdoctor.graph import GraphView
+from kvdoctor.onnx_schema import GraphProto, ModelProto
+from kvdoctor.skeleton import Skeleton
+
+FileRole = Literal["encoder", "decoder", "decoder-with-past", "decoder-merged", "generator", "other", "unreadable"]
+StackKind = Literal["merged", "pair", "decoder-only", "unpaired", "operator"]
+
+STEM = re.compile(
+    r"(?P<stem>encoder_model|decoder_model_merged|decoder_with_past_model|decoder_model|model)(?P<suffix>_\w+)?",
+    re.ASCII,
+)
+NAMED_ROLES: dict[str, FileRole] = {
+    "encoder_model": "encoder",
+    "decoder_model_merged": "decoder-merged",
+    "decoder_with_past_model": "decoder-with-past",
+    "decoder_model": "decoder",
+}
+PART_WORDS = re.compile(
+    r"uncached|cached|decoder_with_past|with_past|encoder_decoder_init|decoder_init|encoder|decoder|decode|prefill"
+    r"|init|merged|model",
+    re.ASCII | re.IGNORECASE,
+)
+FLOATS = {"float", "float16", "bfloat16", "double", "uint8", "int8"}
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """One ONNX file. `name` is its path relative to the folder, with forward slashes."""
+
+    path: Path
+    name: str
+    role: FileRole
+    skeleton: Skeleton | None = None
+    view: GraphView | None = None
+    problem: UnreadableError | None = None
+    external: tuple[ExternalFile, ...] = ()
+    external_problems: tuple[ExternalProblem, ...] = ()
+
+    @property
+    def suffix(self) -> str:
+        """What is left of the name without the words for the file's part: `_q4` of `decoder_model_q4.onnx`."""
+        match = STEM.fullmatch(self.path.stem)
+        if match:
+            return match["suffix"] or ""
+        rest = PART_WORDS.sub("", self.path.stem).strip("-_. ")
+        return f"_{rest}" if rest else ""
+
+    @property
+    def dataflow(self) -> Dataflow | None:
+        """What the graph does with its inputs when the cache is used; None where it is too large to be followed."""
+        return followed(self.view) if self.view is not None else None
+
+    @property
+    def first_dataflow(self) -> Dataflow | None:
+        """The same for the first step: of a merged decoder the branch without past."""
+        return followed(self.view, cached=self.view.branches is None) if self.view is not None else None
+
+
+@dataclass(frozen=True)
+class StackFiles:
+    """The files of one stack by role. `name` is unique in the folder; `suffix` included."""
+
+    name: str
+    kind: StackKind
+    files: dict[FileRole, OnnxFile]
+    operator: str | None = None
+
+    @property
+    def main(self) -> OnnxFile:
+        """The file that decodes with the cache."""
+        return next(
+            self.files[role] for role in ("decoder-merged", "decoder-with-past", "decoder") if role in self.files
+        )
+
+
+def role_of(path: Path, view: GraphView) -> FileRole:
+    """The part a file plays, by its graph; its name decides only between graphs that look alike."""
+    if decoding_operator(view) is not None:
+        return "generator"
+    match = STEM.fullmatch(path.stem)
+    named = NAMED_ROLES.get(match["stem"]) if match else None
+    if takes_past(view):
+        if view.branches is not None:
+            return "decoder-merged"
+        return "decoder-with-past" if named == "decoder-with-past" else "decoder"
+    encoder_like = named == "encoder" or any(ENCODER_LIKE.fullmatch(name) for name in view.outputs)
+    if has_logits(view) and _makes_cache(view):
+        return "decoder"
+    if encoder_like or "encoder" in path.stem.lower():
+        return "encoder"
+    if _makes_cache(view):
+        return "decoder"
+    return "other"
+
+
+def takes_past(view: GraphView) -> bool:
+    """Whether inputs are named like a cache, or are followed into an attention and out of the graph again."""
+    return _cache_like(view.inputs) or spoken(view.inputs) is not None or bool(_followed_states(view))
+
+
+def has_logits(view: GraphView) -> bool:
+    """Whether the graph gives logits by name."""
+    return any(name in ("logits", "output.logits") for name in view.outputs)
+
+
+def decoding_operator(view: GraphView) -> str | None:
+    """The operator of the main graph that runs the whole decode loop, if there is one."""
+    found = (n.op_type for n in view.model.graph.node if n.domain == CONTRIB and n.op_type in DECODING_OPERATORS)
+    return next(found, None)
+
+
+def group(files: tuple[OnnxFile, ...], genai: dict[str, Any]) -> Iterator[StackFiles]:
+    """Group the files: as genai_config.json says, else by suffix, and there merged, pair and single decoders."""
+    configured = _configured(files, genai)
+    if configured is not None:
+        yield configured
+        used = {file.name for file in configured.files.values()}
+        files = tuple(file for file in files if file.name not in used)
+    encoders = {file.suffix: file for file in files if file.role == "encoder"}
+    for suffix in sorted({file.suffix for file in files}):
+        mine = [file for file in files if file.suffix == suffix]
+        encoder = encoders.get(suffix) or encoders.get("")
+        shared: dict[FileRole, OnnxFile] = {"encoder": encoder} if encoder else {}
+        yield from _grouped(mine, shared, suffix.replace("_", "-"))
+
+
+def _grouped(mine: list[OnnxFile], shared: dict[FileRole, OnnxFile], tail: str) -> Iterator[StackFiles]:
+    merged = [file for file in mine if file.role == "decoder-merged"]
+    for file in merged:
+        name = "merged" if len(merged) == 1 else f"merged-{file.path.stem}"
+        yield StackFiles(name + tail, "merged", {"decoder-merged": file, **shared})
+    for file in (file for file in mine if file.role == "generator"):
+        yield _opened(file, tail)
+    pair = _pair(mine)
+    if pair is not None:
+        first, later = pair
+        yield StackFiles("pair" + tail, "pair", {"decoder": first, "decoder-with-past": later, **shared})
+    lonely = next((f for f in mine if f.role == "decoder-with-past" and pair is None), None)
+    if lonely:
+        # Without a cross-attention cache the file can take an empty past, and needs no other one.
+        crossed = any(".encoder." in name for name in lonely.view.inputs) if lonely.view else False
+        kind: StackKind = "unpaired" if crossed else "decoder-only"
+        yield StackFiles("with-past" + tail, kind, {"decoder-with-past": lonely, **shared})
+    paired = {file.name for file in pair or ()}
+    for file in (f for f in mine if f.role == "decoder" and f.name not in paired):
+        named = STEM.fullmatch(file.path.stem)
+        assert file.view is not None  # noqa: S101 - only read files have the role
+        if takes_past(file.view):
+            name = "decoder" if named or not PART_WORDS.sub("", file.path.stem).strip("-_. ") else file.path.stem
+            yield StackFiles(name + tail if named else name, "decoder-only", {"decoder": file, **shared})
+        elif not (named and (merged or pair)):
+            # The no-past half alone. Beside a merged decoder it is a spare copy of one of its branches.
+            yield StackFiles("first-step" + tail, "unpaired", {"decoder": file, **shared})
+
+
+def _pair(mine: list[OnnxFile]) -> tuple[OnnxFile, OnnxFile] | None:
+    """The graph that makes the cache, and the one that takes it."""
+    with_past = next((file for file in mine if file.role == "decoder-with-past"), None)
+    named = next((f for f in mine if f.role == "decoder" and NAMED_ROLES.get(_stem(f)) == "decoder"), None)
+    if with_past and named:
+        return named, with_past
+    decoders = [file for file in mine if file.role == "decoder" and _stem(file) not in ("model", "decoder_model")]
+    takers = [file for file in decoders if file.view and takes_past(file.view)]
+    makers = [file for file in decoders if file not in takers]
+    by_name = {_stem(file): file for file in decoders}
+    if {"prefill", "decode"} <= set(by_name):
+        return by_name["prefill"], replace(by_name["decode"], role="decoder-with-past")
+    if len(takers) == 1 and len(makers) == 1:
+        return makers[0], replace(takers[0], role="decoder-with-past")
+    return None
+
+
+def _stem(file: OnnxFile) -> str:
+    match = STEM.fullmatch(file.path.stem)
+    return match["stem"] if match else file.path.stem
+
+
+def _configured(files: tuple[OnnxFile, ...], genai: dict[str, Any]) -> StackFiles | None:
+    """The stack that genai_config.json describes; a pipeline of several graphs is not put together here."""
+    model = genai.get("model")
+    parts = {part: model.get(part) for part in ("decoder", "encoder")} if isinstance(model, dict) else {}
+    named = {
+        part: entry["filename"] for part, entry in parts.items() if isinstance(entry, dict) and "filename" in entry
+    }
+    by_name = {file.name: file for file in files if file.view is not None}
+    decoder = by_name.get(str(named.get("decoder")))
+    if decoder is None:
+        return None
+    chosen: dict[FileRole, OnnxFile] = {"decoder": decoder}
+    if encoder := by_name.get(str(named.get("encoder"))):
+        chosen["encoder"] = replace(encoder, role="encoder")
+    return StackFiles("decoder", "decoder-only", chosen)
+
+
+def _opened(file: OnnxFile, tail: str) -> StackFiles:
+    """The decoder inside an operator that runs the whole loop, as a graph of its own."""
+    assert file.view is not None  # noqa: S101 - only read files have the role
+    operator = decoding_operator(file.view)
+    node = next(node for node in file.view.model.graph.node if node.op_type == operator)
+    bodies = {attribute.name: attribute.g for attribute in node.attribute if attribute.HasField("g")}
+    chosen: dict[FileRole, OnnxFile] = {}
+    for part, role in (("decoder", "decoder"), ("encoder", "encoder")):
+        if part in bodies:
+            view = GraphView(_alone(file.view.model, bodies[part]))
+            chosen[role] = replace(file, view=view, role=role)  # type: ignore[index, arg-type]
+    chosen.setdefault("decoder", file)
+    return StackFiles(f"{file.path.stem}{tail if STEM.fullmatch(file.path.stem) else ''}", "operator", chosen, operator)
+
+
+def _alone(model: ModelProto, graph: GraphProto) -> ModelProto:
+    """A subgraph as a model; initializers of the main graph that it uses stay behind, as nothing runs it."""
+    return ModelProto(
+        ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions, graph=graph
+    )
+
+
+def followed(view: GraphView, cached: bool = True) -> Dataflow | None:
+    """Follow a graph, once: with or without the cached branch. None where it is too large."""
+    known = _FOLLOWED.setdefault(view, {})
+    if cached not in known:
+        try:
+            known[cached] = Dataflow(flow_of(view, cached))
+        except TooLarge:
+            known[cached] = None
+    return known[cached]
+
+
+_FOLLOWED: WeakKeyDictionary[GraphView, dict[bool, Dataflow | None]] = WeakKeyDictionary()
+
+
+def _followed_states(view: GraphView) -> list[str]:
+    """Inputs that no name tells to be a cache, and the dataflow does."""
+    found = []
+    for name, port in view.inputs.items():
+        if port.dtype in FLOATS and port.shape is not None and len(port.shape) >= 3:
+            dataflow = followed(view)
+            state = dataflow.state(name, len(port.shape)) if dataflow is not None else None
+            if state and state.joined and (state.output or state.delta) and state.use and state.use.part != "conv":
+                found.append(name)
+    return found
+
+
+def _makes_cache(view: GraphView) -> bool:
+    """Whether outputs are named like a cache, or are used as keys and values on their way out."""
+    if _cache_like(view.outputs):
+        return True
+    wide = [name for name, port in view.outputs.items() if port.shape is not None and len(port.shape) >= 3]
+    if len(wide) < 2:
+        return False
+    dataflow = followed(view)
+    return dataflow is not None and any(dataflow.made(name) is not None for name in wide)
+
+
+def _cache_like(ports: dict[str, Any]) -> bool:
+    return any(name.startswith(("past", "present", "cache_")) or ".past" in name for name in ports)
