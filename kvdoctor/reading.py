@@ -11,7 +11,7 @@ from kvdoctor.dialects import CACHE_LIKE, Dialect, axes, inputs, spoken
 from kvdoctor.graph import ELEMENT_TYPES, Declared, GraphView
 from kvdoctor.model_folder import SideCars
 from kvdoctor.roles import Looks, named, ruled
-from kvdoctor.slots import SlotReader
+from kvdoctor.slots import SlotReader, shared_pasts
 from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.trace import Run
 
@@ -167,7 +167,8 @@ class _Reader:
     def _decoder_graph(self, file: OnnxFile, slots: tuple[Slot, ...], ids: str | None) -> Graph:
         view = _view(file)
         switch = view.branches[0] if view.branches else None
-        pasts = {slot.past: slot for slot in slots}
+        shared = shared_pasts(_view(self.decode), view, {slot.past for slot in slots})
+        pasts = {slot.past: slot for slot in slots if slot.past in shared}
         looks = Looks(file.first_dataflow, view.inputs, self._logits_width(view)) if file.first_dataflow else None
         cross = self._cross_sites(file, slots, looks)
         ports = []
@@ -179,7 +180,8 @@ class _Reader:
                 ports.append(Port(port.name, port.dtype, slot.shape, "past", slot.axes))
             else:
                 ports.append(self._input(port, file, ids, looks, cross))
-        presents = {name for slot in slots for name in (slot.present, slot.filled_by) if name is not None}
+        made = {slot.filled_by for slot in slots}
+        presents = made if file is self.first is not self.decode else made | {slot.present for slot in slots}
         outputs = [self._output(port, presents) for port in view.outputs.values()]
         fed = any(port.role in ("token_ids", "token_and_position", "embeddings") for port in ports)
         return Graph(file.name, tuple(ports), tuple(_with_logits(outputs) if fed else outputs))
@@ -243,7 +245,7 @@ class _Reader:
                         found |= looks.softmax_behind(use.site)
         return found
 
-    def _output(self, port: Declared, presents: set[str]) -> Port:
+    def _output(self, port: Declared, presents: set[str | None]) -> Port:
         if port.name in presents or port.name.startswith("present"):
             return _port(port, "present")
         rules = (*(self.dialect.outputs if self.dialect else ()), *inputs.OUTPUTS)

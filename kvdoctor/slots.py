@@ -195,11 +195,12 @@ class SlotReader:
 
     def _filled(self, slot: Slot, name: SlotName | None) -> Slot:
         """Add what first fills the slot, and what the first step is fed."""
+        takes_too = shared_pasts(_view(self.decode), _view(self.first), {slot.past})
         if self.first is not self.decode or _view(self.decode).branches is not None:
             filled = self._filled_by_first(slot, name)
             if filled is not None:
                 first: First = "prefill" if self.first is not self.decode else "ignored"
-                if self.first is not self.decode and slot.past in _view(self.first).inputs:
+                if self.first is not self.decode and slot.past in takes_too:
                     first = "zeros" if slot.growth not in ("grow", "shared") else "empty"
                 if self.first is self.decode and slot.present is None:
                     # Both branches of a merged decoder return the same outputs.
@@ -231,13 +232,19 @@ class SlotReader:
 
     def _filled_by_first(self, slot: Slot, name: SlotName | None) -> str | None:
         outputs = _view(self.first).outputs
-        for named in (slot.present, name.filled_by if name else None, name.present if name else None):
+        own = slot.present if name is not None or self._alike else None
+        for named in (own, name.filled_by if name else None, name.present if name else None):
             if named is not None and named in outputs:
                 return named
         if name is not None and name.present is not None:
             return None
         made = sorted((m for m in self._made if (m.kind, m.part) == (slot.kind, slot.part)), key=lambda m: m.site)
         return made[slot.layer].name if slot.layer is not None and 0 <= slot.layer < len(made) else None
+
+    @property
+    def _alike(self) -> bool:
+        """Whether both graphs call their outputs the same: names made by counting say nothing of one another."""
+        return set(_view(self.decode).outputs) <= set(_view(self.first).outputs)
 
     @property
     def _made(self) -> Iterator[Made]:
@@ -261,6 +268,18 @@ class SlotReader:
         return tuple(
             dim if isinstance(dim, int) else self.numbers.get(axis, dim) for dim, axis in zip(shape, axes, strict=True)
         )
+
+
+def shared_pasts(decode: GraphView, first: GraphView, pasts: set[str]) -> set[str]:
+    """The pasts that the first graph takes as well: inputs of the same name, element type and rank.
+
+    The name alone does not tell: where tensors are numbered, t7 of one graph has nothing to do with t7 of another.
+    """
+
+    def kind(port: Declared | None) -> tuple[str, int] | None:
+        return (port.dtype, len(port.shape or ())) if port is not None else None
+
+    return {name for name in pasts if name in first.inputs and kind(first.inputs[name]) == kind(decode.inputs[name])}
 
 
 def _view(file: OnnxFile) -> GraphView:

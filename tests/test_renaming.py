@@ -87,7 +87,11 @@ def test_the_slots_are_the_same_under_any_names(name: str, seed: int, tmp_path: 
         assert not contract.missing, contract.missing
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "marian-4.57.6"])
-def test_a_renamed_export_is_driven(name: str, tmp_path: Path) -> None:
-    report = step_test(str(rename_folder(name, tmp_path / name, 5)), Options(consumer="held"))
+# The later seeds give inputs of the two graphs of a pair the same name: t196 is a past here, the encoder's there.
+DRIVEN = [("gpt2", 5), ("llama-gqa", 5), ("marian-4.46.3", 7), ("marian-4.57.6", 3), ("t5", 7), ("whisper", 3)]
+
+
+@pytest.mark.parametrize(("name", "seed"), [*DRIVEN, ("whisper", 7)])
+def test_a_renamed_export_is_driven(name: str, seed: int, tmp_path: Path) -> None:
+    report = step_test(str(rename_folder(name, tmp_path / name, seed)), Options(consumer="held"))
     assert report.verdict == "healthy", [finding.cause for finding in report.findings]

@@ -64,7 +64,9 @@ def _wrong_lengths(case: Case) -> Iterator[tuple[Slot, Step, Seen, int]]:
 
 def _right_lengths(slot: Slot, step: Step, at: int) -> set[int | None]:
     """The lengths that a slot may rightly have after a step, in tokens; None where nothing says."""
-    fed = step.fed[slot.past].shape[at] if slot.past in step.fed else slot.size("capacity")
+    shape = step.fed[slot.past].shape if slot.past in step.fed else ()
+    # In the first graph of a pair another input may bear the name.
+    fed = shape[at] if len(shape) == len(slot.axes) else slot.size("capacity")
     total = step.past_length + step.new_tokens
     if slot.growth == "delta":
         return {step.new_tokens}

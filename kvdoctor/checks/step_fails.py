@@ -16,7 +16,7 @@ from kvdoctor.case import Case
 from kvdoctor.checks.growth import has_wrong_lengths
 from kvdoctor.contract import describe
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
-from kvdoctor.trace import Run
+from kvdoctor.trace import Run, Seen, Step
 
 OTHER_USES: dict[str, tuple[str, Severity]] = {
     "one-token-prompt": ("a prompt of one token", "error"),
@@ -25,6 +25,8 @@ OTHER_USES: dict[str, tuple[str, Severity]] = {
     "other-encoder-length": ("an encoder length other than the first", "warning"),
 }
 """Experiments with other sizes than the judged loop: what they stand for, and the severity where only they fail."""
+
+TELLING = ("token_ids", "token_and_position", "embeddings", "past")
 
 EXPORT_AGAIN = Advice("re-export", "export again with sample sizes of 2 or more, all different")
 
@@ -93,11 +95,19 @@ def _rejects_empty_past(case: Case) -> bool:
     return empty is not None and empty.outcome == "failed" and dummy is not None and dummy.outcome == "passed"
 
 
+def _telling(case: Case, step: Step | None) -> list[tuple[str, Seen]]:
+    """The tokens and pasts that a call was fed."""
+    if step is None or case.contract is None:
+        return []
+    decode = step.phase == "decode"
+    ports = case.contract.graph("decode" if decode else "prefill").inputs
+    return [(port.name, step.fed[port.name]) for port in ports if port.role in TELLING and port.name in step.fed]
+
+
 def _fault(case: Case, run: Run, severity: Severity, cause: str, promised: str) -> Fault:
     place = f'{run.node.op} "{run.node.name}"' if run.node else f"file {case.decode_file}"
     step = run.steps[-1] if run.steps else None
-    fed = {name: seen for name, seen in step.fed.items() if name.startswith("past") or "ids" in name} if step else {}
-    shown = ", ".join(f"{name} {describe(seen.dtype, seen.shape)}" for name, seen in list(fed.items())[:3])
+    shown = ", ".join(f"{name} {describe(seen.dtype, seen.shape)}" for name, seen in _telling(case, step)[:3])
     call = "reference run" if step and step.phase == "reference" else f"step {run.failed_step}"
     return Fault(
         severity=severity,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from kvdoctor.case import first_and_count
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.findings import Finding
+from kvdoctor.report import contract_words
 from kvdoctor.report.document import FileFacts, Report, StackFacts
 from kvdoctor.trace import Run, Seen, Step
 
@@ -79,7 +80,9 @@ def steps_table(run: Run, contract: CacheContract) -> tuple[list[str], list[list
 
 
 def _fed_and_returned(step: Step, slot: Slot, run: Run) -> str:
-    fed = _shape(step.fed.get(slot.past)) if slot.past in step.fed else "-"
+    given = step.fed.get(slot.past)
+    # In the first graph of a pair another input may bear the name.
+    fed = _shape(given) if given is not None and len(given.shape) == len(slot.axes) else "-"
     if not step.returned:
         return f"{fed} -> fails"
     name = slot.filled_by if step.phase == "prefill" else slot.present
@@ -107,71 +110,10 @@ def contract_rows(stack: StackFacts) -> Iterator[tuple[str, str]]:
     if contract is None:
         return
     yield "layout", f"{stack.layout}: {', '.join(stack.files)}"
-    if contract.slots:
-        yield "cache", _cache_in_words(contract)
-    yield "axes", _axes(contract)
-    yield "first step", _first_step(contract)
-    yield "feed", _fed(contract)
-    for verb, carry in (("feed back", "feed-back"), ("hold", "hold")):
-        slots = [slot for slot in contract.slots if slot.carry == carry]
-        if slots:
-            yield verb, _carried(slots, verb)
+    yield from contract_words.rows(contract)
     yield from _memory(stack)
     for lacking in contract.missing[:6]:
         yield "missing", f"{lacking.subject}: {lacking.reason}"
-
-
-def _cache_in_words(contract: CacheContract) -> str:
-    slot = contract.slots[0]
-    layers = len({slot.layer for slot in contract.slots})
-    kinds = [kind for kind in ("self-attention", "cross-attention") if contract.of_kind(kind)]
-    sizes = f"{slot.size('kv_heads') or '?'} kv_heads, head_dim {slot.size('head_dim') or '?'}"
-    return f"{layers} layers, {sizes}, {slot.dtype}; {' and '.join(kinds)} cache, axes {', '.join(slot.axes)}"
-
-
-def _axes(contract: CacheContract) -> str:
-    """What each axis is called where it is dynamic, and how large it is where it is a number."""
-    dynamic: dict[str, dict[str, None]] = {}
-    fixed: dict[str, dict[str, None]] = {}
-    for phase in contract.phases.values():
-        for port in contract.graphs[phase.graph].inputs:
-            for axis, size in zip(port.axes, port.shape or (), strict=False):
-                if axis != "fixed":
-                    (fixed if isinstance(size, int) else dynamic).setdefault(axis, {})[str(size or "unnamed")] = None
-    parts = [f"{title} {_listed(found)}" for title, found in (("dynamic:", dynamic), ("fixed:", fixed)) if found]
-    return "; ".join(parts)
-
-
-def _listed(found: dict[str, dict[str, None]]) -> str:
-    return ", ".join(f"{axis} = {' or '.join(names)}" for axis, names in found.items())
-
-
-def _first_step(contract: CacheContract) -> str:
-    switch = contract.graph("decode").port("branch_switch")
-    match contract.first_step:
-        case "no-past-branch":
-            name = switch.name if switch else "the switch"
-            return f"{name} = false, past inputs of any length (0 is usual, they are ignored); true on every later step"
-        case "no-past-graph":
-            first, later = contract.graph("prefill").file, contract.graph("decode").file
-            return f"{first}, which takes no past; every later step {later}"
-    return "a past of length 0"
-
-
-def _fed(contract: CacheContract) -> str:
-    """What every step is fed besides the cache, and what the first step is fed on top of that."""
-    not_fed = ("past", "branch_switch", "auxiliary")
-    every = [port.name for port in contract.graph("decode").inputs if port.role not in not_fed]
-    first = [p.name for p in contract.graph("prefill").inputs if p.role not in not_fed and p.name not in every]
-    return f"every step: {', '.join(every)}" + (f"; first step also: {', '.join(first)}" if first else "")
-
-
-def _carried(slots: list[Slot], verb: str) -> str:
-    slot = slots[0]
-    more = f" ({len(slots)} slots)" if len(slots) > 1 else ""
-    if verb == "hold":
-        return f"{slot.filled_by or '?'} of the first step -> {slot.past} at every later step{more}"
-    return f"{slot.present or '?'} -> {slot.past}{more}"
 
 
 def _memory(stack: StackFacts) -> Iterator[tuple[str, str]]:
