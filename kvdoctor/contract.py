@@ -179,8 +179,10 @@ class Slot:
 
     `window` is the number of tokens that the layer's attention looks back over, where the graph or a config says so.
 
-    `used_as` and `continues_as` are what the dataflow of the decode graph proves: whether the past is used as key or
-    as value, and which output its content reaches. None where the graph does not tell.
+    The last five are what dataflow proves, None where it does not tell. In the decode graph: `used_as` says whether the
+    past is a key or a value to its attention, `used_at` which of the attentions over such slots that is, counted from
+    0, `continues_as` the output that its content reaches. In the graph or branch that first fills the slot: `made_as`
+    and `made_at` say the same of the output `filled_by`.
     """
 
     kind: SlotKind
@@ -199,7 +201,10 @@ class Slot:
     filled_in: PhaseName = "prefill"
     window: int | None = None
     used_as: Literal["key", "value", "key-value"] | None = None
+    used_at: int | None = None
     continues_as: str | None = None
+    made_as: Literal["key", "value", "key-value"] | None = None
+    made_at: int | None = None
 
     @property
     def length_axis(self) -> int | None:

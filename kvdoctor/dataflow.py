@@ -98,10 +98,15 @@ Part = Literal["key", "value", "key-value", "memory", "conv"]
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a state is used for. `site` is the place of the attention in the flow, which orders the layers."""
+    """What a state is used for. `site` is the place of the attention in the flow, which orders the layers.
+
+    `proven` says that the Softmax of the attention was seen: before it is a key, what meets its result is a value. An
+    operand of a product without one near it is taken for a value, unproven.
+    """
 
     part: Part
     site: int
+    proven: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,22 +165,25 @@ class Dataflow:
     def use(self, name: str) -> Use | None:
         """What the nearest attention, projection or convolution behind a value takes it for."""
         waiting, seen = deque([name]), {name}
-        found: dict[str, int] = {}
+        found: dict[str, tuple[FlowNode, int]] = {}
         while waiting and len(seen) < MOST_VISITED:
             value = waiting.popleft()
             for node, index in self.flow.consumers.get(value, ()):
                 part = self._part(node, index)
                 if part is not None:
-                    found.setdefault(part, node.index)
+                    found.setdefault(part, (node, index))
                 elif index in KEEPS.get(node.op, ()) or node.op in MIXES or _is_past(node, index):
                     for output in node.outputs[:3]:
                         if output and output not in seen:
                             seen.add(output)
                             waiting.append(output)
         if {"key", "value"} <= set(found) or "key-value" in found:
-            return Use("key-value", min(found.values()))
+            return Use("key-value", min(node.index for node, _ in found.values()))
         part = next((part for part in ("key", "value", "conv", "memory") if part in found), None)
-        return Use(part, found[part]) if part else None
+        if part is None:
+            return None
+        node, index = found[part]
+        return Use(part, node.index, part != "value" or self._is_weighted(node, index))
 
     def made(self, output: str) -> Use | None:
         """What a graph output is used for in the graph that makes it: the value itself, or one it is a view of."""
@@ -270,6 +278,24 @@ class Dataflow:
                                 waiting.append(output)
             self._scores[node.index] = found
         return self._scores[node.index]
+
+    def _is_weighted(self, node: FlowNode, index: int) -> bool:
+        """Whether what a product multiplies an operand with comes from a Softmax, or a fused operator says it."""
+        if ports_of(node.domain, node.op) is not None:
+            return True
+        waiting = deque(node.inputs[i] for i in PRODUCTS[node.op] if i != index and i < len(node.inputs))
+        seen = set(waiting)
+        while waiting and len(seen) < MOST_VISITED:
+            maker = self.flow.producers.get(waiting.popleft())
+            if maker is None:
+                continue
+            if maker.op in SOFTMAX:
+                return True
+            if maker.op in KEEPS or maker.op in MIXES or maker.op == "Dropout":
+                fresh = [value for value in maker.inputs if value and value not in seen]
+                seen.update(fresh)
+                waiting.extend(fresh)
+        return False
 
     def _carried_on(self, name: str, rank: int) -> Iterator[tuple[str, _Way]]:
         """Graph outputs that hold the content of an input, after no or one crossing."""

@@ -5,7 +5,7 @@ The dataflow of the graph is the proof; names say what it leaves open, and which
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from kvdoctor.axes import as_number, slot_axes
 from kvdoctor.contract import Carry, Dim, First, Growth, Lack, Slot, SlotKind
@@ -60,7 +60,34 @@ class SlotReader:
         found += self._replaced(view, found)
         found = self._layered(found, states)
         found = [self._declared_elsewhere(self._filled(slot, names.get(slot.past))) for slot in found]
-        return tuple(sorted(found, key=_order))
+        return tuple(sorted(self._traced(found, states), key=_order))
+
+    def _traced(self, found: list[Slot], states: dict[str, StateFlow | None]) -> list[Slot]:
+        """Add which attention each slot is used in, and what its first filling is used for where that is made."""
+        flow = self.first.first_dataflow
+        elsewhere = self.first is not self.decode or _view(self.decode).branches is not None
+        used = {s.past: state.use for s in found if (state := states.get(s.past)) and state.use and s.used_as}
+        made = {
+            s.past: use
+            for s in found
+            if elsewhere
+            and flow
+            and s.used_as
+            and s.filled_by
+            and s.filled_in == "prefill"
+            and (use := flow.made(s.filled_by))
+            and use.proven
+        }
+        used_at, made_at = _ranked(found, used), _ranked(found, made)
+        return [
+            replace(
+                slot,
+                used_at=used_at.get(slot.past),
+                made_as=made[slot.past].part if slot.past in made else None,  # type: ignore[arg-type]
+                made_at=made_at.get(slot.past),
+            )
+            for slot in found
+        ]
 
     def _states(self, view: GraphView, names: dict[str, SlotName]) -> dict[str, StateFlow | None]:
         """The inputs that are states, by name or by what the graph does with them."""
@@ -107,7 +134,7 @@ class SlotReader:
             emptied=present is not None and _view(self.decode).emptied(present) is not None,
             growth=growth,
             window=state.window if state is not None else None,
-            used_as=state.use.part if state and state.use and state.use.part in ATTENTION_PARTS else None,  # type: ignore[arg-type]
+            used_as=_proven(state.use) if state is not None else None,
             continues_as=continues,
         )
 
@@ -268,6 +295,23 @@ class SlotReader:
         return tuple(
             dim if isinstance(dim, int) else self.numbers.get(axis, dim) for dim, axis in zip(shape, axes, strict=True)
         )
+
+
+def _proven(use: Use | None) -> Literal["key", "value", "key-value"] | None:
+    return use.part if use is not None and use.proven and use.part in ATTENTION_PARTS else None  # type: ignore[return-value]
+
+
+def _ranked(slots: list[Slot], uses: dict[str, Use]) -> dict[str, int]:
+    """Number the attentions of each kind and part in the order of the graph."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for slot in slots:
+        if slot.past in uses:
+            groups.setdefault((slot.kind, uses[slot.past].part), []).append(slot.past)
+    return {
+        past: rank
+        for group in groups.values()
+        for rank, past in enumerate(sorted(group, key=lambda past: uses[past].site))
+    }
 
 
 def shared_pasts(decode: GraphView, first: GraphView, pasts: set[str]) -> set[str]:
