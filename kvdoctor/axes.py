@@ -36,7 +36,7 @@ def as_number(dim: Dim, axis: Axis) -> Dim:
 
     Elsewhere such a name is one: Optimum calls the number of new tokens "1".
     """
-    varies = axis in ("batch", "batch_heads", "new", "past", "total", "encoder", "encoder_input")
+    varies = axis in ("batch", "batch_heads", "new", "past", "total")
     return int(dim) if isinstance(dim, str) and dim.isascii() and dim.isdigit() and not varies else dim
 
 

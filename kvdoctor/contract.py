@@ -279,6 +279,17 @@ class CacheContract:
         return min((size for size in sizes if size is not None), default=None)
 
     @property
+    def encoder_length(self) -> int | None:
+        """The number of encoder states where a decoder graph takes one number only."""
+        for phase, served in self.phases.items():
+            for port in self.graphs[served.graph].inputs if phase != "encode" else ():
+                if "encoder" in port.axes and port.shape is not None and port.role != "past":
+                    size = port.shape[port.axes.index("encoder")]
+                    if isinstance(size, int):
+                        return size
+        return None
+
+    @property
     def held(self) -> tuple[Slot, ...]:
         """The slots that a right loop holds."""
         return tuple(slot for slot in self.slots if slot.carry == "hold")

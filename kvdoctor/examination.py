@@ -134,6 +134,7 @@ class Examination:
         return Encoded(states if made_up.states is not None else None, kept)
 
     def _fitted(self, scenario: Scenario) -> Scenario:
+        scenario = replace(scenario, encoder=self.contract.encoder_length or scenario.encoder)
         if self.contract.new_tokens is not None:
             scenario = replace(scenario, prompt=min(scenario.prompt, self.contract.new_tokens))
         limits = [n for n in (self.contract.context_limit, self.contract.capacity) if n is not None]

@@ -9,8 +9,9 @@ from kvdoctor.configs import Configured, configured, context_limit, decoder_conf
 from kvdoctor.contract import CacheContract, Graph, Lack, Phase, Port, Slot
 from kvdoctor.dialects import CACHE_LIKE, Dialect, axes, inputs, spoken
 from kvdoctor.graph import ELEMENT_TYPES, Declared, GraphView
+from kvdoctor.lacks import lacks
 from kvdoctor.model_folder import SideCars
-from kvdoctor.roles import Looks, named, ruled
+from kvdoctor.roles import Looks, named, ruled, with_numbers
 from kvdoctor.slots import SlotReader, shared_pasts
 from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.trace import Run
@@ -82,7 +83,6 @@ class _Reader:
         if self.encoder is not None and self._needs_encoder(graphs, slots):
             graphs["encoder"] = self._encoder_graph(self.encoder, slots)
             phases["encode"] = Phase("encoder")
-        self._require(graphs, slots)
         contract = CacheContract(
             layout=self._layout(slots),
             graphs=graphs,
@@ -94,8 +94,8 @@ class _Reader:
             context_limit=context_limit(self.side_cars.config, self.side_cars.genai),
             heads=self.known.numbers.get("heads"),
             evidence=tuple(dict.fromkeys(self.evidence)),
-            missing=tuple(dict.fromkeys(self.missing)),
         )
+        contract = replace(contract, missing=tuple(dict.fromkeys([*self.missing, *lacks(contract)])))
         # A streaming encoder or a stage of a pipeline has states too, but no tokens: nothing of a decoder is missing.
         return contract if contract.takes_tokens or not slots else replace(contract, missing=())
 
@@ -197,14 +197,14 @@ class _Reader:
         if found is not None and found.role == "attention_mask" and looks is not None and cross:
             sites = looks.mask_sites(port.name)
             if sites and sites <= cross:
-                found = replace(found, role="encoder_mask", axes=("batch", "encoder"))
+                found = with_numbers(replace(found, role="encoder_mask", axes=("batch", "encoder")))
         if found is not None:
             return found
         if looks is not None and named(port, rules) is None and not CACHE_LIKE.match(port.name):
             looked = looks.role(port.name, cross)
             if looked is not None:
                 self.evidence.append(f"{port.name!r} is {looked[0]} by what the graph does with it")
-                return Port(port.name, port.dtype, port.shape, *looked)
+                return with_numbers(Port(port.name, port.dtype, port.shape, *looked))
         if file is self.first and file is not self.decode:
             encoder = ruled(port, (*(self.dialect.encoder_inputs if self.dialect else ()), *inputs.ENCODER_INPUTS))
             if encoder is not None:
@@ -328,30 +328,6 @@ class _Reader:
         known = (None, channels if is_count(channels) else 3, *(n if is_count(n) else 224 for n in (height, width)))
         shape = tuple(d if isinstance(d, int) else k or d for d, k in zip(port.shape, known, strict=True))
         return replace(port, shape=shape)
-
-    def _require(self, graphs: dict[str, Graph], slots: tuple[Slot, ...]) -> None:
-        """Say what stands in the way of driving the stack."""
-        decode = graphs["decoder"]
-        if not slots:
-            self.missing.append(
-                Lack(decode.file, "no past input is named as a known exporter names it, and none is found by dataflow")
-            )
-        if not any(decode.port(role) for role in ("token_ids", "token_and_position", "embeddings")):
-            self.missing.append(Lack(decode.file, "there is no token_ids"))
-        if decode.port("token_ids") and decode.port("embeddings"):
-            self.missing.append(
-                Lack(decode.file, "there are both token_ids and embeddings, and nothing says which to feed")
-            )
-        if not decode.port("logits") and not decode.port("next_token"):
-            self.missing.append(Lack(decode.file, "there is no logits"))
-        for slot in slots:
-            open_sizes = {a for d, a in zip(slot.shape, slot.axes, strict=True) if not isinstance(d, int)}
-            if unknown := {"kv_heads", "head_dim", "channels", "state", "layers"} & open_sizes:
-                self.missing.append(Lack(slot.past, f"its {' and '.join(sorted(unknown))} is no number"))
-            if "batch_heads" in slot.axes and not self.known.numbers.get("heads"):
-                self.missing.append(
-                    Lack(slot.past, "an axis counts batch times heads, and no config says how many heads")
-                )
 
     def _exactness(self, slots: tuple[Slot, ...]) -> Any:
         operators: set[str] = set()

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvdoctor.axes import as_number
 from kvdoctor.cache_operators import ports_of
@@ -40,9 +40,15 @@ def ruled(port: Declared, rules: Iterable[RoleRule]) -> Port | None:
         return None
     if port.shape is None:
         return Port(port.name, port.dtype, None, rule.role)
-    named_axes = axes(rule.order)
-    shape = tuple(as_number(dim, axis) for dim, axis in zip(port.shape, named_axes, strict=True))
-    return Port(port.name, port.dtype, shape, rule.role, named_axes)
+    return with_numbers(Port(port.name, port.dtype, port.shape, rule.role, axes(rule.order)))
+
+
+def with_numbers(port: Port) -> Port:
+    """A port whose sizes are numbers where they are written as names, "9", and do not vary."""
+    if port.shape is None or len(port.shape) != len(port.axes):
+        return port
+    shape = tuple(as_number(dim, axis) for dim, axis in zip(port.shape, port.axes, strict=True))
+    return replace(port, shape=shape)
 
 
 def named(port: Declared, rules: Iterable[RoleRule]) -> Role | None:

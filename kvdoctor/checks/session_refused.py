@@ -1,7 +1,8 @@
 """The runtime does not open the file.
 
-What it means: ONNX Runtime refuses to make a session, at every optimisation level or only at the higher ones (then an
-optimisation of the runtime is at fault, and a lower level is a way round it).
+What it means: ONNX Runtime refuses to make a session, at every optimisation level or only at the higher ones. Where the
+model runs at a lower level, an optimisation of the runtime is at fault, and that level is a way round it; where a step
+fails there too, the graph is broken at every level: tools that shrink merged decoders do that to their branches.
 
 Reproduce: open the file with `onnxruntime.InferenceSession` at the level that the finding names.
 
@@ -22,9 +23,18 @@ def session_refused(case: Case) -> Iterator[Fault]:
         for level, error in errors.items():
             levels.setdefault(error, []).append(level)
         text = "; ".join(f"level {', '.join(names)}: {error}" for error, names in levels.items())
+        follows: tuple[str, ...] = ()
         if opens_at is None:
             cause = "the runtime refuses the file at every optimisation level"
-            advice = Advice("re-export", "export again for this runtime, or run it where its operators are known")
+            advice = Advice("re-export", "export again for this runtime; its own words above say what it does not take")
+        elif fails_where_opened(case):
+            cause = f"the runtime refuses the file; where level {opens_at!r} opens it, a step fails"
+            advice = Advice(
+                "re-export", "export again, without whatever tool changed the graph afterwards"
+            )
+            run = case.judged
+            place = f' in {run.node.op} "{run.node.name}"' if run and run.node else ""
+            follows = (f"opened at level {opens_at!r}, step {run.failed_step if run else '?'} fails{place}",)
         else:
             cause = f"an optimisation of the runtime fails on the file; level {opens_at!r} opens it"
             advice = Advice("caller", f"set the graph optimisation level to {opens_at!r} when you open the session")
@@ -37,4 +47,11 @@ def session_refused(case: Case) -> Iterator[Fault]:
             observed=text,
             cause=cause,
             advice=advice,
+            follows=follows,
         )
+
+
+def fails_where_opened(case: Case) -> bool:
+    """Whether a file that opens at a lower level only fails there as well: the graph is broken at every level."""
+    opened = any(opens_at is not None for _, _, opens_at in case.refusals)
+    return opened and case.judged is not None and case.judged.outcome == "failed"

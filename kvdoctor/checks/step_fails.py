@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from kvdoctor.case import Case
 from kvdoctor.checks.growth import has_wrong_lengths
+from kvdoctor.checks.session_refused import fails_where_opened
 from kvdoctor.contract import describe
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run, Seen, Step
@@ -83,6 +84,8 @@ def explained_elsewhere(case: Case) -> str | None:
     """The check that names the cause of whatever the runs show, or None: one fault is one finding."""
     if case.declared_faults:
         return f"explained by {', '.join(case.declared_faults)}"
+    if fails_where_opened(case):
+        return "the runtime refuses the file, see KV010"
     if _rejects_empty_past(case):
         return "the first step already fails, see KV201"
     if has_wrong_lengths(case):

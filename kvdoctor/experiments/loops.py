@@ -88,8 +88,7 @@ def takes_encoder_states(contract: CacheContract) -> str | None:
     """Encoder lengths can be varied only where there is an encoder, and where its length is not a number."""
     if several_tokens(contract) or not contract.has_encoder_states:
         return several_tokens(contract) or "the decoder takes no encoder states"
-    sizes = [port.shape for graph in contract.graphs.values() for port in graph.inputs if port.role == "encoder_states"]
-    if all(shape and isinstance(shape[1], int) for shape in sizes):
+    if contract.encoder_length is not None:
         return "the encoder length is a fixed number"
     if "encode" in contract.phases and not any(
         "encoder_input" in port.axes and not isinstance((port.shape or ())[port.axes.index("encoder_input")], int)
