@@ -230,7 +230,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """Something that stands in the way of driving a stack: what it is about, and the reason."""
+    """Something that stands in the way of driving a stack, or is not as its name says: the subject, and the reason."""
 
     subject: str
     reason: str
@@ -244,7 +244,8 @@ class CacheContract:
     graph without past of a pair. `exactness` is what the arithmetic of the graph allows two ways of computing the
     same logits to differ by: its weakest float type, or `dynamic-quantisation`.
     `context_limit` is in tokens, from the side-car config, and `heads` the number of attention heads, where an axis
-    counts batch times heads. `missing` is empty for a contract that can be driven.
+    counts batch times heads. `contradictions` are promises of names that the dataflow refutes; the contract follows
+    the dataflow. `missing` is empty for a contract that can be driven.
     """
 
     layout: str
@@ -257,6 +258,7 @@ class CacheContract:
     context_limit: int | None = None
     heads: int | None = None
     evidence: tuple[str, ...] = ()
+    contradictions: tuple[Lack, ...] = ()
     missing: tuple[Lack, ...] = ()
 
     def graph(self, phase: PhaseName) -> Graph:

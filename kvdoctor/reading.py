@@ -73,7 +73,7 @@ class _Reader:
             numbers=self.known.numbers,
         )
         slots = reader.read()
-        self.missing += reader.missing
+        self.missing += [*self._flaws(), *reader.missing]
         self.evidence += reader.evidence
         graphs = {"decoder": self._decoder_graph(self.decode, slots, ids[self.decode.name])}
         if self.first is not self.decode:
@@ -94,10 +94,19 @@ class _Reader:
             context_limit=context_limit(self.side_cars.config, self.side_cars.genai),
             heads=self.known.numbers.get("heads"),
             evidence=tuple(dict.fromkeys(self.evidence)),
+            contradictions=tuple(reader.contradictions),
         )
         contract = replace(contract, missing=tuple(dict.fromkeys([*self.missing, *lacks(contract)])))
         # A streaming encoder or a stage of a pipeline has states too, but no tokens: nothing of a decoder is missing.
         return contract if contract.takes_tokens or not slots else replace(contract, missing=())
+
+    def _flaws(self) -> Iterator[Lack]:
+        """What no runtime can compute, or what cannot be followed here, in the graphs of the first step and of all."""
+        for file, flow in ((self.decode, self.decode.dataflow), (self.first, self.first.first_dataflow)):
+            if flow is None:
+                yield Lack(file.name, "its functions, written out in place of their calls, are too many or too deep")
+            else:
+                yield from (Lack(name, reason) for name, reason in flow.flow.flaws.items())
 
     def _token_ids(self, file: OnnxFile) -> str | None:
         """The input that carries tokens: by its name, else by the table it is looked up in."""

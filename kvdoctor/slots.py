@@ -5,6 +5,7 @@ The dataflow of the graph is the proof; names say what it leaves open, and which
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from kvdoctor.axes import as_number, slot_axes
@@ -46,6 +47,7 @@ class SlotReader:
     ids: set[str]
     numbers: dict[str, int]
     missing: list[Lack] = field(default_factory=list)
+    contradictions: list[Lack] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)
 
     def read(self) -> tuple[Slot, ...]:
@@ -115,6 +117,7 @@ class SlotReader:
             return None
         kind = self._kind(name, state)
         growth = _growth(kind, name, state, port.shape)
+        self.contradictions += _contradictions(name, kind, growth, state)
         present, continues = self._present(name, names, state, growth)
         returned = _view(self.decode).outputs.get(present or "")
         rows_only = growth == "grow" and _returns_rows(port.shape, state, returned)
@@ -144,6 +147,8 @@ class SlotReader:
         if ruled is not None and ruled not in ("self-attention", "cross-attention"):
             return ruled
         use = state.use.part if state is not None and state.use is not None else None
+        if use == "conv":
+            return "conv-state"
         if use in ATTENTION_PARTS and state is not None:
             if state.joined:
                 return "self-attention"
@@ -151,7 +156,7 @@ class SlotReader:
             return ruled if ruled == "self-attention" else "cross-attention"
         if ruled is not None:
             return ruled
-        return "conv-state" if use == "conv" else "hidden-memory"
+        return "hidden-memory"
 
     def _present(
         self, name: SlotName | None, names: dict[str, SlotName], state: StateFlow | None, growth: Growth
@@ -273,16 +278,17 @@ class SlotReader:
         """Whether both graphs call their outputs the same: names made by counting say nothing of one another."""
         return set(_view(self.decode).outputs) <= set(_view(self.first).outputs)
 
-    @property
-    def _made(self) -> Iterator[Made]:
+    @cached_property
+    def _made(self) -> list[Made]:
         """What the first step makes, by dataflow: keys and values, over tokens or over encoder states."""
-        flow, view = self.first.first_dataflow, _view(self.first)
+        flow, found = self.first.first_dataflow, []
         reached = flow.reached_from(self.ids) if flow is not None else set()
-        for output, port in view.outputs.items():
+        for output, port in _view(self.first).outputs.items():
             use = flow.made(output) if flow is not None and len(port.shape or (1, 1, 1)) >= 3 else None
             if use is not None and flow is not None:
                 own = flow.flow.results.get(output, output) in reached
-                yield Made(output, "self-attention" if own else "cross-attention", use.part, use.site)
+                found.append(Made(output, "self-attention" if own else "cross-attention", use.part, use.site))
+        return found
 
     def _filled_by_encoder(self, slot: Slot, name: SlotName | None) -> str | None:
         outputs = list(_view(self.encoder).outputs) if self.encoder is not None else []
@@ -339,7 +345,7 @@ def _part(name: SlotName | None, state: StateFlow | None, kind: SlotKind) -> Any
 
 
 def _growth(kind: SlotKind, name: SlotName | None, state: StateFlow | None, shape: tuple[Dim, ...]) -> Growth:
-    if name is not None and name.rule.growth is not None:
+    if name is not None and name.rule.growth is not None and not _appended(name.rule.growth, state, shape):
         return name.rule.growth
     if name is not None and name.rule.or_delta and state is not None and state.output is None:
         return "delta"
@@ -353,6 +359,25 @@ def _growth(kind: SlotKind, name: SlotName | None, state: StateFlow | None, shap
     if name is None and state.output is None and state.delta is not None:
         return "delta"
     return "ring" if seen == "grow" and state.trimmed else "grow"
+
+
+def _appended(ruled: Growth, state: StateFlow | None, shape: tuple[Dim, ...]) -> bool:
+    """Whether a past that is named like a buffer has no fixed length, and comes back with new entries behind it."""
+    if ruled not in ("static", "ring") or state is None or state.how != "append" or state.trimmed:
+        return False
+    return state.axis is not None and not isinstance(shape[state.axis], int)
+
+
+def _contradictions(name: SlotName | None, kind: SlotKind, growth: Growth, state: StateFlow | None) -> Iterator[Lack]:
+    """Where a name promises another kind or growth than the graph shows."""
+    if name is None:
+        return
+    if name.rule.kind != kind:
+        yield Lack(name.past, f"it is named as {name.rule.kind}, and the graph uses it as {kind}")
+    elif name.rule.growth is not None and name.rule.growth != growth and not name.rule.or_delta:
+        yield Lack(name.past, f"it is named as a cache of growth {name.rule.growth!r}, and the graph has it {growth}")
+    elif kind == "self-attention" and state is not None and state.how == "unchanged":
+        yield Lack(name.past, f"no new entries join it; {state.output!r} returns it as it was")
 
 
 def _returns_rows(shape: tuple[Dim, ...], state: StateFlow | None, present: Declared | None) -> bool:
