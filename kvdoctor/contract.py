@@ -17,6 +17,7 @@ Dim = int | str | None
 Axis = Literal[
     "batch",
     "batch_heads",
+    "batch_codebooks",
     "new",
     "past",
     "total",
@@ -38,7 +39,8 @@ Axis = Literal[
 """What an axis counts.
 
 new + past = total, and capacity, the length of a buffer of fixed size, in tokens; `encoder` counts encoder states;
-`batch_heads` is batch times heads, `parts` holds key and value, `layers` all layers of a stacked cache; `channels` and
+`batch_heads` is batch times heads, `batch_codebooks` batch times the streams of tokens that make one sequence of sound,
+`parts` holds key and value, `layers` all layers of a stacked cache; `channels` and
 `state` are the widths of convolution and recurrent states; `blocks` of `block` tokens make a paged cache.
 """
 
@@ -243,8 +245,8 @@ class CacheContract:
     `first_step` says what the first call gets: a past of length 0, the no-past branch of a merged decoder, or the
     graph without past of a pair. `exactness` is what the arithmetic of the graph allows two ways of computing the
     same logits to differ by: its weakest float type, or `dynamic-quantisation`.
-    `context_limit` is in tokens, from the side-car config, and `heads` the number of attention heads, where an axis
-    counts batch times heads. `contradictions` are promises of names that the dataflow refutes; the contract follows
+    `context_limit` is in tokens, from the side-car config; so are `heads`, the number of attention heads, where an axis
+    counts batch times heads, and `codebooks`, the rows of tokens for each sequence. `contradictions` are promises of names that the dataflow refutes; the contract follows
     the dataflow. `missing` is empty for a contract that can be driven.
     """
 
@@ -257,6 +259,7 @@ class CacheContract:
     vocabulary: int | None = None
     context_limit: int | None = None
     heads: int | None = None
+    codebooks: int = 1
     evidence: tuple[str, ...] = ()
     contradictions: tuple[Lack, ...] = ()
     missing: tuple[Lack, ...] = ()

@@ -382,7 +382,8 @@ def _onward(node: FlowNode, index: int) -> Iterator[tuple[str, bool]]:
     elif node.op == "Identity":
         yield node.outputs[0], False
     elif (node.op == "Concat" or index in WRITES.get(node.op, ())) and node.outputs:
-        yield node.outputs[0], True
+        # Nothing joins in a Concat of one input, which an exporter leaves where it stacked a list.
+        yield node.outputs[0], len(node.inputs) > 1
 
 
 def _crossing(node: FlowNode) -> tuple[How, Growth]:

@@ -115,7 +115,10 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Deal:
-    """A contract with the sizes, tokens int64[batch, total] and encoder outputs of one scenario: makes all calls."""
+    """A contract with the sizes, tokens and encoder outputs of one scenario: makes all calls.
+
+    `tokens` int64[batch * codebooks, total] are the whole sequence.
+    """
 
     contract: CacheContract
     scenario: Scenario
@@ -124,7 +127,7 @@ class Deal:
 
     def __post_init__(self) -> None:
         if not self.tokens.size:
-            shape = (self.scenario.batch, self.scenario.total)
+            shape = (self.scenario.batch * self.contract.codebooks, self.scenario.total)
             object.__setattr__(self, "tokens", _tokens(self.contract, shape, self.scenario.seed))
 
     @property
@@ -142,7 +145,8 @@ class Deal:
             for name, array in self.encoded.outputs.items()
         }
         scenario = replace(self.scenario, batch=1)
-        return Deal(self.contract, scenario, Encoded(states, outputs), self.tokens[index : index + 1])
+        rows = slice(index * self.contract.codebooks, (index + 1) * self.contract.codebooks)
+        return Deal(self.contract, scenario, Encoded(states, outputs), self.tokens[rows])
 
     def reference(self, stop: int | None = None) -> Call:
         """The first `stop` tokens (all of them) in one call without a cache."""
@@ -253,6 +257,7 @@ class Deal:
         graph = self.contract.graph(phase)
         sizes: dict[Axis, int] = {
             "batch": self.scenario.batch,
+            "batch_codebooks": self.scenario.batch * self.contract.codebooks,
             "new": stop - start,
             "past": past_length,
             "total": past_length + stop - start,

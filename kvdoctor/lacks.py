@@ -19,6 +19,10 @@ def lacks(contract: CacheContract) -> Iterator[Lack]:
         yield Lack(decode.file, "there are both token_ids and embeddings, and nothing says which to feed")
     if not decode.port("logits") and not decode.port("next_token"):
         yield Lack(decode.file, "there is no logits")
+    for role in ("token_ids", "logits"):
+        rivals = [port.name for port in (*decode.inputs, *decode.outputs) if port.role == role]
+        if len(rivals) > 1:
+            yield Lack(rivals[1], f"{' and '.join(rivals[:3])} look like {role}, and nothing says which it is")
     for slot in contract.slots:
         open_sizes = {a for d, a in zip(slot.shape, slot.axes, strict=True) if not isinstance(d, int)}
         if unknown := {"kv_heads", "head_dim", "channels", "state", "layers"} & open_sizes:

@@ -20,6 +20,9 @@ DYNAMIC_QUANTISATION = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "Dynam
 DYNAMIC_LEVEL = 4
 """`accuracy_level` of MatMulNBits from which the activations are quantised to int8 as well."""
 
+MOST_CODEBOOKS = 64
+"""Twice those of EnCodec, which has the most of the codecs that decoders of sound are written for."""
+
 
 def read_contract(stack: StackFiles, side_cars: SideCars) -> CacheContract:
     """Read how to drive a stack. What cannot be understood is listed in `missing`."""
@@ -93,6 +96,7 @@ class _Reader:
             vocabulary=self._vocabulary(graphs["decoder"]),
             context_limit=context_limit(self.side_cars.config, self.side_cars.genai),
             heads=self.known.numbers.get("heads"),
+            codebooks=self._codebooks() or 1 if _has_axis(graphs, "batch_codebooks") else 1,
             evidence=tuple(dict.fromkeys(self.evidence)),
             contradictions=tuple(reader.contradictions),
         )
@@ -189,9 +193,11 @@ class _Reader:
                 ports.append(Port(port.name, port.dtype, slot.shape, "past", slot.axes))
             else:
                 ports.append(self._input(port, file, ids, looks, cross))
-        made = {slot.filled_by for slot in slots}
-        presents = made if file is self.first is not self.decode else made | {slot.present for slot in slots}
+        # Each graph by its own names: where tensors are numbered, t59 of one has nothing to do with t59 of another.
+        presents = {slot.present for slot in slots if file is self.decode}
+        presents |= {slot.filled_by for slot in slots if file is self.first}
         outputs = [self._output(port, presents) for port in view.outputs.values()]
+        ports = [self._by_codebook(port) for port in ports]
         fed = any(port.role in ("token_ids", "token_and_position", "embeddings") for port in ports)
         return Graph(file.name, tuple(ports), tuple(_with_logits(outputs) if fed else outputs))
 
@@ -219,6 +225,19 @@ class _Reader:
             if encoder is not None:
                 return encoder
         return self._unknown(port, file, named(port, rules) is not None)
+
+    def _by_codebook(self, port: Port) -> Port:
+        """Tokens of a model of sound have a row for each codebook of each sequence; MusicGen's axis says so."""
+        batch = str(port.shape[0]) if port.role == "token_ids" and port.shape else ""
+        if "codebooks" not in batch or port.axes[0] != "batch":
+            return port
+        if self._codebooks() is None:
+            self.missing.append(Lack(port.name, "no config says how many codebooks there are"))
+        return replace(port, axes=("batch_codebooks", *port.axes[1:]))
+
+    def _codebooks(self) -> int | None:
+        count = decoder_config(self.side_cars.config).get("num_codebooks")
+        return count if is_count(count) and count <= MOST_CODEBOOKS else None
 
     def _setting(self, port: Port) -> Port:
         """A part of the configuration that is fed: the one there is so far is the window of a layer's attention."""
@@ -366,6 +385,10 @@ class _Reader:
             return logits.shape[-1]
         size: Any = decoder_config(self.side_cars.config).get("vocab_size")
         return size if is_count(size) else None
+
+
+def _has_axis(graphs: dict[str, Graph], axis: str) -> bool:
+    return any(axis in port.axes for graph in graphs.values() for port in graph.inputs)
 
 
 def _as_declared(port: Port) -> Declared:

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Experiment, always, several_tokens
 from kvdoctor.feeds import Array, Deal, Loop, Past, Scenario
@@ -66,8 +68,8 @@ def own_noise(deal: Deal, expected: Array) -> Calls:
 def rows_alone(deal: Deal) -> Calls:
     """Each row of a batch by itself, without a cache, held against what it gives beside its neighbour."""
     together = yield from deal.whole()
-    for row in range(deal.scenario.batch):
-        yield replace(deal.row(row).reference(), kind="step", expected=together[row : row + 1])
+    for row, expected in enumerate(np.split(together, deal.scenario.batch)):
+        yield replace(deal.row(row).reference(), kind="step", expected=expected)
 
 
 def has_exact_rows(contract: CacheContract) -> str | None:
