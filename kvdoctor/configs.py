@@ -6,7 +6,7 @@ Configs hold anything, so nothing in them is believed unchecked.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvdoctor.contract import Port, Role, SlotKind
 from kvdoctor.dialects import SlotName, SlotRule, axes
@@ -19,6 +19,7 @@ CONTEXT_KEYS = (
     "n_ctx",
     "max_decoder_position_embeddings",
 )
+ENCODER_LENGTH_KEYS = ("max_source_positions", "max_encoder_position_embeddings")
 MOST_COUNTED = 2**31 - 1
 
 GENAI_SLOTS: tuple[tuple[str, str, SlotKind, str, str], ...] = (
@@ -135,7 +136,16 @@ def context_limit(config: dict[str, Any], genai: dict[str, Any] | None = None) -
     return _first_count(decoder_config(config), CONTEXT_KEYS)
 
 
-def is_count(value: object) -> bool:
+def encoder_length(config: dict[str, Any]) -> int | None:
+    """Encoder states that a config declares: the most that the encoder makes, of Whisper those it always makes.
+
+    `max_position_embeddings` of an encoder-decoder speaks of the decoder; of a nested encoder it is its own.
+    """
+    declared = _first_count(config, ENCODER_LENGTH_KEYS)
+    return declared or _first_count(_part(config, "encoder"), (*ENCODER_LENGTH_KEYS, "max_position_embeddings"))
+
+
+def is_count(value: object) -> TypeGuard[int]:
     """Whether a value from a config can be a number of tokens or words: configs hold anything."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_COUNTED
 

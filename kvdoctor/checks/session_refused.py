@@ -29,9 +29,7 @@ def session_refused(case: Case) -> Iterator[Fault]:
             advice = Advice("re-export", "export again for this runtime; its own words above say what it does not take")
         elif fails_where_opened(case):
             cause = f"the runtime refuses the file; where level {opens_at!r} opens it, a step fails"
-            advice = Advice(
-                "re-export", "export again, without whatever tool changed the graph afterwards"
-            )
+            advice = Advice("re-export", "export again, without whatever tool changed the graph afterwards")
             run = case.judged
             place = f' in {run.node.op} "{run.node.name}"' if run and run.node else ""
             follows = (f"opened at level {opens_at!r}, step {run.failed_step if run else '?'} fails{place}",)

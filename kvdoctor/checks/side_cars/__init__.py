@@ -1,0 +1,1 @@
+"""What each side-car file promises, held against the graph."""

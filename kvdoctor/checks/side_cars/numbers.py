@@ -1,0 +1,88 @@
+"""Numbers that configs promise of the decoder, each held against what the graph shows."""
+
+from collections.abc import Iterator
+
+from kvdoctor.case import Case
+from kvdoctor.checks.side_cars.claims import ALL_LAYERS_CACHE, Claim
+from kvdoctor.checks.side_cars.disagreement import Disagreement, either, span
+from kvdoctor.checks.side_cars.shown import cache_sizes, head_widths, logits_width, positions
+
+ATTENTION = ("self-attention", "cross-attention")
+PARTS = {
+    "kv_heads": ("key", "value", "key-value"),
+    "head_dim": ("key", "value"),
+    "key_dim": ("key",),
+    "value_dim": ("value",),
+}
+PADDED_TO = (8, 16, 32, 64, 128, 256, 512, 1024)
+MOST_PADDED = 0.06
+"""Part of a vocabulary that padding may add: 50257 words become 51200 rows, but 64 do not become 128."""
+
+
+def layers(case: Case, claim: Claim, model_type: str) -> Iterator[Disagreement]:
+    """More layers with a cache than there are; or fewer, where the model type says that each of them has one."""
+    slots = case.contract.slots if case.contract is not None else ()
+    numbered = [slot for slot in slots if slot.layer is not None]
+    cached = {slot.layer or 0 for slot in numbered if slot.kind in ATTENTION}
+    growing = {slot.layer or 0 for slot in numbered if slot.kind == "self-attention"}
+    limit = max(claim.value, *claim.also, 0)
+    from_nought = any(slot.layer == 0 for slot in numbered)
+    if not numbered:
+        yield from _stacked_layers(case, claim)
+    elif len(cached) > limit or (from_nought and max(cached, default=0) >= limit):
+        yield _numbered(claim, f"caches of layers {span(cached)}", str(max(len(cached), max(cached) + from_nought)))
+    elif model_type in ALL_LAYERS_CACHE and growing == set(range(len(growing))) and 0 < len(growing) < claim.value:
+        yield _numbered(claim, f"caches of layers {span(growing)} and no more", str(len(growing)))
+
+
+def _stacked_layers(case: Case, claim: Claim) -> Iterator[Disagreement]:
+    """One tensor that holds all layers, unless keys and values lie behind one another in it."""
+    slots = case.contract.of_kind("self-attention") if case.contract is not None else ()
+    counts = {slot.size("layers") for slot in slots if slot.part in ("key", "value") or "parts" in slot.axes}
+    count = next(iter(counts)) if len(counts) == 1 else None
+    if count is not None and count not in {claim.value, *claim.also}:
+        yield _numbered(claim, f"{count} layers in one tensor", str(count))
+
+
+def sizes(case: Case, claim: Claim, *, fused: bool = False) -> Iterator[Disagreement]:
+    """Kv heads and widths. Where layers differ, a config that names one of their sizes is right.
+
+    `fused` asks the attention operators where the caches declare no number.
+    """
+    seen = cache_sizes(case, "kv_heads" if claim.what == "kv_heads" else "head_dim", PARTS[claim.what])
+    seen = seen or (head_widths(case) if fused else set())
+    if seen and claim.value not in seen and not seen <= claim.also:
+        word = {"kv_heads": "kv heads", "key_dim": "head_dim of keys", "value_dim": "head_dim of values"}
+        so = "a cache allocated by the config is refused as a feed"
+        yield _numbered(claim, f"{word.get(claim.what, 'head_dim')} {either(seen)}", either(seen), so)
+
+
+def vocabulary(case: Case, claim: Claim, *, exactly: bool = False) -> Iterator[Disagreement]:
+    """The width of the logits: that of the vocabulary, or that of a table padded to a round number of rows."""
+    width = logits_width(case)
+    if width is None or width == claim.value:
+        return
+    if exactly or not any(_is_padded(words, width) for words in (claim.value, *claim.also)):
+        so = "the runtime makes room for logits of the config's width and stops" if exactly else ""
+        yield _numbered(claim, f"logits of width {width}", str(width), so)
+
+
+def context(case: Case, claim: Claim) -> Iterator[Disagreement]:
+    """A table of positions that ends before the context does. A longer one is no fault."""
+    rows = positions(case)
+    if rows is not None and rows < claim.value:
+        so = f"token {rows + 1} and later ones have no position"
+        yield _numbered(claim, f"a table of {rows} positions", f"{rows} at most", so)
+
+
+def _numbered(claim: Claim, observed: str, right: str, so: str = "") -> Disagreement:
+    if claim.key == "multi_query":  # a flag that stands for one head
+        return Disagreement(claim.key, "true", observed, "false", so)
+    return Disagreement(claim.key, str(claim.value), observed, right, so)
+
+
+def _is_padded(words: int, width: int) -> bool:
+    """Whether a table of that width can be one of so many words, filled up to a round number."""
+    if not words <= width <= words * (1 + MOST_PADDED):
+        return False
+    return width == words or any(-(-words // unit) * unit == width for unit in PADDED_TO)

@@ -1,0 +1,171 @@
+"""What the graph itself shows of sizes that configs promise.
+
+A contract cannot be asked: sizes that the graph leaves open are filled in there from the very configs that are judged.
+"""
+
+from kvdoctor.axes import as_number
+from kvdoctor.cache_operators import CONTRIB
+from kvdoctor.case import Case
+from kvdoctor.contract import Axis
+from kvdoctor.dataflow import KEEPS
+from kvdoctor.flow import Flow, FlowNode
+from kvdoctor.graph import ELEMENT_TYPES
+from kvdoctor.roles import FEW_ROWS
+
+COUNTS = {"Range", "CumSum", "Shape"}
+SHIFTS = {"Add", "Clip"}
+RECKONS = SHIFTS | {"Sub", "Mul", "Max", "Min", "Where"}
+COSINES = {
+    (CONTRIB, "GroupQueryAttention"): 7,
+    (CONTRIB, "PagedAttention"): 8,
+    (CONTRIB, "RotaryEmbedding"): 2,
+    ("", "RotaryEmbedding"): 1,
+}
+"""The input of an operator that takes the table of cosines, one row for each position."""
+BIAS = 10
+"""The input of GroupQueryAttention that takes a bias, which may hold a window."""
+NEAR = 200
+
+
+def cache_sizes(case: Case, axis: Axis, parts: tuple[str, ...]) -> set[int]:
+    """The declared sizes of an axis over the self-attention caches of the layers."""
+    found: set[int] = set()
+    for slot in case.contract.of_kind("self-attention") if case.contract is not None else ():
+        heads = {"kv_heads", "batch_heads"} & set(slot.axes)  # else the last axis may hold all heads in a row
+        packed = axis == "head_dim" and not slot.dtype.startswith(("float", "bfloat", "double"))
+        if slot.part not in parts or axis not in slot.axes or not heads or packed:
+            continue
+        at = slot.axes.index(axis)
+        ports = (case.main.inputs.get(slot.past), case.main.outputs.get(slot.present or ""))
+        shapes = [port.shape for port in ports if port is not None and len(port.shape or ()) == len(slot.axes)]
+        sizes = [as_number(shape[at], axis) for shape in shapes if shape is not None]
+        found.update([size for size in sizes if isinstance(size, int)][:1])
+    return found
+
+
+def logits_width(case: Case) -> int | None:
+    """The declared number of words that the logits give a score to."""
+    port = case.contract.graph("decode").port("logits") if case.contract is not None else None
+    if port is None or not port.shape or port.axes[-1:] != ("vocabulary",):
+        return None
+    size = as_number(port.shape[-1], "vocabulary")
+    return size if isinstance(size, int) else None
+
+
+def head_widths(case: Case) -> set[int]:
+    """Widths of the heads of fused attentions, by their number and the width of their queries."""
+    flow, found = _flow(case), set()
+    for node in flow.nodes if flow is not None else ():
+        if node.domain == CONTRIB and node.op in ("GroupQueryAttention", "MultiHeadAttention", "PagedAttention"):
+            heads, groups = node.number("num_heads", 0), node.number("kv_num_heads", 0)
+            if len(node.inputs) < 2 or not node.inputs[1]:  # queries, keys and values in one
+                heads = heads + 2 * groups if groups > 0 else 0
+            width = _width(case, flow, node.inputs[0]) if flow is not None else None
+            if width and heads > 0 and width % heads == 0:
+                found.add(width // heads)
+    return found
+
+
+def windows(case: Case) -> dict[int | None, int] | None:
+    """How far GroupQueryAttention looks back, by layer, -1 without limit; None where a bias may hold a window."""
+    flow, found = _flow(case), {}
+    layers = {slot.past: slot.layer for slot in (case.contract.slots if case.contract is not None else ())}
+    for node in flow.nodes if flow is not None else ():
+        if (node.domain, node.op) == (CONTRIB, "GroupQueryAttention") and len(node.inputs) > 3:
+            if len(node.inputs) > BIAS and node.inputs[BIAS]:
+                return None
+            found[layers.get(node.inputs[3])] = node.number("local_window_size", -1)
+    return found
+
+
+def positions(case: Case) -> int | None:
+    """Rows of the shortest table that is looked up by position; None where the graph shows none."""
+    flow = _flow(case)
+    if flow is None or case.contract is None:
+        return None
+    ports = case.contract.graph("decode").inputs
+    tokens = {port.name for port in ports if port.role in ("token_ids", "token_and_position")}
+    places = {port.name for port in ports if port.role in ("position_ids", "cache_position")}
+    widths = {port.shape[-1] for port in ports if port.role == "embeddings" and port.shape}
+    found, counted = [], []
+    for node in flow.nodes:
+        at = COSINES.get((node.domain, node.op))
+        if at is not None and len(node.inputs) > at:
+            found += _rows(flow, node.inputs[at])
+        table = _table(flow, node)
+        if table is None:
+            continue
+        if _roots(flow, node, SHIFTS)[0] & places:
+            found.append(table[0])
+            continue
+        roots, counts = _roots(flow, node, RECKONS)
+        if counts or roots & places:
+            counted.append(table)
+        elif roots & tokens:
+            widths.add(table[1])
+    # What is reckoned with first may be a bias by distance: one of positions is as wide as that of the words.
+    found += [rows for rows, width in counted if rows >= FEW_ROWS and width in widths]
+    return min(found, default=None)
+
+
+def _table(flow: Flow, node: FlowNode) -> tuple[int, int] | None:
+    """The size of the constant table that a node looks rows up in."""
+    if node.op not in ("Gather", "GatherND", "Slice") or len(node.inputs) < 2 or node.number("axis", 0) != 0:
+        return None
+    tensor = flow.constant(node.inputs[0])
+    if tensor is None or len(tensor.dims) != 2 or ELEMENT_TYPES.get(tensor.data_type) == "bool":
+        return None
+    return int(tensor.dims[0]), int(tensor.dims[1])
+
+
+def _rows(flow: Flow, name: str) -> list[int]:
+    """Rows of a table of cosines; where a branch chooses one of several, those of the longest."""
+    node = flow.producers.get(name)
+    choices = node.inputs if node is not None and node.op == "Identity" else (name,)
+    tables = [flow.constant(choice) for choice in choices]
+    rows = [int(table.dims[0]) for table in tables if table is not None and len(table.dims) == 2]
+    return [max(rows)] if rows and len(rows) == len(tables) else []
+
+
+def _roots(flow: Flow, node: FlowNode, through: set[str]) -> tuple[set[str], bool]:
+    """Where an index comes from: the names at its roots, and whether something is counted on the way."""
+    waiting, found, counts = list(node.inputs[1:3]), set(), False
+    seen = set(waiting)
+    for _ in range(NEAR):
+        if not waiting:
+            break
+        name = waiting.pop()
+        made = flow.producers.get(name)
+        if made is None:
+            found.add(name)
+        elif made.op in COUNTS:
+            counts = True
+        elif made.op in KEEPS or made.op in through:
+            sources = made.inputs if made.op in through else made.inputs[:1]
+            waiting += [source for source in sources if source not in seen]
+            seen.update(sources)
+    return found, counts
+
+
+def _width(case: Case, flow: Flow, name: str) -> int | None:
+    """The last size of a value in the graph: as declared, or as the weight that it is multiplied with has it."""
+    declared = {value.name: value.type.tensor_type.shape.dim for value in case.main.model.graph.value_info}
+    for _ in range(4):
+        sizes = declared.get(name)
+        if sizes and len(sizes) <= 3 and sizes[-1].dim_value > 0:
+            return int(sizes[-1].dim_value)
+        node = flow.producers.get(name)
+        if node is None or node.op not in ("MatMul", "MatMulNBits", "Add", "Cast", "Identity"):
+            return None
+        if node.op == "MatMulNBits":
+            return node.number("N", 0) or None
+        if node.op == "MatMul":
+            weight = flow.constant(node.inputs[1]) if len(node.inputs) > 1 else None
+            return int(weight.dims[-1]) if weight is not None and len(weight.dims) == 2 else None
+        name = node.inputs[0]
+    return None
+
+
+def _flow(case: Case) -> Flow | None:
+    dataflow = case.stack.main.dataflow if case.stack is not None else None
+    return dataflow.flow if dataflow is not None else None
