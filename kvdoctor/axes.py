@@ -31,10 +31,11 @@ def slot_axes(
     return tuple(word if axis in ("past", "capacity", "encoder") else axis for axis in ruled)
 
 
-def as_number(dim: Dim, axis: Axis) -> Dim:
-    """A size that is written as a name, "8", where the axis does not vary: the exporter of transformers does so.
+def as_number(dim: Dim, axis: Axis | None = None) -> Dim:
+    """A size that is written as a name, "8": the exporter of transformers does so.
 
-    Elsewhere such a name is one: Optimum calls the number of new tokens "1".
+    With the axis of an output given it stays a name where that axis varies: Optimum calls the number of new tokens of
+    its outputs "1". On inputs none has been seen to.
     """
     varies = axis in ("batch", "batch_heads", "new", "past", "total")
     return int(dim) if isinstance(dim, str) and dim.isascii() and dim.isdigit() and not varies else dim

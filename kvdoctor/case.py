@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.findings import Advice
 from kvdoctor.graph import Declared, GraphView
 from kvdoctor.model_folder import ModelFolder
@@ -28,8 +28,9 @@ class Case:
     """What a check may ask about.
 
     Checks that ask about a file get `file`; those that ask about the contract get `stack` and `contract`; those that
-    ask about runs get `runs` as well, and `declared_faults`, the names of the errors found in the contract. `refusals`
-    are files that the runtime did not open: (file, its text by level, the level that opens it).
+    ask about runs get `runs` as well, and `declared_faults`, the names of the errors found in the contract, which are
+    None until then. `refusals` are files that the runtime did not open: (file, its text by level, the level that opens
+    it).
     """
 
     folder: ModelFolder
@@ -38,7 +39,7 @@ class Case:
     stack: StackFiles | None = None
     contract: CacheContract | None = None
     runs: tuple[Run, ...] = ()
-    declared_faults: tuple[str, ...] = ()
+    declared_faults: tuple[str, ...] | None = None
     refusals: tuple[tuple[str, dict[str, str], str | None], ...] = ()
     crashes: tuple[str, ...] = ()
 
@@ -92,6 +93,20 @@ class Case:
         for step in run.steps if run else ():
             if step.phase == "decode" and slot.present in step.returned:
                 yield step, step.returned[slot.present]
+
+
+def broken_promise(case: Case, run: Run) -> str | None:
+    """The first slot that a run got in another size than the graph declares as a number, in words."""
+    for step in run.steps if case.contract is not None else ():
+        graph = case.contract.graph("decode" if step.phase == "decode" else "prefill") if case.contract else None
+        for port in graph.outputs if graph else ():
+            seen = step.returned.get(port.name)
+            if port.role != "present" or seen is None or port.shape is None or len(seen.shape) != len(port.shape):
+                continue
+            if any(isinstance(size, int) and size != got for size, got in zip(port.shape, seen.shape, strict=True)):
+                promised, got = describe(port.dtype, port.shape), describe(seen.dtype, seen.shape)
+                return f"step {step.step} returns {port.name} as {got}, declared as {promised}"
+    return None
 
 
 def first_and_count(names: tuple[str, ...]) -> str:

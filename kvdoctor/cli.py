@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvdoctor import __version__
-from kvdoctor.cli_options import FORMATS, run_options, shared_options
+from kvdoctor.cli_options import FORMATS, load_options, run_options, shared_options
 from kvdoctor.errors import KvdoctorError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("path")
+@load_options
 @shared_options
 def inspect(path: str, **given: Any) -> NoReturn:
     """Read a model without running it: files, inputs and outputs, the cache contract. Loads no weights."""
@@ -49,6 +50,11 @@ def inspect(path: str, **given: Any) -> NoReturn:
 
 @cli.command("step-test")
 @click.argument("path")
+@click.option(
+    "--contract",
+    metavar="FILE",
+    help="Take the cache contract from here: `kvdoctor contract MODEL --format json`, edited by hand.",
+)
 @shared_options
 @run_options
 def step_test(path: str, **given: Any) -> NoReturn:
@@ -174,6 +180,7 @@ def _options(given: dict[str, Any]) -> "Options":
     from kvdoctor.child import Limits
     from kvdoctor.doctor import Options
     from kvdoctor.findings import Selection
+    from kvdoctor.kept import Load
 
     _outputs(given)
 
@@ -185,6 +192,8 @@ def _options(given: dict[str, Any]) -> "Options":
         provider=given.get("provider", "CPUExecutionProvider"),
         limits=Limits(given.get("timeout", 300.0), given.get("max_memory")),
         hash_files=given["hash_files"],
+        contract=given.get("contract"),
+        load=Load(given.get("batch"), given.get("context"), given.get("encoder_length")),
     )
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from kvdoctor.kept import MOST_POSITIONS, MOST_ROWS
+
 FORMATS = ("text", "json", "markdown")
 
 
@@ -57,6 +59,30 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float) -> 
     if not math.isfinite(value):
         raise click.BadParameter("it must be a number of seconds")
     return value
+
+
+def load_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
+    """What the memory of the cache is planned for."""
+    options = [
+        click.option(
+            "--batch",
+            type=click.IntRange(1, MOST_ROWS),
+            help="Show the memory plan for that many sequences; each beam is one. [default: 1]",
+        ),
+        click.option(
+            "--context",
+            type=click.IntRange(1, MOST_POSITIONS),
+            help="Show it for that many tokens in each sequence. [default: what the config declares]",
+        ),
+        click.option(
+            "--encoder-length",
+            type=click.IntRange(1, MOST_POSITIONS),
+            help="Show it for that many encoder states. [default: what the graph or the config declares]",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 def run_options(command: "Callable[..., Any]") -> "Callable[..., Any]":

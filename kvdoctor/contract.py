@@ -181,10 +181,10 @@ class Slot:
 
     `window` is the number of tokens that the layer's attention looks back over, where the graph or a config says so.
 
-    The last five are what dataflow proves, None where it does not tell. In the decode graph: `used_as` says whether the
+    The last six are what dataflow proves, None where it does not tell. In the decode graph: `used_as` says whether the
     past is a key or a value to its attention, `used_at` which of the attentions over such slots that is, counted from
-    0, `continues_as` the output that its content reaches. In the graph or branch that first fills the slot: `made_as`
-    and `made_at` say the same of the output `filled_by`.
+    0, `continues_as` the output that its content reaches, `takes_new` whether the new tokens reach the present. In the
+    graph or branch that first fills the slot: `made_as` and `made_at` say the same of the output `filled_by`.
     """
 
     kind: SlotKind
@@ -205,6 +205,7 @@ class Slot:
     used_as: Literal["key", "value", "key-value"] | None = None
     used_at: int | None = None
     continues_as: str | None = None
+    takes_new: bool | None = None
     made_as: Literal["key", "value", "key-value"] | None = None
     made_at: int | None = None
 
@@ -246,8 +247,9 @@ class CacheContract:
     graph without past of a pair. `exactness` is what the arithmetic of the graph allows two ways of computing the
     same logits to differ by: its weakest float type, or `dynamic-quantisation`.
     `context_limit` is in tokens, from the side-car config; so are `heads`, the number of attention heads, where an axis
-    counts batch times heads, and `codebooks`, the rows of tokens for each sequence. `contradictions` are promises of names that the dataflow refutes; the contract follows
-    the dataflow. `missing` is empty for a contract that can be driven.
+    counts batch times heads, and `codebooks`, the rows of tokens for each sequence. `contradictions` are promises of
+    names that the dataflow refutes; the contract follows the dataflow. `missing` is empty for a contract that can be
+    driven.
     """
 
     layout: str

@@ -92,6 +92,11 @@ SHAPES = {"Shape", "Size", "ConstantOfShape", "Range"}
 MOST_VISITED = 4000
 """Values that one walk looks at before it gives up: the attention of a state is near to it."""
 
+MOST_LOOKS = 300_000
+"""Values that all walks over one graph look at together, where a layer takes 30: thousands of inputs on one long chain
+would take minutes.
+"""
+
 How = Literal["append", "write", "operator", "unchanged", "update"]
 Part = Literal["key", "value", "key-value", "memory", "conv"]
 
@@ -146,7 +151,18 @@ class Dataflow:
     """Questions to one flow; answers are kept."""
 
     flow: Flow
+    looked: int = 0
     _scores: dict[int, bool] = field(default_factory=dict)
+
+    def goes_on(self) -> bool:
+        """Count one value that a walk looks at; False once all walks together have looked at MOST_LOOKS."""
+        self.looked += 1
+        return not self.gave_up
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether walks were ended because they looked at too many values."""
+        return self.looked > MOST_LOOKS
 
     def state(self, name: str, rank: int) -> StateFlow:
         """Follow one graph input forward."""
@@ -166,7 +182,7 @@ class Dataflow:
         """What the nearest attention, projection or convolution behind a value takes it for."""
         waiting, seen = deque([name]), {name}
         found: dict[str, tuple[FlowNode, int]] = {}
-        while waiting and len(seen) < MOST_VISITED:
+        while waiting and len(seen) < MOST_VISITED and self.goes_on():
             value = waiting.popleft()
             for node, index in self.flow.consumers.get(value, ()):
                 part = self._part(node, index)
@@ -212,7 +228,7 @@ class Dataflow:
         wanted = {self.flow.results[output]: output for output in fitting}
         waiting: list[tuple[int, str]] = [(-1, name)]
         seen = {name}
-        while waiting:
+        while waiting and self.goes_on():
             _, value = heappop(waiting)
             if value in wanted:
                 return wanted[value]
@@ -268,7 +284,7 @@ class Dataflow:
         if node.index not in self._scores:
             waiting, seen = deque(node.outputs), set(node.outputs)
             found = False
-            while waiting and not found and len(seen) < MOST_VISITED:
+            while waiting and not found and len(seen) < MOST_VISITED and self.goes_on():
                 for taker, index in self.flow.consumers.get(waiting.popleft(), ()):
                     found = found or taker.op in SOFTMAX
                     if index in KEEPS.get(taker.op, ()) or taker.op in MIXES:
@@ -285,7 +301,7 @@ class Dataflow:
             return True
         waiting = deque(node.inputs[i] for i in PRODUCTS[node.op] if i != index and i < len(node.inputs))
         seen = set(waiting)
-        while waiting and len(seen) < MOST_VISITED:
+        while waiting and len(seen) < MOST_VISITED and self.goes_on():
             maker = self.flow.producers.get(waiting.popleft())
             if maker is None:
                 continue
@@ -307,7 +323,7 @@ class Dataflow:
         """Values that hold the content of an input, nearest first."""
         waiting = deque([(name, _Way(tuple(range(rank))))])
         seen = {(name, False)}
-        while waiting and len(seen) < MOST_VISITED:
+        while waiting and len(seen) < MOST_VISITED and self.goes_on():
             value, way = waiting.popleft()
             yield value, way
             for node, index in self.flow.consumers.get(value, ()):

@@ -3,7 +3,6 @@
 ModelFolder -> GraphView -> CacheContract -> Experiment -> Trace -> checks -> Report
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,10 @@ from kvdoctor.child import Limits
 from kvdoctor.contract import CacheContract
 from kvdoctor.facts import environment, file_facts, stack_facts
 from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks
+from kvdoctor.given import given_stacks
+from kvdoctor.kept import Load
 from kvdoctor.model_folder import ModelFolder, open_folder
+from kvdoctor.plain import to_plain
 from kvdoctor.reading import read_contract, with_observed
 from kvdoctor.report.document import (
     EXIT_FINDINGS,
@@ -32,9 +34,6 @@ from kvdoctor.runtimes import Examined, Job, Runtime
 from kvdoctor.stacks import StackFiles
 from kvdoctor.trace import Node, Run
 
-MOST_FED = 2**27
-"""Elements of the declared numbers of one input: half a gigabyte of floats, more than a decoder takes for a token."""
-
 HAS_OWN_RUN = "cross-cache-emptied"
 """The fault of the contract that leaves a loop to judge: the held one."""
 
@@ -50,15 +49,20 @@ class Options:
     provider: str = "CPUExecutionProvider"
     limits: Limits = field(default_factory=Limits)
     hash_files: bool = False
+    contract: str | None = None
+    load: Load = field(default_factory=Load)
 
     def as_arguments(self) -> dict[str, Any]:
-        """The options as the report shows them."""
+        """The options as the report shows them; what the memory is planned for only where it was asked."""
+        load = {name: number for name, number in to_plain(self.load).items() if number is not None}
         return {
             "consumer": self.consumer,
             "fail_on": self.fail_on,
             "select": list(self.selection.select),
             "ignore": list(self.selection.ignore),
             "provider": self.provider,
+            **({"contract": self.contract} if self.contract is not None else {}),
+            **load,
         }
 
 
@@ -74,7 +78,7 @@ def inspect(path: str, options: Options | None = None) -> Report:
     stacks = []
     for stack in folder.stacks:
         contract = read_contract(stack, folder.side_cars)
-        stacks.append(stack_facts(stack, contract))
+        stacks.append(stack_facts(stack, contract, folder.side_cars, options.load))
         case = Case(folder, options.consumer, stack=stack, contract=contract)
         run_checks(case, "contract", options.selection, verdicts)
     return _report("inspect", folder, options, verdicts, stacks)
@@ -93,7 +97,7 @@ def step_test(
     the model really lies, when `path` is what to call it.
 
     Raises:
-        UsageError: there is nothing at the path.
+        UsageError: there is nothing at the path, or the contract given does not fit it.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
     options = options or Options()
@@ -102,14 +106,17 @@ def step_test(
         with Runtime(options.limits) as fresh:
             return step_test(path, options, fresh, scratch, at)
     folder, verdicts = open_folder(path, at), Verdicts()
+    described = given_stacks(options.contract, folder) if options.contract is not None else ()
+    folder = _with_stacks(folder, tuple(stack for stack, _ in described))
     _check_files(folder, options, verdicts)
     stacks, runs, measured = [], [], {}
+    given = {stack.name: contract for stack, contract in described}
     for stack in folder.stacks:
-        contract = read_contract(stack, folder.side_cars)
+        contract = given.get(stack.name) or read_contract(stack, folder.side_cars)
         case = Case(folder, options.consumer, stack=stack, contract=contract)
         case, examined = _examine(case, options, verdicts, runtime, scratch)
         runs += list(case.runs)
-        stacks.append(stack_facts(stack, case.contract or contract))
+        stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
         measured[stack.name] = _measured(examined)
         before = len(verdicts.findings)
         run_checks(case, "contract", options.selection, verdicts)
@@ -139,6 +146,12 @@ def gate(paths: tuple[str, ...], options: Options) -> tuple[str, list[Report], i
     verdict = next((v for v in ("unhealthy", "incomplete") if v in verdicts), "healthy")
     reports = [replace(report, command="gate") for report in reports]
     return verdict, reports, next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in codes), EXIT_HEALTHY)
+
+
+def _with_stacks(folder: ModelFolder, described: tuple[StackFiles, ...]) -> ModelFolder:
+    """The folder with stacks that a contract file describes, in the place of those it names and behind the others."""
+    by_name = {stack.name: stack for stack in (*folder.stacks, *described)}
+    return replace(folder, stacks=tuple(by_name.values()))
 
 
 def _examine(
@@ -192,7 +205,7 @@ def _undrivable(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
     if stack.operator is not None:
         yield f"the operator {stack.operator} runs the whole loop with the cache inside; there is nothing to feed back"
     if contract.slots and not contract.takes_tokens:
-        yield "it takes no tokens and gives no logits: a streaming encoder or one stage of a pipeline"
+        yield "it takes no tokens and gives no logits: a decoder of frames, a streaming encoder, a pipeline stage"
     if contract.graph("decode").port("logits") is None:
         yield "the decoder returns tokens and no logits, so there is nothing to hold against a reference run"
     if any(slot.growth == "paged" for slot in contract.slots):
@@ -207,13 +220,8 @@ def _undrivable(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
 
 
 def _unfeedable(contract: CacheContract) -> Iterator[str]:
-    """Inputs of a shape or element type that cannot be made up."""
-    inputs = [port for graph in contract.graphs.values() for port in graph.inputs]
-    for port in inputs:
-        sizes = [size for size in port.shape or () if isinstance(size, int)]
-        if any(size < 1 for size in sizes) or math.prod(sizes) > MOST_FED:
-            yield f"no feed can be made of the shape that {port.name!r} declares"
-    unknown = {port.dtype for port in inputs} - _feedable()
+    """Inputs of an element type that cannot be made up."""
+    unknown = {port.dtype for graph in contract.graphs.values() for port in graph.inputs} - _feedable()
     if unknown:
         yield f"no feed can be made of element type {', '.join(sorted(unknown))}"
 

@@ -6,11 +6,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvdoctor.configs import decoder_config, encoder_length, is_count
 from kvdoctor.contract import CacheContract
 from kvdoctor.graph import Declared
+from kvdoctor.kept import Load
+from kvdoctor.memory import plan
+from kvdoctor.model_folder import SideCars
 from kvdoctor.onnx_schema import onnx_version
-from kvdoctor.report.document import CacheSize, FileFacts, StackFacts
+from kvdoctor.report.document import FileFacts, StackFacts
 from kvdoctor.stacks import OnnxFile, StackFiles
+
+WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "starcoder2")
+MOST_LAYERS = 4096
 
 
 def environment() -> dict[str, str]:
@@ -62,25 +69,27 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def stack_facts(stack: StackFiles, contract: CacheContract) -> StackFacts:
-    """One stack as the report shows it."""
+def stack_facts(
+    stack: StackFiles, contract: CacheContract, side_cars: SideCars, load: Load | None = None
+) -> StackFacts:
+    """One stack as the report shows it, its cache planned for a load."""
     names = tuple(file.name for file in stack.files.values())
-    return StackFacts(stack.name, contract.layout, names, contract, cache_size(contract))
+    cache = plan(contract, load, encoder_length(side_cars.config), _windows(side_cars.config))
+    return StackFacts(stack.name, contract.layout, names, contract, cache)
 
 
-def cache_size(contract: CacheContract) -> CacheSize:
-    """Bytes of the cache for one sequence, from the declared widths; None where one is not known."""
-    per_token = _summed(contract, "self-attention")
-    limit = contract.context_limit
-    return CacheSize(
-        bytes_per_token=per_token,
-        bytes_per_encoder_state=_summed(contract, "cross-attention"),
-        context=limit,
-        bytes_at_context=per_token * limit if per_token is not None and limit is not None else None,
-    )
+def _windows(config: dict[str, Any]) -> dict[int, int]:
+    """The layers that a config says look back over a window, and over how many tokens.
 
-
-def _summed(contract: CacheContract, kind: str) -> int | None:
-    sizes = [slot.bytes_per_position() for slot in contract.of_kind(kind)]
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
+    `layer_types` names them since transformers 4.53; before, a few families had the window in every layer.
+    """
+    part = decoder_config(config)
+    window: Any = part.get("sliding_window")
+    if not is_count(window) or part.get("use_sliding_window") is False:
+        return {}
+    kinds, layers = part.get("layer_types"), part.get("num_hidden_layers")
+    if isinstance(kinds, list):
+        return {layer: window for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
+    if part.get("model_type") in WINDOW_IN_EVERY_LAYER and isinstance(layers, int) and 0 < layers <= MOST_LAYERS:
+        return dict.fromkeys(range(layers), window)
+    return {}

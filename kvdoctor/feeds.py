@@ -6,6 +6,7 @@ contract and one `Scenario`. Sizes of the default scenario differ pairwise, sinc
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -130,7 +131,12 @@ class Deal:
             shape = (self.scenario.batch * self.contract.codebooks, self.scenario.total)
             object.__setattr__(self, "tokens", _tokens(self.contract, shape, self.scenario.seed))
 
-    @property
+    @cached_property
+    def slots(self) -> dict[str, Slot]:
+        """The slots by the name of their past."""
+        return {slot.past: slot for slot in self.contract.slots}
+
+    @cached_property
     def capacity(self) -> int:
         """Tokens of a buffer that declares no capacity: the whole sequence, and no less than a layer's window."""
         windows = [slot.window for slot in self.contract.slots if slot.window is not None]
@@ -338,7 +344,7 @@ class Deal:
         return total
 
     def _past(self, port: Port, past: Past, new: int) -> "Value | Array":
-        slot = next(slot for slot in self.contract.slots if slot.past == port.name)
+        slot = self.slots[port.name]
         if slot.carry != "extend" or slot.length_axis is None:
             return past[port.name]
         held = as_array(past[port.name])

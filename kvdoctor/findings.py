@@ -86,11 +86,11 @@ class CannotCheck(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A registered check. `asks` says what it reads; `incomplete` that its finding means: not diagnosed."""
+    """A registered check. `asks` are the rounds it is asked in; `incomplete` that its finding means: not diagnosed."""
 
     code: str
     name: str
-    asks: Asks
+    asks: tuple[Asks, ...]
     incomplete: bool
     function: "Callable[[Case], Iterator[Fault]]"
 
@@ -109,7 +109,7 @@ _REGISTERED: dict[str, Check] = {}
 
 
 def check(
-    code: str, name: str, asks: Asks, *, incomplete: bool = False
+    code: str, name: str, *asks: Asks, incomplete: bool = False
 ) -> "Callable[[Callable[[Case], Iterator[Fault]]], Callable[[Case], Iterator[Fault]]]":
     """Register a function as the check of that code and name."""
 
@@ -165,7 +165,7 @@ class Verdicts:
 def run_checks(case: "Case", asks: Asks, selection: Selection, verdicts: Verdicts) -> None:
     """Run the selected checks that ask for `asks` on a case. A check that raises is reported, not lost."""
     for one in all_checks():
-        if one.asks != asks:
+        if asks not in one.asks:
             continue
         stack = case.stack.name if case.stack else None
         if selection.takes(one.code, one.name):

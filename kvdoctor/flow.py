@@ -11,14 +11,35 @@ from functools import cached_property
 from kvdoctor.graph import GraphView
 from kvdoctor.onnx_schema import AttributeProto, GraphProto, NodeProto, TensorProto
 
-MOST_NODES = 1_000_000
+MOST_NODES = 500_000
 """Nodes after functions are written out: functions that call functions can make a small file endless."""
+
+MOST_CALLS = 50
+"""Functions within functions."""
 
 STANDARD = ("", "ai.onnx")
 
 
 class TooLarge(Exception):
-    """The graph, written out, has more nodes than can be followed."""
+    """The graph, written out, has more nodes than can be followed, or functions too deep in one another."""
+
+
+class Names(dict[str, str]):
+    """The flow's names for the values of a graph or body; those of the graph around it are looked up there."""
+
+    def __init__(self, outer: "Names | None" = None) -> None:
+        super().__init__()
+        self.outer = outer
+
+    def of(self, name: str, default: str) -> str:
+        """The flow's name for a value of this graph or of one around it."""
+        scope: Names | None = self
+        while scope is not None:
+            found = scope.get(name)
+            if found is not None:
+                return found
+            scope = scope.outer
+        return default
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +78,15 @@ class FlowNode:
 
 @dataclass
 class Flow:
-    """The flat graph. `results` gives the value behind each graph output; graph inputs keep their names."""
+    """The flat graph. `results` gives the value behind each graph output; graph inputs keep their names.
+
+    `flaws` says why no runtime can compute the graph, as far as its structure tells: the reason by value or function.
+    """
 
     nodes: list[FlowNode] = field(default_factory=list)
     constants: dict[str, TensorProto] = field(default_factory=dict)
     results: dict[str, str] = field(default_factory=dict)
+    flaws: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def producers(self) -> dict[str, FlowNode]:
@@ -117,13 +142,20 @@ def flow_of(view: GraphView, cached: bool = True) -> Flow:
     chosen = view.branches[1] if view.branches else None
     branch = (chosen.cached if cached else chosen.no_past).graph if chosen else None
     writer = _Writer(view, chosen.node if chosen else None, branch)
-    names = {value.name: value.name for value in view.model.graph.input}
+    names, flow = Names(), writer.flow
+    for value in view.model.graph.input:
+        if value.name in names:
+            flow.flaws[value.name] = "two inputs have this name"
+        names[value.name] = value.name
+    given = set(names)
     writer.graph(view.model.graph, names, "")
-    flow = writer.flow
-    flow.results = {output: names.get(output, output) for output in view.outputs}
+    flow.results = {output: names.of(output, output) for output in view.outputs}
     flow.nodes = _in_order(flow)
     for index, node in enumerate(flow.nodes):
         node.index = index
+    for output, value in flow.results.items():
+        if value not in flow.producers and value not in flow.constants and value not in given:
+            flow.flaws[output] = "no node makes this output"
     return flow
 
 
@@ -138,31 +170,38 @@ class _Writer:
     def __post_init__(self) -> None:
         self.functions = {(f.domain if f.domain != "ai.onnx" else "", f.name): f for f in self.view.model.functions}
         self.calling: list[tuple[str, str]] = []
+        self.sizes: dict[tuple[str, str], int] = {}
 
-    def graph(self, graph: GraphProto, names: dict[str, str], prefix: str) -> list[str]:
+    def graph(self, graph: GraphProto, names: Names, prefix: str) -> list[str]:
         """Write out a graph or subgraph; `names` maps its values to the flow's. Returns its outputs."""
         for tensor in graph.initializer:
             names[tensor.name] = prefix + tensor.name
             self.flow.constants[prefix + tensor.name] = tensor
+        for sparse in graph.sparse_initializer:
+            name = sparse.values.name
+            names[name] = prefix + name
+            self.flow.constants[prefix + name] = TensorProto(data_type=sparse.values.data_type, dims=sparse.dims)
         self.nodes(graph.node, names, prefix, None)
-        return [names.get(value.name, value.name) for value in graph.output]
+        return [names.of(value.name, value.name) for value in graph.output]
 
-    def nodes(self, nodes: "Sequence[NodeProto]", names: dict[str, str], prefix: str, call: FlowNode | None) -> None:
+    def nodes(self, nodes: "Sequence[NodeProto]", names: Names, prefix: str, call: FlowNode | None) -> None:
         made = {name: prefix + name for node in nodes for name in node.output if name}
         names.update(made)
         for proto in nodes:
-            inputs = tuple(names.get(name, prefix + name) if name else "" for name in proto.input)
+            inputs = tuple(names.of(name, prefix + name) if name else "" for name in proto.input)
             outputs = tuple(names[name] if name else "" for name in proto.output)
             node = FlowNode(proto, proto.op_type, inputs, outputs, call)
             self._node(node, names)
             if len(self.flow.nodes) > MOST_NODES:
                 raise TooLarge(f"the graph, with its functions written out, has more than {MOST_NODES:,} nodes")
 
-    def _node(self, node: FlowNode, names: dict[str, str]) -> None:
+    def _node(self, node: FlowNode, names: Names) -> None:
         proto, key = node.proto, (node.domain, node.op)
-        if key in self.functions and key not in self.calling:
-            self._call(node, key)
-            return
+        if key in self.functions:
+            if key not in self.calling:
+                self._call(node, key)
+                return
+            self.flow.flaws[node.op] = "this local function calls itself"
         if node.op == "Constant" and proto.output:
             value = next((a.t for a in proto.attribute if a.name == "value" and a.HasField("t")), None)
             value = value if value is not None else _listed(proto)
@@ -179,23 +218,39 @@ class _Writer:
 
     def _call(self, node: FlowNode, key: tuple[str, str]) -> None:
         """The body of a local function in place of the call."""
+        self._limit(key)
         self.bodies += 1
-        function, prefix = self.functions[key], f"{self.bodies}:"
-        names = dict(zip(function.input, node.inputs, strict=False))
+        function, prefix, names = self.functions[key], f"{self.bodies}:", Names()
+        names.update(zip(function.input, node.inputs, strict=False))
         self.calling.append(key)
         self.nodes(function.node, names, prefix, node)
         self.calling.pop()
         for inner, outer in zip(function.output, node.outputs, strict=False):
             if outer:
-                self._same(names.get(inner, prefix + inner), outer)
+                self._same(names.of(inner, prefix + inner), outer)
 
-    def _bodied(self, node: FlowNode, bodies: list[GraphProto], names: dict[str, str]) -> None:
+    def _limit(self, key: tuple[str, str]) -> None:
+        """Refuse a call that would take long to write out, before it is begun."""
+        if len(self.flow.nodes) + self._size(key, 0) > MOST_NODES:
+            raise TooLarge(f"the graph, with its functions written out, has more than {MOST_NODES:,} nodes")
+
+    def _size(self, key: tuple[str, str], depth: int) -> int:
+        """Nodes of a function with all that it calls, those of control flow within not counted."""
+        if depth > MOST_CALLS:
+            raise TooLarge(f"the local functions of the graph call one another more than {MOST_CALLS} deep")
+        if key not in self.sizes:
+            self.sizes[key] = 0  # counts for a call of itself
+            called = ((n.domain if n.domain not in STANDARD else "", n.op_type) for n in self.functions[key].node)
+            self.sizes[key] = sum(1 + (self._size(c, depth + 1) if c in self.functions else 0) for c in called)
+        return self.sizes[key]
+
+    def _bodied(self, node: FlowNode, bodies: list[GraphProto], names: Names) -> None:
         """An If, Loop or Scan: its bodies are written out, and its outputs follow from theirs and from its inputs."""
         states = _carried(node, bodies)
         results: list[list[str]] = [[] for _ in node.outputs]
         for body in bodies:
             self.bodies += 1
-            inner = dict(names)
+            inner = Names(names)
             for value in body.input:
                 inner[value.name] = f"{self.bodies}:{value.name}"
             for outer, value in states:
@@ -282,4 +337,8 @@ def _sorted(flow: Flow, produced: set[str]) -> list[FlowNode]:
                 if not waiting[id(taker)]:
                     ready.append(taker)
     done = {id(node) for node in ordered}
-    return ordered + [node for node in flow.nodes if id(node) not in done]
+    circular = [node for node in flow.nodes if id(node) not in done]
+    if circular:
+        name = next((name for node in circular for name in node.outputs if name), "")
+        flow.flaws[name] = "this value depends on itself, or on one that does"
+    return ordered + circular

@@ -89,7 +89,7 @@ class GraphView:
     @cached_property
     def inputs(self) -> dict[str, Declared]:
         """Graph inputs by name; those that initializers give a value to are left out."""
-        given = self.main.initializers
+        given = {*self.main.initializers, *(tensor.values.name for tensor in self.model.graph.sparse_initializer)}
         return {v.name: declared(v) for v in self.model.graph.input if v.name not in given}
 
     @cached_property
@@ -200,7 +200,8 @@ def declared(value: ValueInfoProto) -> Declared:
 
 def _dim(dim: TensorShapeProto.Dimension) -> Dim:
     if dim.HasField("dim_value"):
-        return int(dim.dim_value)
+        # ONNX Runtime takes any size for a number below 0, as older exporters write it.
+        return int(dim.dim_value) if dim.dim_value >= 0 else None
     return str(dim.dim_param) if dim.dim_param else None
 
 

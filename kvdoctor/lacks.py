@@ -1,8 +1,12 @@
 """What stands in the way of driving a stack, read off its contract."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
-from kvdoctor.contract import CacheContract, Lack
+from kvdoctor.contract import CacheContract, Lack, Port, describe
+
+MOST_FED = 2**27
+"""Elements of the declared numbers of one input: half a gigabyte of floats, more than a decoder takes for a token."""
 
 
 def lacks(contract: CacheContract) -> Iterator[Lack]:
@@ -23,9 +27,28 @@ def lacks(contract: CacheContract) -> Iterator[Lack]:
         rivals = [port.name for port in (*decode.inputs, *decode.outputs) if port.role == role]
         if len(rivals) > 1:
             yield Lack(rivals[1], f"{' and '.join(rivals[:3])} look like {role}, and nothing says which it is")
+    yield from _unfeedable(port for graph in contract.graphs.values() for port in graph.inputs)
+    yield from _unsized(contract)
+
+
+def _unsized(contract: CacheContract) -> Iterator[Lack]:
+    """Widths of slots that nothing says."""
     for slot in contract.slots:
         open_sizes = {a for d, a in zip(slot.shape, slot.axes, strict=True) if not isinstance(d, int)}
         if unknown := {"kv_heads", "head_dim", "channels", "state", "layers"} & open_sizes:
             yield Lack(slot.past, f"its {' and '.join(sorted(unknown))} is no number")
         if "batch_heads" in slot.axes and not contract.heads:
             yield Lack(slot.past, "an axis counts batch times heads, and no config says how many heads")
+
+
+def _unfeedable(ports: Iterable[Port]) -> Iterator[Lack]:
+    """Inputs that no feed can be made of. A past of length 0 has a check of its own."""
+    for port in ports:
+        if not port.dtype:
+            yield Lack(port.name, "this input is no tensor, or declares no element type")
+        elif port.shape is None:
+            yield Lack(port.name, "this input has no declared shape")
+        elif any(size == 0 and axis != "past" for size, axis in zip(port.shape, port.axes, strict=True)):
+            yield Lack(port.name, f"an input of shape {describe(port.dtype, port.shape)} has no elements")
+        elif math.prod(size for size in port.shape if isinstance(size, int)) > MOST_FED:
+            yield Lack(port.name, f"{describe(port.dtype, port.shape)} are more elements than can be fed")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvdoctor.axes import as_number
 from kvdoctor.configs import Configured, configured, context_limit, decoder_config, is_count
 from kvdoctor.contract import CacheContract, Graph, Lack, Phase, Port, Slot
 from kvdoctor.dialects import CACHE_LIKE, Dialect, axes, inputs, spoken
@@ -73,6 +74,7 @@ class _Reader:
             templates=tuple(self.known.slots(_view(self.decode).inputs)),
             claimed=self._claimed(ids[self.decode.name]),
             ids={name} if (name := ids[self.first.name]) else set(),
+            tokens=self._tokens(ids[self.decode.name]),
             numbers=self.known.numbers,
         )
         slots = reader.read()
@@ -109,8 +111,10 @@ class _Reader:
         for file, flow in ((self.decode, self.decode.dataflow), (self.first, self.first.first_dataflow)):
             if flow is None:
                 yield Lack(file.name, "its functions, written out in place of their calls, are too many or too deep")
-            else:
-                yield from (Lack(name, reason) for name, reason in flow.flow.flaws.items())
+                continue
+            if flow.gave_up:
+                yield Lack(file.name, "its inputs lead to too many nodes to be followed one by one")
+            yield from (Lack(name, reason) for name, reason in flow.flow.flaws.items())
 
     def _token_ids(self, file: OnnxFile) -> str | None:
         """The input that carries tokens: by its name, else by the table it is looked up in."""
@@ -125,6 +129,12 @@ class _Reader:
             return None
         free = [name for name, role in known if role is None]
         return Looks(dataflow, view.inputs, self._logits_width(view)).token_ids(free)
+
+    def _tokens(self, ids: str | None) -> set[str]:
+        """What carries the new tokens into a decode step: their ids, or their embeddings by name."""
+        rules = (*(self.dialect.inputs if self.dialect else ()), *inputs.INPUTS)
+        embedded = {name for name, port in _view(self.decode).inputs.items() if named(port, rules) == "embeddings"}
+        return embedded | ({ids} if ids else set())
 
     @staticmethod
     def _logits_width(view: GraphView) -> int | None:
@@ -197,7 +207,7 @@ class _Reader:
         presents = {slot.present for slot in slots if file is self.decode}
         presents |= {slot.filled_by for slot in slots if file is self.first}
         outputs = [self._output(port, presents) for port in view.outputs.values()]
-        ports = [self._by_codebook(port) for port in ports]
+        ports = [self._by_codebook(with_numbers(port)) for port in ports]
         fed = any(port.role in ("token_ids", "token_and_position", "embeddings") for port in ports)
         return Graph(file.name, tuple(ports), tuple(_with_logits(outputs) if fed else outputs))
 
@@ -212,14 +222,14 @@ class _Reader:
         if found is not None and found.role == "attention_mask" and looks is not None and cross:
             sites = looks.mask_sites(port.name)
             if sites and sites <= cross:
-                found = with_numbers(replace(found, role="encoder_mask", axes=("batch", "encoder")))
+                found = replace(found, role="encoder_mask", axes=("batch", "encoder"))
         if found is not None:
             return found
         if looks is not None and named(port, rules) is None and not CACHE_LIKE.match(port.name):
             looked = looks.role(port.name, cross)
             if looked is not None:
                 self.evidence.append(f"{port.name!r} is {looked[0]} by what the graph does with it")
-                return with_numbers(Port(port.name, port.dtype, port.shape, *looked))
+                return Port(port.name, port.dtype, port.shape, *looked)
         if file is self.first and file is not self.decode:
             encoder = ruled(port, (*(self.dialect.encoder_inputs if self.dialect else ()), *inputs.ENCODER_INPUTS))
             if encoder is not None:
@@ -277,8 +287,9 @@ class _Reader:
         if port.name in presents or port.name.startswith("present"):
             return _port(port, "present")
         rules = (*(self.dialect.outputs if self.dialect else ()), *inputs.OUTPUTS)
-        found = self.known.output(port) or ruled(port, rules)
-        return found or _port(port, "auxiliary")
+        found = self.known.output(port) or ruled(port, rules) or _port(port, "auxiliary")
+        sizes = zip(found.shape or (), found.axes, strict=False)
+        return replace(found, shape=tuple(as_number(*size) for size in sizes)) if found.axes else found
 
     def _encoder_state_slots(self, graphs: dict[str, Graph]) -> Iterator[Slot]:
         """Encoder states that the first graph returns and later steps take: held like a cross-attention cache."""
@@ -312,7 +323,7 @@ class _Reader:
     def _encoder_graph(self, file: OnnxFile, slots: tuple[Slot, ...]) -> Graph:
         view = _view(file)
         rules = (*(self.dialect.encoder_inputs if self.dialect else ()), *inputs.ENCODER_INPUTS)
-        ports = [ruled(port, rules) or self._encoder_input(port, file) for port in view.inputs.values()]
+        ports = [with_numbers(ruled(port, rules) or self._encoder_input(port, file)) for port in view.inputs.values()]
         filled = {slot.filled_by for slot in slots if slot.filled_in == "encode"}
         outputs = [
             _port(p, "present") if p.name in filled else ruled(p, inputs.ENCODER_OUTPUTS) or _port(p, "auxiliary")

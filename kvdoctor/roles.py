@@ -40,15 +40,12 @@ def ruled(port: Declared, rules: Iterable[RoleRule]) -> Port | None:
         return None
     if port.shape is None:
         return Port(port.name, port.dtype, None, rule.role)
-    return with_numbers(Port(port.name, port.dtype, port.shape, rule.role, axes(rule.order)))
+    return Port(port.name, port.dtype, port.shape, rule.role, axes(rule.order))
 
 
 def with_numbers(port: Port) -> Port:
-    """A port whose sizes are numbers where they are written as names, "9", and do not vary."""
-    if port.shape is None or len(port.shape) != len(port.axes):
-        return port
-    shape = tuple(as_number(dim, axis) for dim, axis in zip(port.shape, port.axes, strict=True))
-    return replace(port, shape=shape)
+    """An input whose sizes are numbers where they are written as names, "9"."""
+    return replace(port, shape=tuple(map(as_number, port.shape))) if port.shape is not None else port
 
 
 def named(port: Declared, rules: Iterable[RoleRule]) -> Role | None:
@@ -102,7 +99,7 @@ class Looks:
     def mask_sites(self, name: str) -> set[int]:
         """The attentions whose scores an input takes part in without passing a product or a table: those it masks."""
         found, waiting, seen = set(), deque([name]), {name}
-        while waiting:
+        while waiting and self.dataflow.goes_on():
             for node, index in self.dataflow.flow.consumers.get(waiting.popleft(), ()):
                 ports = ports_of(node.domain, node.op)
                 if node.op in SOFTMAX or (ports is not None and index in ports.mask):
@@ -121,7 +118,7 @@ class Looks:
         if ports_of(start.domain, start.op) is not None:
             return {product}
         waiting, seen = deque(start.outputs), set(start.outputs)
-        while waiting:
+        while waiting and self.dataflow.goes_on():
             for node, _ in flow.consumers.get(waiting.popleft(), ()):
                 if node.op in SOFTMAX:
                     return {node.index}
@@ -136,7 +133,7 @@ class Looks:
         if self.inputs[name].dtype not in INTEGERS:
             return None
         flow, waiting, seen = self.dataflow.flow, deque([name]), {name}
-        while waiting and len(seen) < NEAR:
+        while waiting and len(seen) < NEAR and self.dataflow.goes_on():
             for node, index in flow.consumers.get(waiting.popleft(), ()):
                 if LOOKUPS.get(node.op) == index:
                     table = flow.constant(node.inputs[0 if index else 2])
@@ -151,7 +148,7 @@ class Looks:
     def _reaches(self, name: str, *goals: dict[str, int]) -> bool:
         """Whether an input reaches one of some operators before long, reckoned with or not."""
         flow, waiting, seen = self.dataflow.flow, deque([name]), {name}
-        while waiting and len(seen) < NEAR:
+        while waiting and len(seen) < NEAR and self.dataflow.goes_on():
             for node, index in flow.consumers.get(waiting.popleft(), ()):
                 if any(goal.get(node.op) == index for goal in goals):
                     return True
@@ -164,7 +161,7 @@ class Looks:
     def _operator_role(self, name: str) -> Role | None:
         """The meaning that a cache operator gives to the input at one of its ports."""
         flow, waiting, seen = self.dataflow.flow, deque([name]), {name}
-        while waiting and len(seen) < NEAR:
+        while waiting and len(seen) < NEAR and self.dataflow.goes_on():
             for node, index in flow.consumers.get(waiting.popleft(), ()):
                 ports = ports_of(node.domain, node.op)
                 if ports is not None and index in ports.roles:

@@ -89,6 +89,10 @@ class Sessions:
             self.opened[file, "off"] = self._open(file, "off")
         return self.opened[file, "off"]
 
+    def without_reuse(self, file: str) -> Any:
+        """Give a session that plans no buffer for two values: declared shapes that lie do no harm there."""
+        return self._open(file, self.levels.get(file, "all"), reuse=False)
+
     def _open_highest(self, file: str) -> None:
         refusals = {}
         for level in LEVELS:
@@ -108,8 +112,9 @@ class Sessions:
             self.refused.add(file)
             raise Refused(file)
 
-    def _open(self, file: str, level: str) -> Any:
+    def _open(self, file: str, level: str, reuse: bool = True) -> Any:
         options = ort.SessionOptions()
+        options.enable_mem_reuse = reuse
         options.graph_optimization_level = LEVELS[level]
         options.log_severity_level = FATAL_ONLY
         options.intra_op_num_threads = self.threads

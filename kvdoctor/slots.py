@@ -35,7 +35,8 @@ class SlotReader:
 
     `decode`, `first` and `encoder` are its files: the one that takes the cache, the one that serves the first step (the
     same file, but in a pair), and the encoder. `claimed` are inputs that play another part by name, `ids` the inputs of
-    the first step that carry tokens. `numbers` gives sizes that a config knows and the graph does not.
+    the first step that carry tokens, `tokens` those of the decode graph, or their embeddings. `numbers` gives sizes
+    that a config knows and the graph does not.
     """
 
     decode: OnnxFile
@@ -45,6 +46,7 @@ class SlotReader:
     templates: tuple[SlotName, ...]
     claimed: set[str]
     ids: set[str]
+    tokens: set[str]
     numbers: dict[str, int]
     missing: list[Lack] = field(default_factory=list)
     contradictions: list[Lack] = field(default_factory=list)
@@ -117,7 +119,7 @@ class SlotReader:
             return None
         kind = self._kind(name, state)
         growth = _growth(kind, name, state, port.shape)
-        self.contradictions += _contradictions(name, kind, growth, state)
+        self.contradictions += _contradictions(name, kind, growth)
         present, continues = self._present(name, names, state, growth)
         returned = _view(self.decode).outputs.get(present or "")
         rows_only = growth == "grow" and _returns_rows(port.shape, state, returned)
@@ -139,7 +141,20 @@ class SlotReader:
             window=state.window if state is not None else None,
             used_as=_proven(state.use) if state is not None else None,
             continues_as=continues,
+            takes_new=self._takes_new(kind, present),
         )
+
+    def _takes_new(self, kind: SlotKind, present: str | None) -> bool | None:
+        """Whether the tokens of a step have a part in the present; None where the graph cannot be followed."""
+        flow = self.decode.dataflow
+        if flow is None or present not in flow.flow.results or not self.tokens or kind != "self-attention":
+            return None
+        return flow.flow.results[present] in self._reached
+
+    @cached_property
+    def _reached(self) -> set[str]:
+        """All values of a decode step that the new tokens have a part in."""
+        return self.decode.dataflow.reached_from(self.tokens) if self.decode.dataflow is not None else set()
 
     def _kind(self, name: SlotName | None, state: StateFlow | None) -> SlotKind:
         """Self- or cross-attention by whether it grows; another kind of state by its name or its use."""
@@ -297,7 +312,7 @@ class SlotReader:
 
     def _sized(self, shape: tuple[Dim, ...], axes: tuple[Any, ...]) -> tuple[Dim, ...]:
         """Sizes that the graph leaves open and a config knows."""
-        shape = tuple(as_number(dim, axis) for dim, axis in zip(shape, axes, strict=True))
+        shape = tuple(map(as_number, shape))
         return tuple(
             dim if isinstance(dim, int) else self.numbers.get(axis, dim) for dim, axis in zip(shape, axes, strict=True)
         )
@@ -368,7 +383,7 @@ def _appended(ruled: Growth, state: StateFlow | None, shape: tuple[Dim, ...]) ->
     return state.axis is not None and not isinstance(shape[state.axis], int)
 
 
-def _contradictions(name: SlotName | None, kind: SlotKind, growth: Growth, state: StateFlow | None) -> Iterator[Lack]:
+def _contradictions(name: SlotName | None, kind: SlotKind, growth: Growth) -> Iterator[Lack]:
     """Where a name promises another kind or growth than the graph shows."""
     if name is None:
         return
@@ -376,8 +391,6 @@ def _contradictions(name: SlotName | None, kind: SlotKind, growth: Growth, state
         yield Lack(name.past, f"it is named as {name.rule.kind}, and the graph uses it as {kind}")
     elif name.rule.growth is not None and name.rule.growth != growth and not name.rule.or_delta:
         yield Lack(name.past, f"it is named as a cache of growth {name.rule.growth!r}, and the graph has it {growth}")
-    elif kind == "self-attention" and state is not None and state.how == "unchanged":
-        yield Lack(name.past, f"no new entries join it; {state.output!r} returns it as it was")
 
 
 def _returns_rows(shape: tuple[Dim, ...], state: StateFlow | None, present: Declared | None) -> bool:

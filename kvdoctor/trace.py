@@ -70,7 +70,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One experiment on one stack, as it went. `died_by` names the signal or limit that ended the process."""
+    """One experiment on one stack, as it went. `died_by` names the signal or limit that ended the process.
+
+    `passes_with` says what makes the failed call pass: the runtime's optimisations off, or its reuse of buffers.
+    """
 
     stack: str
     experiment: str
@@ -82,6 +85,7 @@ class Run:
     error: str | None = None
     node: Node | None = None
     reason: str | None = None
+    passes_with: Literal["no-optimisation", "no-buffer-reuse"] | None = None
     steps: tuple[Step, ...] = ()
     controls: tuple[Control, ...] = ()
     died_by: str | None = None

@@ -62,12 +62,8 @@ def test_inspect_reads_the_contract_of_marian() -> None:
     assert {slot["carry"] for slot in contract["slots"] if slot["kind"] == "cross-attention"} == {"hold"}
     assert {slot["carry"] for slot in contract["slots"] if slot["kind"] == "self-attention"} == {"feed-back"}
     # 2 layers x (key + value) x 4 heads x width 8 x 4 bytes
-    assert merged["cache"] == {
-        "bytes_per_token": 512,
-        "bytes_per_encoder_state": 512,
-        "context": 64,
-        "bytes_at_context": 512 * 64,
-    }
+    sizes = {"bytes_per_token": 512, "bytes_per_encoder_state": 512, "context": 64, "bytes_at_context": 512 * 64}
+    assert sizes.items() <= merged["cache"].items()
     assert all(slot["present"] is None for slot in pair["contract"]["slots"] if slot["kind"] == "cross-attention")
 
 

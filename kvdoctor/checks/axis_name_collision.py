@@ -1,12 +1,13 @@
 """One symbolic name stands for lengths that differ.
 
-What it means: past and present of a growing slot carry the same axis name, although one is longer by the new tokens.
-Runtimes may plan memory by these names (`Shape mismatch attempting to re-use buffer`), and loops that allocate by name
-get buffers of the wrong size. A note: most runtimes only warn.
+What it means: past and present of a growing slot carry the same axis name, although one is longer by the new tokens; or
+shapes declared inside the graph do. Runtimes plan memory by these names, and loops that allocate by name get buffers of
+the wrong size. A note where the runs pass. An error where a step fails, and passes once the runtime reuses no buffers.
 
-Reproduce: `kvdoctor inspect MODEL` shows both declarations.
+Reproduce: `kvdoctor inspect MODEL` shows both declarations; open a session with `enable_mem_reuse = False`.
 
-Repair: rename the axis of the present, for instance to `past_sequence_length + sequence_length`.
+Repair: rename the axis of the present, for instance to `past_sequence_length + sequence_length`; delete the shapes that
+are declared inside the graph (`value_info`), which no runtime needs.
 
 Source: onnxruntime issue 21213.
 """
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from kvdoctor.case import Case, first_and_count
 from kvdoctor.contract import describe
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.trace import Run
 
 
 @check("KV113", "axis-name-collision", "contract")
@@ -33,7 +35,10 @@ def axis_name_collision(case: Case) -> Iterator[Fault]:
             axis = slot.axes.index("past")
             if isinstance(past.shape[axis], str) and past.shape[axis] == present.shape[axis]:
                 same.append((past, present))
-    if same:
+    run = case.judged
+    if run is not None and run.passes_with == "no-buffer-reuse":
+        yield _fails(case, run, tuple(present.name for _, present in same))
+    elif same:
         past, present = same[0]
         names = tuple(present.name for _, present in same)
         yield Fault(
@@ -46,3 +51,18 @@ def axis_name_collision(case: Case) -> Iterator[Fault]:
             cause="the present is longer than the past, yet both lengths have one name",
             advice=Advice("graph", "rename the axis of the present"),
         )
+
+
+def _fails(case: Case, run: Run, presents: tuple[str, ...]) -> Fault:
+    place = f'{run.node.op} "{run.node.name}"' if run.node else f"file {case.decode_file}"
+    return Fault(
+        severity="error",
+        file=case.decode_file,
+        subject=(run.node.name,) if run.node else presents or (case.decode_file,),
+        where=place,
+        promised="values of equal declared shapes that can share a buffer",
+        observed=f"{run.experiment}, step {run.failed_step}: {run.error}; {run.reason}",
+        cause="the declared shapes give one name to lengths that differ, and the runtime plans its memory by them",
+        advice=Advice("graph", "delete the value_info of the graph and rename the axes of the presents"),
+        follows=(f"step {run.failed_step} fails",),
+    )

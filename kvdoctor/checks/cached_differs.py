@@ -14,8 +14,8 @@ lengths without any cache; a difference within four times that noise is no fault
 
 from collections.abc import Iterator
 
-from kvdoctor.case import UNDECIDED, Case
-from kvdoctor.checks.step_fails import explained_elsewhere, fails_only_so
+from kvdoctor.case import UNDECIDED, Case, broken_promise
+from kvdoctor.checks.step_fails import SHORT_STATE, explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run
 
@@ -81,6 +81,7 @@ def _ignores_past(run: Run) -> bool:
 def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
     from kvdoctor.parity import TOLERANCES  # loads numpy, which an inspection does without
 
+    promise = broken_promise(case, run)
     exactness = case.contract.exactness if case.contract else "float"
     tolerance = TOLERANCES[exactness]
     step = next((step for step in run.steps if step.step == run.failed_step), None)
@@ -97,6 +98,6 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
         where=f"output {logits.name if logits else 'logits'}, {run.experiment}",
         promised=f"the logits of the reference run, within {tolerance.passes:g} of their spread ({exactness})",
         observed=f"{place}: logits {seen}",
-        cause=cause,
-        advice=EXPORT_AGAIN,
+        cause=cause + (f": {promise}" if promise else ""),
+        advice=SHORT_STATE if promise else EXPORT_AGAIN,
     )

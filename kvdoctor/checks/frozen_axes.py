@@ -10,7 +10,7 @@ Repair: export again with dynamic axes, and with sample inputs whose sizes diffe
 sizes 0 and 1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvdoctor.case import Case, first_and_count
 from kvdoctor.contract import Axis, Port, describe
@@ -42,9 +42,8 @@ def past_axis_frozen(case: Case) -> Iterator[Fault]:
 @check("KV111", "batch-axis-frozen", "contract")
 def batch_axis_frozen(case: Case) -> Iterator[Fault]:
     """Token ids or slots whose batch is a number: meant so where nothing grows, in graphs of fixed size."""
-    yield from _frozen_inputs(
-        case, "batch", "note" if _is_fixed(case) else "warning", "any number of sequences at once"
-    )
+    severity: Severity = "note" if _is_fixed(case) else "warning"
+    yield from _frozen_inputs(case, "batch", lambda _file, _size: severity, "any number of sequences at once")
 
 
 @check("KV112", "sequence-axis-frozen", "contract")
@@ -53,8 +52,14 @@ def sequence_axis_frozen(case: Case) -> Iterator[Fault]:
 
     Meant so in a decode graph beside its own prefill graph, and in graphs of fixed size.
     """
-    paired = bool(case.contract and case.contract.first_step == "no-past-graph") or _is_fixed(case)
-    yield from _frozen_inputs(case, "new", "note" if paired else "warning", "any number of new tokens")
+    paired = bool(case.contract and case.contract.first_step == "no-past-graph") and not _is_buffered(case)
+
+    def severity(file: str, size: int) -> Severity:
+        # The first step of an encoder-decoder may be its one start token.
+        meant = file == case.decode_file or size == 1 if paired else _is_fixed(case)
+        return "note" if meant else "warning"
+
+    yield from _frozen_inputs(case, "new", severity, "any number of new tokens")
 
 
 def _is_fixed(case: Case) -> bool:
@@ -64,23 +69,29 @@ def _is_fixed(case: Case) -> bool:
     return bool(case.contract and case.contract.slots and not case.contract.growing)
 
 
-def _frozen_inputs(case: Case, axis: Axis, severity: Severity, promised: str) -> Iterator[Fault]:
+def _is_buffered(case: Case) -> bool:
+    """Whether some slots are buffers of a fixed size, as in graphs for NPUs."""
+    return bool(case.contract and case.contract.capacity is not None) and _is_fixed(case)
+
+
+def _frozen_inputs(case: Case, axis: Axis, severity: Callable[[str, int], Severity], promised: str) -> Iterator[Fault]:
+    """One fault for each graph of the loop whose inputs have a number there; `severity` by its file and that number."""
     if case.contract is None:
         return
-    for graph in {phase.graph for name, phase in case.contract.phases.items() if name != "encode"}:
-        ports = case.contract.graphs[graph].inputs
-        frozen = [port for port in ports if port.role in ("token_ids", "past") and _number(port, axis) is not None]
-        if frozen:
-            port = frozen[0]
+    for name in dict.fromkeys(phase.graph for name, phase in case.contract.phases.items() if name != "encode"):
+        graph = case.contract.graphs[name]
+        sizes = {port: _number(port, axis) for port in graph.inputs if port.role in ("token_ids", "past")}
+        frozen = {port: size for port, size in sizes.items() if size is not None}
+        for port, size in list(frozen.items())[:1]:
             names = tuple(port.name for port in frozen)
             yield Fault(
-                severity=severity,
-                file=case.contract.graphs[graph].file,
+                severity=severity(graph.file, size),
+                file=graph.file,
                 subject=names,
                 where=f"input {first_and_count(names)}",
                 promised=promised,
                 observed=describe(port.dtype, port.shape),
-                cause=f"the axis {axis!r} is fixed at {_number(port, axis)}",
+                cause=f"the axis {axis!r} is fixed at {size}",
                 advice=EXPORT_AGAIN,
             )
 

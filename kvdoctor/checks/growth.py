@@ -2,7 +2,10 @@
 
 What it means: after a step with past length P and S new tokens a cache that grows must be P + S long, and a buffer of
 fixed size as long as before. It has another length (KV205), or it holds the new tokens alone (KV206), so that the
-history is lost when it is fed back.
+history is lost when it is fed back. KV205 is also a present of the right length that nothing of the new tokens reaches:
+the past comes back as it was, or turned round. An exporter can lose the write of new keys and values when it traces a
+cache that is changed in place. That is found by following the tokens through the graph, without a run; a run whose
+logits are right overrules it.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths stand in the table of steps.
 
@@ -19,9 +22,12 @@ from kvdoctor.trace import Seen, Step
 EXPORT_AGAIN = Advice("re-export", "export again, so that present = past followed by the new tokens")
 
 
-@check("KV205", "present-does-not-grow", "runs")
+@check("KV205", "present-does-not-grow", "contract", "runs")
 def present_does_not_grow(case: Case) -> Iterator[Fault]:
-    """Slots whose length after a step is neither past + new nor new."""
+    """Slots that the new tokens do not reach; slots whose length after a step is neither past + new nor new."""
+    if case.declared_faults is None:
+        yield from _untouched(case)
+        return
     wrong = [item for item in _wrong_lengths(case) if not _dropped(item)]
     yield from _faults(case, wrong, "the present has another length than past + new")
 
@@ -31,6 +37,27 @@ def present_drops_past(case: Case) -> Iterator[Fault]:
     """Slots that hold only the new tokens after a step with a past."""
     wrong = [item for item in _wrong_lengths(case) if _dropped(item)]
     yield from _faults(case, wrong, "the present holds the new tokens alone, the past is dropped")
+
+
+def _untouched(case: Case) -> Iterator[Fault]:
+    """Self-attention slots whose present the tokens of the step have no part in."""
+    lost = tuple(slot for slot in (case.contract.slots if case.contract else ()) if slot.takes_new is False)
+    run = case.judged
+    if not lost or (run is not None and run.outcome == "passed"):
+        return
+    names = tuple(slot.present or "" for slot in lost)
+    yield Fault(
+        severity="error",
+        file=case.decode_file,
+        subject=names,
+        where=f"output {first_and_count(names)}",
+        promised="the past and the keys or values of the new tokens",
+        observed=f"the tokens of the step do not reach {names[0]}",
+        cause="a decode step returns a cache without its new tokens",
+        advice=Advice("re-export", "export again with another cache class or exporter; the file lacks what was lost"),
+        follows=(f"{lost[0].past} of the next step lacks the token before it",),
+        confidence="confirmed" if run is not None and run.outcome in ("differs", "failed") else "suspected",
+    )
 
 
 def has_wrong_lengths(case: Case) -> bool:

@@ -12,7 +12,7 @@ length that no config declares usable is no fault.
 
 from collections.abc import Iterator
 
-from kvdoctor.case import Case
+from kvdoctor.case import Case, broken_promise
 from kvdoctor.checks.growth import has_wrong_lengths
 from kvdoctor.checks.session_refused import fails_where_opened
 from kvdoctor.contract import describe
@@ -29,6 +29,9 @@ OTHER_USES: dict[str, tuple[str, Severity]] = {
 
 TELLING = ("token_ids", "token_and_position", "embeddings", "past")
 
+SHORT_STATE = Advice(
+    "caller", "bring that state to its declared size before it is fed (zeros in front), or export again so that it is"
+)
 EXPORT_AGAIN = Advice("re-export", "export again with sample sizes of 2 or more, all different")
 
 
@@ -110,6 +113,7 @@ def _telling(case: Case, step: Step | None) -> list[tuple[str, Seen]]:
 def _fault(case: Case, run: Run, severity: Severity, cause: str, promised: str) -> Fault:
     place = f'{run.node.op} "{run.node.name}"' if run.node else f"file {case.decode_file}"
     step = run.steps[-1] if run.steps else None
+    promise = broken_promise(case, run)
     shown = ", ".join(f"{name} {describe(seen.dtype, seen.shape)}" for name, seen in _telling(case, step)[:3])
     call = "reference run" if step and step.phase == "reference" else f"step {run.failed_step}"
     return Fault(
@@ -119,6 +123,6 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str, promised: str) 
         where=place,
         promised=promised,
         observed=f"{run.experiment}, {call}" + (f", fed {shown}" if shown else "") + f": {run.error or run.reason}",
-        cause=cause + (f" ({run.reason})" if run.reason and run.error else ""),
-        advice=EXPORT_AGAIN,
+        cause=cause + (f" ({run.reason})" if run.reason and run.error else "") + (f": {promise}" if promise else ""),
+        advice=SHORT_STATE if promise else EXPORT_AGAIN,
     )

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from kvdoctor import __version__
 from kvdoctor.contract import CacheContract
 from kvdoctor.findings import SEVERITIES, Finding, NotChecked, all_checks
+from kvdoctor.memory import MemoryPlan
 from kvdoctor.plain import to_plain
 from kvdoctor.trace import Run
 
@@ -44,16 +45,6 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSize:
-    """Bytes the cache takes for one sequence: per decoded token, per encoder state, and at the context length."""
-
-    bytes_per_token: int | None
-    bytes_per_encoder_state: int | None
-    context: int | None
-    bytes_at_context: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class StackFacts:
     """One stack: what decodes together."""
 
@@ -61,7 +52,7 @@ class StackFacts:
     layout: str
     files: tuple[str, ...]
     contract: CacheContract | None
-    cache: CacheSize | None = None
+    cache: MemoryPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)

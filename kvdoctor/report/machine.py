@@ -19,7 +19,7 @@ def render_gate(verdict: str, reports: list[Report]) -> str:
 def render_contracts(report: Report) -> str:
     """The document of `contract`: the cache contract of each stack."""
     contracts = {stack["name"]: stack["contract"] for stack in report.to_dict()["stacks"]}
-    return dump({"schema": CONTRACT_SCHEMA, "stacks": contracts})
+    return _laid_out({"schema": CONTRACT_SCHEMA, "stacks": contracts}) + "\n"
 
 
 def dump(document: dict[str, Any]) -> str:
@@ -34,6 +34,25 @@ def _value(value: Any) -> str:
     if not isinstance(value, list) or not value:
         return _line(value)
     return "[\n" + ",\n".join(f"  {_line(item)}" for item in value) + "\n]"
+
+
+def _laid_out(value: Any, indent: str = "") -> str:
+    """JSON to be edited by hand: each port and each slot has a line of its own."""
+    inner = indent + "  "
+    if not any(map(_holds_objects, _items(value))):
+        return _line(value)
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(f"{inner}{_line(item)}" for item in value) + f"\n{indent}]"
+    rows = (f"{inner}{_line(key)}: {_laid_out(item, inner)}" for key, item in value.items())
+    return "{\n" + ",\n".join(rows) + f"\n{indent}" + "}"
+
+
+def _holds_objects(value: Any) -> bool:
+    return isinstance(value, dict) or any(map(_holds_objects, _items(value)))
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def _line(value: Any) -> str:

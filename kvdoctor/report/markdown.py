@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from kvdoctor.findings import Finding
-from kvdoctor.report import wording
+from kvdoctor.memory import MemoryPlan
+from kvdoctor.report import plan_text, wording
 from kvdoctor.report.document import RepairRecord, Report, StackFacts
 from kvdoctor.report.safe import code, markdown, shortened
 from kvdoctor.trace import Run
@@ -24,6 +25,8 @@ def _lines(report: Report) -> Iterator[str]:
     for stack in report.stacks:
         runs = [run for run in report.runs if run.stack == stack.name]
         yield from _stack(stack, runs)
+        if stack.cache is not None and stack.cache.parts and plan_text.is_asked(report.arguments):
+            yield from _plan(stack.cache)
 
 
 def _repair(record: RepairRecord) -> Iterator[str]:
@@ -94,6 +97,22 @@ def _stack(stack: StackFacts, runs: list[Run]) -> Iterator[str]:
             yield f"Steps of {run.experiment}:"
             yield ""
             yield from table(header, rows)
+
+
+def _plan(plan: MemoryPlan) -> Iterator[str]:
+    """The memory plan of a stack."""
+    title = plan_text.title(plan)
+    yield ""
+    yield f"### {title[0].upper()}{title[1:]}"
+    yield ""
+    yield from table(["", ""], [[label, code(text)] for label, text in plan_text.rows(plan)])
+    for found in (plan_text.alternatives(plan), plan_text.paged(plan)):
+        if found is not None:
+            yield ""
+            yield from table(*found)
+    if assumptions := [[label, code(text)] for label, text in plan_text.assumptions(plan)]:
+        yield ""
+        yield from table(["", ""], assumptions)
 
 
 def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:

@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvdoctor.report import wording
+from kvdoctor.memory import MemoryPlan
+from kvdoctor.report import plan_text, wording
 from kvdoctor.report.document import Report, StackFacts
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.trace import Run
@@ -93,10 +94,26 @@ class _Page:
         if report.command == "inspect":
             self.line(f"{stack.name}: the cache contract", "bold")
             self.pairs(wording.contract_rows(stack))
+            asked = self.verbosity > 0 or plan_text.is_asked(report.arguments)
+            if asked and stack.cache is not None and stack.cache.parts:
+                self.plan(stack.name, stack.cache)
         elif runs:
             self.runs(stack, runs, report)
         else:
             self.line(f"{stack.name} ({stack.layout}): no decode step was run", "bold")
+
+    def plan(self, stack: str, plan: MemoryPlan) -> None:
+        """The memory plan of a stack."""
+        self.line("")
+        self.line(f"{stack}: {plan_text.title(plan)}", "bold")
+        self.pairs(plan_text.rows(plan))
+        for table in (plan_text.alternatives(plan), plan_text.paged(plan)):
+            if table is not None:
+                self.line("")
+                self.table(*table)
+        if assumptions := list(plan_text.assumptions(plan)):
+            self.line("")
+            self.pairs(assumptions)
 
     def ports(self, report: Report) -> None:
         """Inputs and outputs of every file that decodes or encodes."""

@@ -118,14 +118,19 @@ def contract_rows(stack: StackFacts) -> Iterator[tuple[str, str]]:
 
 def _memory(stack: StackFacts) -> Iterator[tuple[str, str]]:
     size = stack.cache
-    if size is None or size.bytes_per_token is None or not (stack.contract and stack.contract.slots):
+    if size is None or size.bytes_per_token is None or not size.parts:
         return
-    text = f"{in_bytes(size.bytes_per_token)} per token"
-    if size.bytes_per_encoder_state:
-        text += f", {in_bytes(size.bytes_per_encoder_state)} per encoder state"
-    if size.bytes_at_context is not None:
+    states = sum(part.bytes or 0 for part in size.parts if part.counted == "once")
+    sizes = (
+        (size.bytes_per_token, "per token"),
+        (size.bytes_per_encoder_state, "per encoder state"),
+        (states, "of states"),
+    )
+    text = ", ".join(f"{in_bytes(number)} {of}" for number, of in sizes if number)
+    if size.bytes_at_context:
         text += f"; {in_bytes(size.bytes_at_context)} at the context of {size.context} tokens"
-    yield "memory", f"{text}, for each sequence"
+    if text:
+        yield "memory", f"{text}, for each sequence"
 
 
 def in_bytes(number: int) -> str:

@@ -1,0 +1,117 @@
+"""`step-test --contract FILE`: a contract that was written out, edited by hand, and given back."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_fixtures import FOLDER, read
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.doctor import Options, inspect, step_test
+from kvdoctor.errors import UsageError
+from kvdoctor.plain import from_plain, to_plain
+from kvdoctor.report.machine import render_contracts
+
+EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
+TEXTS = sorted(path.name.partition(".")[0] for path in FOLDER.glob("layout-*.onnxtxt"))
+
+
+def written_out(model: Path) -> dict[str, Any]:
+    return dict(json.loads(render_contracts(inspect(str(model)))))
+
+
+def given_back(model: Path, document: Any, out: Path) -> Any:
+    out.write_text(document if isinstance(document, str) else json.dumps(document), encoding="utf-8")
+    return step_test(str(model), Options(consumer="held", contract=str(out)))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_contract_can_be_written_out_and_read_back(name: str, tmp_path: Path) -> None:
+    for stack in inspect(str(read(FOLDER / f"{name}.onnxtxt").write(tmp_path))).stacks:
+        assert from_plain(CacheContract, json.loads(json.dumps(to_plain(stack.contract)))) == stack.contract
+
+
+@pytest.mark.parametrize("name", ["marian-4.57.6", "whisper", "gpt2"])
+def test_a_contract_given_back_changes_nothing(name: str, tmp_path: Path) -> None:
+    plain = step_test(str(EXPORTS / name), Options(consumer="held"))
+    given = given_back(EXPORTS / name, written_out(EXPORTS / name), tmp_path / "contract.json")
+    assert (given.verdict, given.findings) == (plain.verdict, plain.findings)
+    assert [(run.experiment, run.outcome) for run in given.runs] == [(r.experiment, r.outcome) for r in plain.runs]
+
+
+def test_what_cannot_be_read_can_be_said(tmp_path: Path) -> None:
+    """An input that plays no known part, and the edit that says it is always fed zeros."""
+    model = read(FOLDER / "contract-unknown-input.onnxtxt").write(tmp_path)
+    document = written_out(model)
+    assert document["stacks"]["decoder"]["missing"]
+    unread = given_back(model, document, tmp_path / "contract.json")
+    assert unread.verdict != "healthy"
+    (unknown,) = (p for p in document["stacks"]["decoder"]["graphs"]["decoder"]["inputs"] if p["role"] == "auxiliary")
+    unknown |= {"role": "setting", "axes": ["batch", "new"], "value": 0}
+    assert given_back(model, document, tmp_path / "contract.json").verdict == "healthy"
+
+
+def test_a_wrong_contract_is_held_against_the_runs(tmp_path: Path) -> None:
+    """Who says that a growing cache must be held sees the loop go wrong."""
+    document = written_out(EXPORTS / "gpt2")
+    for slot in document["stacks"]["decoder"]["slots"]:
+        slot["carry"] = "hold"
+    report = given_back(EXPORTS / "gpt2", document, tmp_path / "contract.json")
+    assert report.verdict == "unhealthy"
+
+
+def test_a_stack_of_another_name_is_built_from_the_files(tmp_path: Path) -> None:
+    document = written_out(EXPORTS / "whisper")
+    document["stacks"] = {"mine": document["stacks"]["pair"]}
+    report = given_back(EXPORTS / "whisper", document, tmp_path / "contract.json")
+    assert [stack.name for stack in report.stacks] == ["merged", "pair", "mine"]
+    assert report.verdict == "healthy"
+
+
+Edit = Callable[[dict[str, Any]], object]
+BAD: dict[str, tuple[Edit, str]] = {
+    "another schema": (lambda d: d.update(schema="kvdoctor/contract/9"), "is no kvdoctor/contract/1"),
+    "no stack": (lambda d: d.update(stacks={}), "describes no stack"),
+    "stack is a list": (lambda d: d.update(stacks={"decoder": []}), "describes no stack"),
+    "unknown field": (lambda d: d["stacks"]["decoder"].update(layot="x"), "unknown field 'layot'"),
+    "unknown word": (lambda d: d["stacks"]["decoder"]["slots"][0].update(carry="keep"), "slots[0].carry"),
+    "another file": (lambda d: d["stacks"]["decoder"]["graphs"]["decoder"].update(file="../model.onnx"), "no readable"),
+    "phase without graph": (lambda d: d["stacks"]["decoder"]["phases"]["decode"].update(graph="x"), "is no graph"),
+    "no decode phase": (lambda d: d["stacks"]["decoder"]["phases"].pop("decode"), "phases are prefill and decode"),
+    "input left out": (lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"].pop(0), "'input_ids'"),
+    "input made up": (
+        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(name="words"),
+        "has no input 'words'",
+    ),
+    "another type": (
+        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(dtype="float"),
+        "is int64, not float",
+    ),
+    "axes and sizes": (lambda d: d["stacks"]["decoder"]["slots"][0]["axes"].pop(), "4 sizes and 3 axes"),
+    "slot left out": (lambda d: d["stacks"]["decoder"]["slots"].pop(0), "is a slot and no past input"),
+    "present made up": (lambda d: d["stacks"]["decoder"]["slots"][0].update(present="x"), "comes back as 'x'"),
+    "filling made up": (lambda d: d["stacks"]["decoder"]["slots"][0].update(filled_by="x"), "is filled by 'x'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_contract_that_does_not_fit_is_refused(case: str, tmp_path: Path) -> None:
+    edit, message = BAD[case]
+    document = written_out(EXPORTS / "gpt2")
+    edit(document)
+    with pytest.raises(UsageError) as refused:
+        given_back(EXPORTS / "gpt2", document, tmp_path / "contract.json")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", '{"schema": "kvdoctor/contract/1"}', "[" * 5000])
+def test_what_is_no_contract_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        given_back(EXPORTS / "gpt2", text, tmp_path / "contract.json")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        step_test(str(EXPORTS / "gpt2"), Options(contract=str(tmp_path / "none.json")))
