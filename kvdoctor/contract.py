@@ -7,7 +7,7 @@ Shapes are written as `float[batch, kv_heads, past, head_dim]`: the words below 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -280,6 +280,17 @@ class CacheContract:
         return tuple(slot for slot in self.slots if slot.growth in ("grow", "shared", "delta") and "past" in slot.axes)
 
     @property
+    def frozen_past(self) -> int | None:
+        """The length that the past of a slot which must grow is fixed at; None where none is a number."""
+        return next((size for slot in self.growing if (size := slot.size("past")) is not None), None)
+
+    @property
+    def fixed_batch(self) -> int | None:
+        """The number of sequences where a decoder graph takes one number only."""
+        graphs = (self.graphs[served.graph] for phase, served in self.phases.items() if phase != "encode")
+        return self._fixed("batch", graphs)
+
+    @property
     def capacity(self) -> int | None:
         """Tokens that the smallest buffer of fixed size holds; None where none is a number."""
         sizes = [slot.size("capacity") for slot in self.slots if slot.growth in ("static", "delta", "ring")]
@@ -288,12 +299,17 @@ class CacheContract:
     @property
     def encoder_length(self) -> int | None:
         """The number of encoder states where a decoder graph takes one number only."""
-        for phase, served in self.phases.items():
-            for port in self.graphs[served.graph].inputs if phase != "encode" else ():
-                if "encoder" in port.axes and port.shape is not None and port.role != "past":
-                    size = port.shape[port.axes.index("encoder")]
-                    if isinstance(size, int):
-                        return size
+        graphs = (self.graphs[served.graph] for phase, served in self.phases.items() if phase != "encode")
+        return self._fixed("encoder", graphs)
+
+    @staticmethod
+    def _fixed(axis: Axis, graphs: Iterable[Graph]) -> int | None:
+        """The number that inputs of some graphs declare for an axis; that of a past may be meant for another use."""
+        for port in (port for graph in graphs for port in graph.inputs):
+            if axis in port.axes and port.shape is not None and (port.role != "past" or axis == "batch"):
+                size = port.shape[port.axes.index(axis)]
+                if isinstance(size, int):
+                    return size
         return None
 
     @property

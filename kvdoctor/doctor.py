@@ -160,17 +160,25 @@ def _examine(
     """Put all experiments to one stack, if it can be driven."""
     assert case.stack is not None  # noqa: S101 - made with both by step_test
     assert case.contract is not None  # noqa: S101
+    from kvdoctor.experiments import frozen_past, load
+
     obstacle = next(_obstacles(case.stack, case.contract), None)
+    frozen = case.contract.frozen_past is not None and frozen_past.can_be_filled(case.contract) is None
+    if obstacle or frozen:
+        reason = (
+            f"not run: {obstacle}"
+            if obstacle
+            else f"run only to a past of the fixed length {case.contract.frozen_past}"
+        )
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", reason, essential=True))
     if obstacle:
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", f"not run: {obstacle}", essential=True))
         return case, Examined()
-    from kvdoctor.experiments import load
 
     job = Job(
         stack=case.stack.name,
         folder=case.folder.root.absolute(),
         contract=case.contract,
-        experiments=tuple(experiment.name for experiment in load()),
+        experiments=tuple(e.name for e in load() if (e.name == frozen_past.NAME) == frozen),
         seed=options.seed,
         provider=options.provider,
         keep_logits=scratch / f"{case.stack.name}.npz" if scratch else None,
@@ -212,10 +220,12 @@ def _undrivable(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
         yield "a paged cache is addressed by tables that the serving engine keeps"
     if any(slot.filled_by is None for slot in contract.slots):
         yield "a past has no present that fills it"
-    for slot in contract.growing:
-        if slot.size("past") is not None:
-            yield f"the past length of {slot.past} is fixed at {slot.size('past')}"
-    if contract.new_tokens not in (None, 1):
+    from kvdoctor.experiments import frozen_past
+
+    if contract.frozen_past is not None:
+        if reason := frozen_past.can_be_filled(contract):
+            yield reason
+    elif contract.new_tokens not in (None, 1):
         yield f"the first step takes {contract.new_tokens} new tokens only, so there is no reference run"
 
 

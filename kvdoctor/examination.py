@@ -134,7 +134,13 @@ class Examination:
         return Encoded(states if made_up.states is not None else None, kept)
 
     def _fitted(self, scenario: Scenario) -> Scenario:
-        scenario = replace(scenario, encoder=self.contract.encoder_length or scenario.encoder)
+        contract = self.contract
+        scenario = replace(
+            scenario,
+            batch=contract.fixed_batch or scenario.batch,
+            encoder=contract.encoder_length or scenario.encoder,
+            prompt=contract.frozen_past or scenario.prompt,
+        )
         if self.contract.new_tokens is not None:
             scenario = replace(scenario, prompt=min(scenario.prompt, self.contract.new_tokens))
         limits = [n for n in (self.contract.context_limit, self.contract.capacity) if n is not None]

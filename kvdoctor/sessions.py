@@ -126,8 +126,9 @@ class Sessions:
         return session
 
     def clean(self, error: Exception) -> str:
-        """The runtime's text without the folder of this machine."""
-        return str(error).replace(str(self.folder) + os.sep, "").replace(str(self.folder), ".").strip()
+        """The runtime's text on one line, without the folder of this machine."""
+        text = str(error).replace(str(self.folder) + os.sep, "").replace(str(self.folder), ".")
+        return " ".join(text.split())
 
 
 def to_runtime(value: Value | Array) -> Any:

@@ -17,6 +17,10 @@ from kvdoctor.contract import Axis, Port, describe
 from kvdoctor.findings import Advice, Fault, Severity, check
 
 EXPORT_AGAIN = Advice("re-export", "export again with dynamic axes; sample sizes of 2 or more, all different")
+TWO_TOKENS = Advice(
+    "re-export",
+    "export again with dynamic axes, and with sample inputs of 2 decoder tokens or more: 1 becomes a constant",
+)
 
 
 @check("KV110", "past-axis-frozen", "contract")
@@ -34,9 +38,18 @@ def past_axis_frozen(case: Case) -> Iterator[Fault]:
             promised="a past length that grows with each step",
             observed=describe(slot.dtype, slot.shape),
             cause=f"the past length is fixed at {slot.size('past')}",
-            advice=EXPORT_AGAIN,
-            follows=("a step with any other past length is refused by the runtime",),
+            advice=TWO_TOKENS if slot.size("past") == 1 else EXPORT_AGAIN,
+            follows=(_shown(case) or "a step with any other past length is refused by the runtime",),
         )
+
+
+def _shown(case: Case) -> str | None:
+    """The step of the run that met the frozen length."""
+    run = case.run("frozen-past")
+    if run is None or run.outcome != "failed" or not run.steps:
+        return None
+    step = run.steps[-1]
+    return f"step {step.step}, fed a past of length {step.past_length}, fails: {run.error}"
 
 
 @check("KV111", "batch-axis-frozen", "contract")
