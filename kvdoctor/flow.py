@@ -4,6 +4,7 @@ A value has one name in the whole flow. Where the switch of a merged decoder dec
 there; of any other `If` both are, and its outputs follow from either. No weights, no runtime.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -185,7 +186,11 @@ class _Writer:
         return [names.of(value.name, value.name) for value in graph.output]
 
     def nodes(self, nodes: "Sequence[NodeProto]", names: Names, prefix: str, call: FlowNode | None) -> None:
-        made = {name: prefix + name for node in nodes for name in node.output if name}
+        written = [name for node in nodes for name in node.output if name]
+        made = {name: prefix + name for name in written}
+        if len(made) < len(written):
+            twice = next(name for name, count in Counter(written).items() if count > 1)
+            self.flow.flaws[twice] = "two nodes make this value"
         names.update(made)
         for proto in nodes:
             inputs = tuple(names.of(name, prefix + name) if name else "" for name in proto.input)

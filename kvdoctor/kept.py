@@ -145,7 +145,7 @@ class Kept:
 
 def keep(slot: Slot, measure: Measure) -> Kept:
     """Measure one slot as the graph and its loop keep it."""
-    window = slot.window
+    window = counted_or_none(slot.window)
     if window is None and slot.kind == "self-attention" and slot.layer is not None:
         window = measure.windows.get(slot.layer)
     counted, positions, tokens = _positions(slot, window, measure)
@@ -201,6 +201,11 @@ def with_all_heads(kept: Kept, heads: int | None) -> Kept:
 
 def _requantised(kept: Kept) -> bool:
     return kept.slot.kind in REQUANTISED and kept.slot.dtype in FLOATS
+
+
+def counted_or_none(number: int | None) -> int | None:
+    """A number that can be one of tokens or heads: a contract may come from a file, and hold anything."""
+    return number if number is not None and number > 0 else None
 
 
 def product(numbers: Iterable[int | None]) -> int | None:

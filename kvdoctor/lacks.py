@@ -23,7 +23,7 @@ def lacks(contract: CacheContract) -> Iterator[Lack]:
         yield Lack(decode.file, "there are both token_ids and embeddings, and nothing says which to feed")
     if not decode.port("logits") and not decode.port("next_token"):
         yield Lack(decode.file, "there is no logits")
-    for role in ("token_ids", "logits"):
+    for role in ("token_ids", "logits", "position_ids"):
         rivals = [port.name for port in (*decode.inputs, *decode.outputs) if port.role == role]
         if len(rivals) > 1:
             yield Lack(rivals[1], f"{' and '.join(rivals[:3])} look like {role}, and nothing says which it is")

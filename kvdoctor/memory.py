@@ -16,6 +16,7 @@ from kvdoctor.kept import (
     Kept,
     Load,
     Measure,
+    counted_or_none,
     in_blocks,
     in_buffer,
     in_float16,
@@ -127,9 +128,9 @@ def plan(
     """
     load = load or Load()
     measure = Measure(
-        context=load.context or contract.context_limit,
+        context=load.context or counted_or_none(contract.context_limit),
         encoder_length=load.encoder_length or encoder_length,
-        heads=contract.heads,
+        heads=counted_or_none(contract.heads),
         windows=windows or {},
     )
     return _Planner(contract, load, measure).plan()
@@ -191,7 +192,7 @@ class _Planner:
             "window": [in_window(kept) for kept in self.kept],
             "static-buffer": [in_buffer(kept) for kept in self.kept],
             "shared-buffer": [in_place(kept) for kept in self.kept],
-            "all-heads": [with_all_heads(kept, self.contract.heads) for kept in self.kept],
+            "all-heads": [with_all_heads(kept, self.measure.heads) for kept in self.kept],
         }
         for name, changed in ways.items():
             pairs = [(old, new) for old, new in zip(self.kept, changed, strict=True) if old != new]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.kept import OVER_ENCODER, REQUANTISED, Kept, Load, Measure
+from kvdoctor.kept import OVER_ENCODER, REQUANTISED, Kept, Load, Measure, counted_or_none
 
 AlternativeName = Literal["float16", "int8", "int4", "window", "static-buffer", "shared-buffer", "all-heads"]
 """Other ways of keeping a cache."""
@@ -35,7 +35,7 @@ def fixed_batch(contract: CacheContract) -> int | None:
 def notes(contract: CacheContract, load: Load, measure: Measure, kept: list[Kept]) -> Iterator[str]:
     """The notes, from what is asked for to what is known of the layers."""
     yield from _batch(kept, load.batch, fixed_batch(contract))
-    context, limit = measure.context, contract.context_limit
+    context, limit = measure.context, counted_or_none(contract.context_limit)
     if context and limit and context > limit:
         yield f"the config declares {limit} tokens usable, fewer than the context of {context}"
     yield from _buffers(kept, context, _new_tokens(contract))

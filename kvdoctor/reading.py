@@ -128,7 +128,11 @@ class _Reader:
         if dataflow is None:
             return None
         free = [name for name, role in known if role is None]
-        return Looks(dataflow, view.inputs, self._logits_width(view)).token_ids(free)
+        found = Looks(dataflow, view.inputs, self._logits_width(view)).token_ids(free)
+        if len(found) > 1:
+            both = " and ".join(map(repr, found[:3]))
+            self.missing.append(Lack(found[1], f"{both} look up tables alike, and nothing says which holds the words"))
+        return found[0] if len(found) == 1 else None
 
     def _tokens(self, ids: str | None) -> set[str]:
         """What carries the new tokens into a decode step: their ids, or their embeddings by name."""

@@ -61,15 +61,14 @@ class Looks:
     inputs: dict[str, Declared]
     vocabulary: int | None
 
-    def token_ids(self, candidates: Iterable[str]) -> str | None:
-        """The integer input that looks rows up in the table of words."""
+    def token_ids(self, candidates: Iterable[str]) -> list[str]:
+        """The integer input that looks rows up in the table of words; several where nothing tells them apart."""
         tables = {name: rows for name in candidates if (rows := self._table_rows(name)) is not None}
         exact = [name for name, rows in tables.items() if rows == self.vocabulary]
         if len(exact) == 1:
-            return exact[0]
+            return exact
         largest = max(tables.values(), default=0)
-        fitting = [name for name, rows in tables.items() if rows == largest]
-        return fitting[0] if len(fitting) == 1 else None
+        return [name for name, rows in tables.items() if rows == largest]
 
     def role(self, name: str, cross_sites: set[int]) -> tuple[Role, tuple[Axis, ...]] | None:
         """The part of an input that no name rule knows. `cross_sites` are the attentions over encoder states."""

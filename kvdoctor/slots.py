@@ -6,6 +6,7 @@ The dataflow of the graph is the proof; names say what it leaves open, and which
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal
 
 from kvdoctor.axes import as_number, slot_axes
@@ -115,7 +116,8 @@ class SlotReader:
     def _slot(self, port: Declared, names: dict[str, SlotName], state: StateFlow | None) -> Slot | None:
         name = names.get(port.name)
         if port.shape is None:
-            self.missing.append(Lack(port.name, "this input has no declared shape"))
+            lack = "has no declared shape" if port.dtype else "is no tensor, or declares no element type"
+            self.missing.append(Lack(port.name, f"this input {lack}"))
             return None
         kind = self._kind(name, state)
         growth = _growth(kind, name, state, port.shape)
@@ -159,9 +161,10 @@ class SlotReader:
     def _kind(self, name: SlotName | None, state: StateFlow | None) -> SlotKind:
         """Self- or cross-attention by whether it grows; another kind of state by its name or its use."""
         ruled = name.rule.kind if name is not None else None
-        if ruled is not None and ruled not in ("self-attention", "cross-attention"):
-            return ruled
         use = state.use.part if state is not None and state.use is not None else None
+        grows = state is not None and state.how == "append" and not state.trimmed and use in ATTENTION_PARTS
+        if ruled is not None and ruled not in ("self-attention", "cross-attention"):
+            return "self-attention" if grows and ruled in REPLACED else ruled
         if use == "conv":
             return "conv-state"
         if use in ATTENTION_PARTS and state is not None:
@@ -237,7 +240,10 @@ class SlotReader:
         layers: dict[str, int] = {}
         for group in groups.values():
             ordered = sorted(group, key=lambda slot: _site(states.get(slot.past))) if group[0].past in states else group
-            layers |= {slot.past: rank for rank, slot in enumerate(ordered)}
+            alike = (slot for slot in found if (slot.kind, slot.part) == (group[0].kind, group[0].part))
+            named = {slot.layer for slot in alike}
+            free = (number for number in count() if number not in named)
+            layers |= {slot.past: next(free) for slot in ordered}
         return [replace(slot, layer=layers[slot.past]) if slot.past in layers else slot for slot in found]
 
     def _filled(self, slot: Slot, name: SlotName | None) -> Slot:

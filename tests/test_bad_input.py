@@ -443,7 +443,7 @@ GRAPHS: dict[str, tuple[Callable[[onnx.GraphProto], object], set[int]]] = {
     "unknown-operator": (_of_unknown_operators, {1}),
     "3000-inputs": (_with_many_inputs, {1}),
     "3000-layers": (_with_many_layers, {1}),
-    "heads-negative": (_sized(-1, 1), {1, 3}),
+    "heads-negative": (_sized(-1, 1), {0}),
     "heads-huge": (_sized(2**62, 1), {1, 3}),
     "heads-zero": (_sized(0, 1), {1, 3}),
     "width-large": (_sized(2**34, 3), {1, 3}),

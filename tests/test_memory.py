@@ -306,6 +306,13 @@ def test_what_is_no_size_is_not_multiplied(size: Any) -> None:
     assert len(found.unknown) == 1
 
 
+@pytest.mark.parametrize("wrong", [0, -1, -(2**63)])
+def test_numbers_of_a_contract_that_count_nothing_are_left_out(wrong: int) -> None:
+    found = plan(contract_of(self_slot(window=wrong), heads=wrong, context_limit=wrong))
+    assert (found.context, found.bytes_per_token, found.parts[0].window) == (None, 32, None)
+    assert {way.name for way in found.alternatives} == {"float16", "int8", "int4"}
+
+
 def test_huge_sizes_stay_exact() -> None:
     found = plan(contract_of(self_slot(shape=("b", 2**62, "p", 2**62))), Load(2**20, 2**31 - 1))
     assert found.bytes_total == 2**20 * (2**31 - 1) * 2**124 * 4

@@ -14,6 +14,8 @@ from kvdoctor.case import Case
 from kvdoctor.contract import Slot
 from kvdoctor.findings import Advice, Fault, check
 
+MOST_NAMED = 8
+
 
 @check("KV106", "layers-inconsistent", "contract")
 def layers_inconsistent(case: Case) -> Iterator[Fault]:
@@ -41,15 +43,16 @@ def _gaps(slots: tuple[Slot, ...], others: set[int]) -> list[str]:
     """Layers without a slot between others that have one. Another kind of state there is the reason: a hybrid."""
     layers = {slot.layer for slot in slots if slot.layer is not None}
     lacking = sorted(set(range(max(layers, default=-1) + 1)) - layers - others)
-    return [f"layer {', '.join(map(str, lacking[:8]))} has no slot"] if lacking else []
+    more = f" and {len(lacking) - MOST_NAMED} more" if len(lacking) > MOST_NAMED else ""
+    return [f"layer {', '.join(map(str, lacking[:MOST_NAMED]))}{more} has no slot"] if lacking else []
 
 
 def _lonely(slots: tuple[Slot, ...]) -> list[str]:
     parts: dict[int, set[str]] = {}
     for slot in slots:
-        parts.setdefault(slot.layer or 0, set()).add(slot.part)
+        parts.setdefault(slot.layer or 0, set()).add(slot.used_as if slot.used_as == "key-value" else slot.part)
     alone = ({"key"}, {"value"})
-    return [f"layer {layer} has a {min(found)} only" for layer, found in parts.items() if found in alone][:8]
+    return [f"layer {layer} has a {min(found)} only" for layer, found in parts.items() if found in alone][:MOST_NAMED]
 
 
 def _widths(slots: tuple[Slot, ...]) -> list[str]:
