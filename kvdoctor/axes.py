@@ -48,6 +48,8 @@ def structural_axes(shape: tuple[Dim, ...], kind: SlotKind, at: int | None) -> t
         return _state_axes(shape, kind)
     if at is None:
         at = _likely_length(shape)
+    if rank == 6:
+        return axes("L2BNSH" if at == 4 else "L2BSNH")
     if rank == 5:
         if shape[0] == 2:
             return axes("2BNSH" if at == 3 else "2BSNH")

@@ -179,7 +179,8 @@ class Slot:
     `present` is the decode output that carries it on. `emptied` says that the decode graph itself returns a constant
     without elements under the present's name.
 
-    `window` is the number of tokens that the layer's attention looks back over, where the graph or a config says so.
+    `window` is the number of tokens that the layer's attention looks back over, where the graph or a config says so;
+    `trimmed` says that the graph cuts old entries off a cache that grows, so that its length does not tell the tokens.
 
     The last six are what dataflow proves, None where it does not tell. In the decode graph: `used_as` says whether the
     past is a key or a value to its attention, `used_at` which of the attentions over such slots that is, counted from
@@ -202,12 +203,18 @@ class Slot:
     first: First = "empty"
     filled_in: PhaseName = "prefill"
     window: int | None = None
+    trimmed: bool = False
     used_as: Literal["key", "value", "key-value"] | None = None
     used_at: int | None = None
     continues_as: str | None = None
     takes_new: bool | None = None
     made_as: Literal["key", "value", "key-value"] | None = None
     made_at: int | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether no graph makes the slot: the caller gives it once (a prefix that was tuned), and holds it."""
+        return self.growth == "constant" and self.filled_by is None and self.kind == "self-attention"
 
     @property
     def length_axis(self) -> int | None:
@@ -277,7 +284,8 @@ class CacheContract:
     @property
     def growing(self) -> tuple[Slot, ...]:
         """The slots whose past gets longer with each step, so that its length tells how many tokens it holds."""
-        return tuple(slot for slot in self.slots if slot.growth in ("grow", "shared", "delta") and "past" in slot.axes)
+        growing = (slot for slot in self.slots if slot.growth in ("grow", "shared", "delta") and not slot.trimmed)
+        return tuple(slot for slot in growing if "past" in slot.axes)
 
     @property
     def frozen_past(self) -> int | None:

@@ -286,7 +286,7 @@ class Dataflow:
             found = False
             while waiting and not found and len(seen) < MOST_VISITED and self.goes_on():
                 for taker, index in self.flow.consumers.get(waiting.popleft(), ()):
-                    found = found or taker.op in SOFTMAX
+                    found = found or self._is_softmax(taker)
                     if index in KEEPS.get(taker.op, ()) or taker.op in MIXES:
                         for output in taker.outputs:
                             if output and output not in seen:
@@ -294,6 +294,13 @@ class Dataflow:
                                 waiting.append(output)
             self._scores[node.index] = found
         return self._scores[node.index]
+
+    def _is_softmax(self, node: FlowNode) -> bool:
+        """A Softmax, or the Exp of one that is spelled out: divided by its sum."""
+        if node.op != "Exp":
+            return node.op in SOFTMAX
+        takers = {taker.op for output in node.outputs for taker, _ in self.flow.consumers.get(output, ())}
+        return {"ReduceSum", "Div"} <= takers
 
     def _is_weighted(self, node: FlowNode, index: int) -> bool:
         """Whether what a product multiplies an operand with comes from a Softmax, or a fused operator says it."""
@@ -305,7 +312,7 @@ class Dataflow:
             maker = self.flow.producers.get(waiting.popleft())
             if maker is None:
                 continue
-            if maker.op in SOFTMAX:
+            if self._is_softmax(maker):
                 return True
             if maker.op in KEEPS or maker.op in MIXES or maker.op == "Dropout":
                 fresh = [value for value in maker.inputs if value and value not in seen]

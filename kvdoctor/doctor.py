@@ -218,7 +218,7 @@ def _undrivable(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
         yield "the decoder returns tokens and no logits, so there is nothing to hold against a reference run"
     if any(slot.growth == "paged" for slot in contract.slots):
         yield "a paged cache is addressed by tables that the serving engine keeps"
-    if any(slot.filled_by is None for slot in contract.slots):
+    if any(slot.filled_by is None and not slot.is_given for slot in contract.slots):
         yield "a past has no present that fills it"
     from kvdoctor.experiments import frozen_past
 

@@ -21,6 +21,9 @@ DYNAMIC_QUANTISATION = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "Dynam
 DYNAMIC_LEVEL = 4
 """`accuracy_level` of MatMulNBits from which the activations are quantised to int8 as well."""
 
+RANK_WITH_TOKENS = 3
+"""Of logits float[batch, new, vocabulary]; some graphs give those of the last token alone, float[batch, vocabulary]."""
+
 MOST_CODEBOOKS = 64
 """Twice those of EnCodec, which has the most of the codecs that decoders of sound are written for."""
 
@@ -213,7 +216,8 @@ class _Reader:
         outputs = [self._output(port, presents) for port in view.outputs.values()]
         ports = [self._by_codebook(with_numbers(port)) for port in ports]
         fed = any(port.role in ("token_ids", "token_and_position", "embeddings") for port in ports)
-        return Graph(file.name, tuple(ports), tuple(_with_logits(outputs) if fed else outputs))
+        words = looks.words(ids) if looks is not None and ids is not None else None
+        return Graph(file.name, tuple(ports), tuple(_with_logits(outputs, words) if fed else outputs))
 
     def _input(self, port: Declared, file: OnnxFile, ids: str | None, looks: Looks | None, cross: set[int]) -> Port:
         rules = (*(self.dialect.inputs if self.dialect else ()), *inputs.INPUTS)
@@ -422,18 +426,22 @@ def _wide(view: GraphView) -> Iterator[Declared]:
             yield port
 
 
-def _with_logits(ports: list[Port]) -> list[Port]:
-    """Where no output is named so, the one of rank 3 that is no present holds the logits."""
+def _with_logits(ports: list[Port], words: int | None) -> list[Port]:
+    """Where no output is named so, the one that is no present holds the logits.
+
+    Of several it is the one as wide as the table of words: attention weights and hidden states are returned as well.
+    """
     if any(port.role in ("logits", "next_token") for port in ports):
         return ports
-    wide = [
-        p
-        for p in ports
-        if p.role == "auxiliary" and len(p.shape or ()) == 3 and p.dtype.startswith(("float", "bfloat"))
-    ]
+    free = [p for p in ports if p.role == "auxiliary" and p.shape and p.dtype.startswith(("float", "bfloat"))]
+    wide = [p for p in free if len(p.shape or ()) == RANK_WITH_TOKENS]
+    if len(wide) != 1:
+        last = [p for p in free if len(p.shape or ()) in (2, RANK_WITH_TOKENS)]
+        wide = last if len(last) == 1 else [p for p in last if p.shape and p.shape[-1] == words]
     if len(wide) != 1:
         return ports
-    return [replace(p, role="logits", axes=("batch", "new", "vocabulary")) if p is wide[0] else p for p in ports]
+    letters = "BQV" if len(wide[0].shape or ()) == RANK_WITH_TOKENS else "BV"
+    return [replace(p, role="logits", axes=axes(letters)) if p is wide[0] else p for p in ports]
 
 
 def _weight_type(view: GraphView) -> str:

@@ -70,6 +70,10 @@ class Looks:
         largest = max(tables.values(), default=0)
         return [name for name, rows in tables.items() if rows == largest]
 
+    def words(self, ids: str) -> int | None:
+        """Rows of the table in which token ids are looked up; None where there is none."""
+        return self._table_rows(ids)
+
     def role(self, name: str, cross_sites: set[int]) -> tuple[Role, tuple[Axis, ...]] | None:
         """The part of an input that no name rule knows. `cross_sites` are the attentions over encoder states."""
         port = self.inputs[name]
@@ -77,6 +81,8 @@ class Looks:
         by_port = self._operator_role(name)
         if by_port is not None:
             return by_port, axes("B") if rank == 1 else axes("1" * rank)
+        if port.dtype in INTEGERS and (rank == 0 or port.shape == (1,)) and self._counts_places(name):
+            return "past_length", axes("1" * rank)
         if port.dtype in INTEGERS and rank in (1, 2, 3) and self._counts_places(name):
             return ("position_ids", axes("BQ" if rank == 2 else "1BQ")) if rank > 1 else ("cache_position", axes("Q"))
         sites = self.mask_sites(name)

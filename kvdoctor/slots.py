@@ -5,6 +5,7 @@ The dataflow of the graph is the proof; names say what it leaves open, and which
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import count
 from typing import Any, Literal
@@ -63,9 +64,23 @@ class SlotReader:
         states = self._states(view, names)
         found = [slot for past, state in states.items() if (slot := self._slot(view.inputs[past], names, state))]
         found += self._replaced(view, found)
-        found = self._layered(found, states)
+        found = self._layered(self._by_affix(_prefixes(found, states), names), states)
         found = [self._declared_elsewhere(self._filled(slot, names.get(slot.past))) for slot in found]
         return tuple(sorted(self._traced(found, states), key=_order))
+
+    def _by_affix(self, found: list[Slot], names: dict[str, SlotName]) -> list[Slot]:
+        """Unnamed slots that all say by an affix which output is theirs, `x` and `x_out`: a loop goes by that.
+
+        Where the content leaves by another such output, that is for the checks to say.
+        """
+        unnamed = {slot.past: slot.present for slot in found if slot.past not in names and slot.present is not None}
+        presents = {name for name in unnamed.values() if name is not None}
+        for past, numbered in by_affix(list(unnamed), presents, by_number=True).items():
+            if numbered != unnamed[past]:
+                reason = f"it is numbered like {numbered!r}, and its content leaves as {unnamed[past]!r}"
+                self.contradictions.append(Lack(past, reason))
+        promised = by_affix(list(unnamed), presents)
+        return [replace(slot, present=promised.get(slot.past, slot.present)) for slot in found]
 
     def _traced(self, found: list[Slot], states: dict[str, StateFlow | None]) -> list[Slot]:
         """Add which attention each slot is used in, and what its first filling is used for where that is made."""
@@ -103,8 +118,8 @@ class SlotReader:
             if past in names:
                 found[past] = flow.state(past, rank) if flow is not None and rank else None
             elif flow is not None and past not in self.claimed and port.dtype in FLOATS and rank >= 3:
-                state = flow.state(past, rank)
-                attended = state.use is not None and state.use.part in ATTENTION_PARTS
+                state = self._updated(port, flow.state(past, rank))
+                attended = _proven(state.use) is not None
                 kept = state.joined and (state.output is not None or state.delta is not None)
                 if attended or (kept and state.use is not None):
                     found[past] = state
@@ -112,6 +127,18 @@ class SlotReader:
         if unnamed:
             self.evidence.append(f"{unnamed} past inputs were found by what the graph does with them, not by name")
         return found
+
+    def _updated(self, port: Declared, state: StateFlow) -> StateFlow:
+        """A buffer that is written by arithmetic (times a mask, plus new entries): it comes back in its own shape."""
+        flow = self.decode.dataflow
+        if flow is None or _proven(state.use) is None or state.joined or state.output is not None:
+            return state
+        outputs = _view(self.decode).outputs.items()
+        fitting = {name for name, out in outputs if (out.dtype, out.shape) == (port.dtype, port.shape)}
+        output = flow.updated(port.name, fitting) if fitting else None
+        if output is None or flow.flow.results.get(output) not in self._reached:
+            return state
+        return replace(state, output=output, how="update", growth="static", joined=True)
 
     def _slot(self, port: Declared, names: dict[str, SlotName], state: StateFlow | None) -> Slot | None:
         name = names.get(port.name)
@@ -143,6 +170,7 @@ class SlotReader:
             window=state.window if state is not None else None,
             used_as=_proven(state.use) if state is not None else None,
             continues_as=continues,
+            trimmed=growth == "grow" and state is not None and state.trimmed,
             takes_new=self._takes_new(kind, present),
         )
 
@@ -326,6 +354,48 @@ class SlotReader:
 
 def _proven(use: Use | None) -> Literal["key", "value", "key-value"] | None:
     return use.part if use is not None and use.proven and use.part in ATTENTION_PARTS else None  # type: ignore[return-value]
+
+
+def _prefixes(found: list[Slot], states: dict[str, StateFlow | None]) -> list[Slot]:
+    """Keys and values that stand in front of a cache (prefix tuning): no output returns them, and none must.
+
+    Another past, which is returned, is used as the same part by the same attention.
+    """
+    carried = {(slot.used_as, _site(states.get(slot.past))) for slot in found if slot.present is not None}
+
+    def is_prefix(slot: Slot) -> bool:
+        alone = slot.present is None and slot.kind == "self-attention"
+        return alone and slot.used_as is not None and (slot.used_as, _site(states.get(slot.past))) in carried
+
+    return [replace(s, growth="constant", carry="hold", continues_as=None) if is_prefix(s) else s for s in found]
+
+
+def by_affix(pasts: list[str], presents: set[str], by_number: bool = False) -> dict[str, str]:
+    """Pair pasts and presents by a change at the ends of their names that is the same for all; empty if there is none.
+
+    Numbers alone prove little, `in1` and `out1` may be the first and the second tensor of their kind: they are asked
+    for apart.
+    """
+    if len(pasts) < 2:
+        return {}
+    for present in sorted(presents):
+        core = _longest_common(pasts[0], present)
+        if core.isdigit() != by_number or not core or (not by_number and not any(map(str.isalpha, core))):
+            continue
+        (before, after), (new_before, new_after) = (name.split(core, 1) for name in (pasts[0], present))
+        pairs = {}
+        for past in pasts:
+            middle = past.removeprefix(before).removesuffix(after) if after else past.removeprefix(before)
+            if past.startswith(before) and past.endswith(after):
+                pairs[past] = f"{new_before}{middle}{new_after}"
+        if set(pairs) == set(pasts) and set(pairs.values()) == presents:
+            return pairs
+    return {}
+
+
+def _longest_common(one: str, other: str) -> str:
+    match = SequenceMatcher(None, one, other, autojunk=False).find_longest_match()
+    return one[match.a : match.a + match.size]
 
 
 def _ranked(slots: list[Slot], uses: dict[str, Use]) -> dict[str, int]:

@@ -114,7 +114,8 @@ def role_of(path: Path, view: GraphView) -> FileRole:
 
 def takes_past(view: GraphView) -> bool:
     """Whether inputs are named like a cache, or are followed into an attention and out of the graph again."""
-    return _cache_like(view.inputs) or spoken(view.inputs) is not None or bool(_followed_states(view))
+    named = _cache_like(view.inputs) or spoken(view.inputs) is not None
+    return named or bool(_followed_states(view)) or bool(_replaced_states(view))
 
 
 def has_logits(view: GraphView) -> bool:
@@ -256,6 +257,23 @@ def _followed_states(view: GraphView) -> list[str]:
             state = dataflow.state(name, len(port.shape)) if dataflow is not None else None
             if state and state.joined and (state.output or state.delta) and state.use and state.use.part != "conv":
                 found.append(name)
+    return found
+
+
+def _replaced_states(view: GraphView) -> list[str]:
+    """States of fixed size in a graph that takes token ids: floats that come back in their own type and shape."""
+    if not any(port.dtype in ("int64", "int32") for port in view.inputs.values()):
+        return []
+    found = []
+    for name, port in view.inputs.items():
+        if port.dtype not in FLOATS or not port.shape or len(port.shape) < 3:
+            continue
+        fitting = {out for out, other in view.outputs.items() if (other.dtype, other.shape) == (port.dtype, port.shape)}
+        if not fitting or sum(not isinstance(size, int) for size in port.shape) > 1:
+            continue
+        dataflow = followed(view)
+        if dataflow is not None and dataflow.updated(name, fitting) is not None:
+            found.append(name)
     return found
 
 

@@ -52,14 +52,17 @@ def _lonely(slots: tuple[Slot, ...]) -> list[str]:
     for slot in slots:
         parts.setdefault(slot.layer or 0, set()).add(slot.used_as if slot.used_as == "key-value" else slot.part)
     alone = ({"key"}, {"value"})
+    if not any({"key", "value"} <= found or found & {"key-value", "latent"} for found in parts.values()):
+        return []  # no layer has both: a latent cache, from which both are made
     return [f"layer {layer} has a {min(found)} only" for layer, found in parts.items() if found in alone][:MOST_NAMED]
 
 
 def _widths(slots: tuple[Slot, ...]) -> list[str]:
     reasons = []
-    for part in ("key", "value"):
+    # Scales of a quantised cache are slots of another element type.
+    for part, dtype in sorted({(slot.part, slot.dtype) for slot in slots if slot.part in ("key", "value")}):
         for axis in ("kv_heads", "head_dim"):
-            sizes = {slot.size(axis) for slot in slots if slot.part == part}
+            sizes = {slot.size(axis) for slot in slots if (slot.part, slot.dtype) == (part, dtype)}
             if len(sizes) > 1:
                 reasons.append(f"{axis} of the {part}s is {' and '.join(sorted(map(str, sizes)))}")
     return reasons

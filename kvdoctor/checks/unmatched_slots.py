@@ -22,7 +22,9 @@ EXPORT_AGAIN = Advice("re-export", "bring the missing file of the export, or exp
 def past_without_present(case: Case) -> Iterator[Fault]:
     """Slots that neither the prefill nor a decode step fills."""
     contract = case.contract
-    unfilled = tuple(slot.past for slot in (contract.slots if contract else ()) if slot.filled_by is None)
+    unfilled = tuple(
+        slot.past for slot in (contract.slots if contract else ()) if slot.filled_by is None and not slot.is_given
+    )
     lost = tuple(
         slot.past
         for slot in (contract.slots if contract else ())
