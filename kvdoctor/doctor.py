@@ -184,8 +184,8 @@ def _examine(
         keep_logits=scratch / f"{case.stack.name}.npz" if scratch else None,
     )
     examined = runtime.examine(job)
-    for crash in examined.crashes:
-        reason = f"an experiment crashed ({crash.strip().splitlines()[-1]}); please report it"
+    for crash in dict.fromkeys(crash.strip().splitlines()[-1] for crash in examined.crashes):
+        reason = f"an experiment crashed ({crash}); please report it"
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", reason, essential=True))
     for note in dict.fromkeys(examined.notes):
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", note))

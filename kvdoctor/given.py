@@ -10,16 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.contract import CacheContract, Graph, Lack, Phase, Port
+from kvdoctor.axes import as_number
+from kvdoctor.configs import MOST_COUNTED
+from kvdoctor.contract import CacheContract, Graph, Lack, Phase, Port, Slot
 from kvdoctor.errors import UsageError
-from kvdoctor.graph import GraphView
+from kvdoctor.graph import Declared, GraphView
 from kvdoctor.lacks import lacks
 from kvdoctor.model_folder import ModelFolder
 from kvdoctor.plain import from_plain
+from kvdoctor.reading import MOST_CODEBOOKS
 from kvdoctor.stacks import FileRole, OnnxFile, StackFiles, StackKind
 
 SCHEMA = "kvdoctor/contract/1"
 MOST_BYTES = 64 << 20
+MOST_WIDE = 1 << 24
+"""Entries of one axis of a slot: more than any head, layer count or context of today."""
 KNOWN_PHASES = ("encode", "prefill", "decode")
 
 
@@ -110,18 +115,52 @@ def _misfits(contract: CacheContract, views: dict[str, GraphView]) -> Iterator[s
         if lacking := [name for name in view.inputs if name not in {port.name for port in graph.inputs}]:
             yield f"{graph.file!r} has an input {lacking[0]!r}, and the contract does not say what to feed it"
     decode = contract.graph("decode")
-    pasts = {port.name for port in decode.inputs if port.role == "past"}
+    pasts = {port.name: port for port in decode.inputs if port.role == "past"}
     held = {slot.past for slot in contract.slots}
-    if pasts != held:
-        yield f"{min(pasts ^ held)!r} is a slot and no past input of {decode.file!r}, or the other way round"
-    filling = {name for phase in ("prefill", "encode") for name in _outputs(contract, phase)}
+    if set(pasts) != held:
+        yield f"{min(set(pasts) ^ held)!r} is a slot and no past input of {decode.file!r}, or the other way round"
+    if len(held) != len(contract.slots):
+        yield "an input is named as the past of two slots"
+    yield from _out_of_bounds(contract)
     for slot in contract.slots:
-        if len(slot.axes) != len(slot.shape):
-            yield f"slot {slot.past!r} has {len(slot.shape)} sizes and {len(slot.axes)} axes"
-        if slot.present is not None and slot.present not in _outputs(contract, "decode"):
-            yield f"slot {slot.past!r} comes back as {slot.present!r}, which is no output of {decode.file!r}"
-        if slot.filled_by is not None and slot.filled_by not in filling:
-            yield f"slot {slot.past!r} is filled by {slot.filled_by!r}, which is no output of the first step"
+        yield from _slot_misfits(slot, contract, views[decode.file])
+
+
+def _slot_misfits(slot: Slot, contract: CacheContract, view: GraphView) -> Iterator[str]:
+    """Where one slot contradicts the graphs, or itself."""
+    filling = {name for phase in ("prefill", "encode") for name in _outputs(contract, phase)}
+    if len(slot.axes) != len(slot.shape):
+        yield f"slot {slot.past!r} has {len(slot.shape)} sizes and {len(slot.axes)} axes"
+    lengths = [axis for axis in slot.axes if axis in ("past", "capacity", "encoder", "batch", "batch_heads")]
+    if len(set(lengths)) != len(lengths):
+        yield f"slot {slot.past!r} has two axes of the same meaning"
+    yield from _other_sizes(slot, view.inputs.get(slot.past))
+    if slot.present is not None and slot.present not in _outputs(contract, "decode"):
+        yield f"slot {slot.past!r} comes back as {slot.present!r}, which is no output of the decode graph"
+    if slot.filled_by is not None and slot.filled_by not in filling:
+        yield f"slot {slot.past!r} is filled by {slot.filled_by!r}, which is no output of the first step"
+
+
+def _out_of_bounds(contract: CacheContract) -> Iterator[str]:
+    """Numbers that no model has, and of which no feed could be made."""
+    switched = any(port.role == "branch_switch" for port in contract.graph("decode").inputs)
+    if (contract.first_step == "no-past-branch") != switched:
+        yield "first_step is 'no-past-branch' where there is a branch_switch, and only there"
+    if not 1 <= contract.codebooks <= MOST_CODEBOOKS:
+        yield f"codebooks is {contract.codebooks}, not 1 to {MOST_CODEBOOKS}"
+    for name in ("vocabulary", "context_limit", "heads"):
+        number = getattr(contract, name)
+        if number is not None and not 1 <= number <= MOST_COUNTED:
+            yield f"{name} is {number}, which no model has"
+
+
+def _other_sizes(slot: Slot, port: Declared | None) -> Iterator[str]:
+    """Sizes that the graph declares as other numbers, or that nothing can have."""
+    for index, size in enumerate(slot.shape):
+        declared = port.shape[index] if port is not None and port.shape and index < len(port.shape) else None
+        known = as_number(declared)
+        if isinstance(size, int) and (not 0 <= size <= MOST_WIDE or (isinstance(known, int) and size != known)):
+            yield f"slot {slot.past!r} has size {size} on axis {index}, where the graph declares {declared!r}"
 
 
 def _outputs(contract: CacheContract, phase: str) -> set[str]:

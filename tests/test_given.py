@@ -91,6 +91,24 @@ BAD: dict[str, tuple[Edit, str]] = {
     ),
     "axes and sizes": (lambda d: d["stacks"]["decoder"]["slots"][0]["axes"].pop(), "4 sizes and 3 axes"),
     "slot left out": (lambda d: d["stacks"]["decoder"]["slots"].pop(0), "is a slot and no past input"),
+    "slot twice": (
+        lambda d: d["stacks"]["decoder"]["slots"].append(d["stacks"]["decoder"]["slots"][0]),
+        "the past of two slots",
+    ),
+    "another size": (
+        lambda d: d["stacks"]["decoder"]["slots"][0].update(shape=["batch_size", 10**12, "p", 8]),
+        "where the graph declares 4",
+    ),
+    "two lengths": (
+        lambda d: d["stacks"]["decoder"]["slots"][0].update(axes=["batch", "past", "past", "head_dim"]),
+        "two axes of the same meaning",
+    ),
+    "many codebooks": (lambda d: d["stacks"]["decoder"].update(codebooks=10**7), "codebooks is 10000000"),
+    "no words": (lambda d: d["stacks"]["decoder"].update(vocabulary=0), "vocabulary is 0"),
+    "branch without switch": (
+        lambda d: d["stacks"]["decoder"].update(first_step="no-past-branch"),
+        "where there is a branch_switch",
+    ),
     "present made up": (lambda d: d["stacks"]["decoder"]["slots"][0].update(present="x"), "comes back as 'x'"),
     "filling made up": (lambda d: d["stacks"]["decoder"]["slots"][0].update(filled_by="x"), "is filled by 'x'"),
 }

@@ -1,5 +1,6 @@
 """The cache contract in words: what it keeps, what the first step gets, what to feed, and how to carry each slot."""
 
+import re
 from collections.abc import Iterable, Iterator
 
 from kvdoctor.contract import CacheContract, Carry, First, Growth, Port, Slot, describe
@@ -17,7 +18,7 @@ GROWTH_WORDS: dict[Growth, str] = {
 
 CARRY_WORDS: dict[Carry, tuple[str, str]] = {
     "feed-back": ("feed back", "{present} -> {past}"),
-    "hold": ("hold", "{filled_by} of the {filled_in} -> {past} at every later step"),
+    "hold": ("hold", "{filled_by} -> {past} at every later step"),
     "append": ("append", "{past} of the next step = {past} with {present} behind it"),
     "write": ("write", "{present} into {past} at the past length"),
     "shift": ("shift", "{past} without its oldest rows, {present} in at the end"),
@@ -36,6 +37,7 @@ FIRST_WORDS: dict[First, str] = {
 
 STATES = {"hidden-memory": "hidden memory", "encoder-states": "encoder states", "conv-state": "convolution state"}
 MOST_NUMBERED = 6
+MOST_TOLD = 8
 
 
 def rows(contract: CacheContract) -> Iterator[tuple[str, str]]:
@@ -67,9 +69,9 @@ def _alike(slots: Iterable[Slot]) -> list[list[Slot]]:
 
 
 def _by_kind(slots: Iterable[Slot]) -> list[list[Slot]]:
-    groups: dict[tuple[str, str], list[Slot]] = {}
+    groups: dict[tuple[object, ...], list[Slot]] = {}
     for slot in slots:
-        groups.setdefault((slot.kind, slot.filled_in), []).append(slot)
+        groups.setdefault((slot.kind, slot.filled_in, slot.is_given), []).append(slot)
     return list(groups.values())
 
 
@@ -174,8 +176,23 @@ def _says_its_role(port: Port) -> bool:
 
 
 def _carried(slots: list[Slot], rule: str) -> str:
-    slot = slots[0]
-    more = f" ({len(slots)} slots)" if len(slots) > 1 else ""
-    made_in = {"prefill": "first step", "encode": "encoder", "decode": "first step"}[slot.filled_in]
-    filled = slot.filled_by or "?"
-    return rule.format(past=slot.past, present=slot.present or "nothing", filled_by=filled, filled_in=made_in) + more
+    """The rule for the first slot where the others follow from it by their numbers and words, else for each."""
+    told = [_carried_one(slot, rule) for slot in slots]
+    patterns = {_pattern(text) for text in told}
+    if len(told) == 1 or (len(patterns) == 1 and min(patterns)[1]):
+        return told[0] + (f" ({len(slots)} slots)" if len(slots) > 1 else "")
+    more = f"; {len(told) - MOST_TOLD} more: --format json lists them" if len(told) > MOST_TOLD else ""
+    return "; ".join(told[:MOST_TOLD]) + more
+
+
+def _carried_one(slot: Slot, rule: str) -> str:
+    made_in = {"prefill": "the first step", "encode": "the encoder", "decode": "the first step"}[slot.filled_in]
+    filled = f"{slot.filled_by} of {made_in}" if slot.filled_by else "what the caller gives"
+    return rule.format(past=slot.past, present=slot.present or "nothing", filled_by=filled)
+
+
+def _pattern(text: str) -> tuple[str, bool]:
+    """A line without its numbers and words for key and value, and whether both names have the same of them."""
+    before, _, after = text.partition(" -> ")
+    marks = re.compile(r"\d+|key|value|[kv](?=_|\b|\d)", re.ASCII)
+    return marks.sub("", text), marks.findall(before)[:1] == marks.findall(after)[:1]
