@@ -95,6 +95,19 @@ class Case:
                 yield step, step.returned[slot.present]
 
 
+def leading_cause(case: Case) -> tuple[str, Run] | None:
+    """What explains that runs differ, and the run that decided: what a cache rests on before what a cache does."""
+    repeated = case.run("same-feed")
+    if repeated is not None and repeated.outcome == "differs":
+        return "nondeterministic", repeated
+    ahead, why, judged = case.run("later-token"), case.run("why"), case.judged
+    if ahead is not None and ahead.cause is not None:
+        return ahead.cause.name, ahead
+    if why is not None and why.cause is not None and judged is not None and judged.outcome == "differs":
+        return why.cause.name, why
+    return None
+
+
 def broken_promise(case: Case, run: Run) -> str | None:
     """The first slot that a run got in another size than the graph declares as a number, in words."""
     for step in run.steps if case.contract is not None else ():

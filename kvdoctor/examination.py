@@ -28,7 +28,7 @@ from kvdoctor.feeds import (
 from kvdoctor.parity import compare, judge
 from kvdoctor.plain import to_plain
 from kvdoctor.sessions import Announce, OrtTensor, Refused, Sessions, StepFailed, runtime_version, to_runtime
-from kvdoctor.trace import Control, Difference, Outcome, Run, Seen, Step
+from kvdoctor.trace import Cause, Control, Difference, Outcome, Run, Seen, Step
 
 TIMING_REPEATS = 5
 TIMING_SECONDS = 0.5
@@ -53,6 +53,7 @@ class Examination:
     references: dict[bytes, Answer] = field(default_factory=dict)
     encoded: dict[Scenario, Encoded] = field(default_factory=dict)
     logits: dict[str, Array] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def run(self, experiment: Experiment) -> Run:
         """Put one experiment to the model."""
@@ -60,9 +61,13 @@ class Examination:
         scenario = self._fitted(replace(experiment.scenario, seed=self.seed))
         if reason is None and scenario.steps < 2:
             reason = "the context is too short for it"
+        if experiment.asks_why and "differs" not in map(self.outcomes.get, experiment.asks_why):
+            reason = "nothing differs"
         if reason is not None:
             return self.result(experiment, "skipped", reason=reason)
-        return _Performance(self, experiment, scenario).perform()
+        run = _Performance(self, experiment, scenario).perform()
+        self.outcomes[experiment.name] = run.outcome
+        return run
 
     def call(self, call: Call) -> Answer:
         """Run a call; the answer to an equal reference call is reused.
@@ -181,8 +186,8 @@ class _Performance:
             call = next(calls)
             while True:
                 call = calls.send(self._answer(call))
-        except StopIteration:
-            return self._finish()
+        except StopIteration as end:
+            return self._finish(end.value)
         except Refused as error:
             return self._result("skipped", reason=f"the runtime does not open {error}")
         except StepFailed as error:
@@ -199,6 +204,8 @@ class _Performance:
             return self._control(call)
         if call.kind == "noise":
             return self._noise(call)
+        if call.kind == "probe":
+            return self._probe(call)
         answer = exam.call(call)
         if call.kind == "step":
             self._note(call, answer)
@@ -265,6 +272,12 @@ class _Performance:
             self.noise = max(self.noise, difference.relative)
         return answer
 
+    def _probe(self, call: Call) -> Answer:
+        try:
+            return self.exam.run_session(call)
+        except StepFailed:
+            return Answer({}, "")
+
     def _timed(self, call: Call) -> Answer:
         """Median seconds of up to five runs within half a second, after one that does not count."""
         answer = self.exam.run_session(call)
@@ -276,7 +289,11 @@ class _Performance:
         self.exam.announce("timing", stack=self.exam.stack, label=call.label, seconds=statistics.median(seconds))
         return answer
 
-    def _finish(self) -> Run:
+    def _finish(self, cause: Cause | None) -> Run:
+        if cause is not None:
+            return self._result("differs", reason=cause.evidence, cause=cause)
+        if self.experiment.asks_why:
+            return self._result("inconclusive", reason="no hypothesis predicts what was seen")
         if self.logits:
             self.exam.logits[self.experiment.name] = np.concatenate([part.ravel() for part in self.logits])
         exactness, noise = self.exam.contract.exactness, self._noise_floor()

@@ -76,7 +76,7 @@ class Call:
     `expected` float[batch, n, vocabulary] is what the logits of the last n positions are held against. A `control`
     must differ from it, and names what was `spoilt`. The answer to a `reference` is kept for equal feeds. A `timing`
     is repeated, and its median kept under `label`. A `noise` call measures what the graph's own arithmetic makes of
-    splitting a sequence, without a cache.
+    splitting a sequence, without a cache. A `probe` is answered without outputs where it fails, and is not on record.
     """
 
     phase: PhaseName
@@ -84,7 +84,7 @@ class Call:
     past: int
     new: int
     expected: Array | None = None
-    kind: Literal["step", "reference", "control", "timing", "noise"] = "step"
+    kind: Literal["step", "reference", "control", "timing", "noise", "probe"] = "step"
     label: str = ""
 
 
@@ -96,6 +96,11 @@ class Answer:
     logits_name: str
     past: int = 0
     new: int = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the runtime refused the call: only a probe is answered so."""
+        return not self.outputs
 
     @property
     def logits(self) -> Array:
@@ -118,13 +123,15 @@ class Encoded:
 class Deal:
     """A contract with the sizes, tokens and encoder outputs of one scenario: makes all calls.
 
-    `tokens` int64[batch * codebooks, total] are the whole sequence.
+    `tokens` int64[batch * codebooks, total] are the whole sequence; `padding` says how many of them, row by row, are no
+    words but padding on the left, to be masked and not to be counted.
     """
 
     contract: CacheContract
     scenario: Scenario
     encoded: Encoded = Encoded()
     tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    padding: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.tokens.size:
@@ -301,7 +308,8 @@ class Deal:
             case "embeddings":
                 made = _word_table(self.contract, shape[-1])[self.tokens[:, span[0] : span[1]]]
             case "attention_mask":
-                made = np.broadcast_to(np.arange(shape[-1]) < sizes["total"], shape)
+                columns = np.arange(shape[-1])
+                made = np.broadcast_to((columns >= self._pads(shape)) & (columns < sizes["total"]), shape)
             case "encoder_mask":
                 made = np.ones(shape)
             case "additive_mask":
@@ -312,7 +320,7 @@ class Deal:
                     seen if kind is np.bool_ else np.where(seen, *((0.0, HIDDEN) if "float" in port.dtype else (-1, 0)))
                 )
             case "position_ids" | "cache_position":
-                made = np.broadcast_to(np.arange(begin, sizes["total"]), shape)
+                made = np.broadcast_to(np.maximum(np.arange(begin, sizes["total"]) - self._pads(shape), 0), shape)
             case "rotary_cos" | "rotary_sin":
                 angles = _angles(begin, sizes["total"], shape[-1])
                 made = np.broadcast_to(np.cos(angles) if port.role == "rotary_cos" else np.sin(angles), shape)
@@ -335,6 +343,10 @@ class Deal:
             case _:
                 raise ValueError(f"input {port.name!r} has role {port.role}, which no feed is known for")
         return np.array(made, dtype=kind, order="C")
+
+    def _pads(self, shape: tuple[int, ...]) -> Array:
+        """The padding of each row, int64[batch, 1], for an input of that shape; 0 where there is none."""
+        return np.array(self.padding).reshape(-1, 1) if self.padding and len(shape) > 1 else np.zeros(1, np.int64)
 
     def _columns(self, past: Past, total: int) -> int:
         """How many entries a mask with a row for each query covers: the whole of a buffer of fixed size."""

@@ -69,6 +69,14 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Cause:
+    """The hypothesis that an experiment decided for: the name of its check, and what no other hypothesis predicts."""
+
+    name: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One experiment on one stack, as it went. `died_by` names the signal or limit that ended the process.
 
@@ -89,4 +97,5 @@ class Run:
     steps: tuple[Step, ...] = ()
     controls: tuple[Control, ...] = ()
     died_by: str | None = None
+    cause: Cause | None = None
     node_names: tuple[str, ...] = ()

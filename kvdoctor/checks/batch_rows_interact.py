@@ -10,7 +10,7 @@ Repair: export again; until then decode one sequence at a time.
 
 from collections.abc import Iterator
 
-from kvdoctor.case import Case
+from kvdoctor.case import Case, leading_cause
 from kvdoctor.findings import Advice, Fault, check
 
 
@@ -18,7 +18,13 @@ from kvdoctor.findings import Advice, Fault, check
 def batch_rows_interact(case: Case) -> Iterator[Fault]:
     """Rows that differ alone and in company."""
     run = case.run("batch-rows")
-    if run is None or run.outcome != "differs" or case.contract is None:
+    leading = leading_cause(case)
+    if (
+        run is None
+        or run.outcome != "differs"
+        or case.contract is None
+        or (leading and leading[0] == "nondeterministic")
+    ):
         return
     logits = case.contract.graph("prefill").port("logits")
     step = run.steps[run.failed_step or 0] if run.steps else None

@@ -14,7 +14,7 @@ lengths without any cache; a difference within four times that noise is no fault
 
 from collections.abc import Iterator
 
-from kvdoctor.case import UNDECIDED, Case, broken_promise
+from kvdoctor.case import UNDECIDED, Case, broken_promise, leading_cause
 from kvdoctor.checks.step_fails import SHORT_STATE, explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run
@@ -39,6 +39,8 @@ def cached_differs(case: Case) -> Iterator[Fault]:
     elif run.outcome == "failed":
         raise CannotCheck(f"logits parity of the {run.experiment}: step {run.failed_step} fails")
     for other, use, severity in fails_only_so(case, "differs"):
+        if other.experiment == "chunk" and (why := case.run("why-chunk")) is not None and why.cause is not None:
+            continue
         yield _fault(case, other, severity, f"with {use}, decoding with the cache gives other logits than without")
     plain = case.run("plain-loop")
     if case.consumer == "plain" and case.emptied and plain is not None and plain.outcome in ("failed", "died"):
@@ -49,7 +51,9 @@ def cached_differs(case: Case) -> Iterator[Fault]:
 def past_ignored(case: Case) -> Iterator[Fault]:
     """Wrong logits, and zeroing the self-attention cache changes nothing."""
     run = case.judged
-    if run is None or not _ignores_past(run) or explained_elsewhere(case):
+    leading = leading_cause(case)
+    decided = leading is not None and leading[0] == "past-ignored"
+    if run is None or not (decided or _ignores_past(run)) or explained_elsewhere(case, "past-ignored"):
         return
     yield _fault(case, run, "error", "the cached step gives what it would give without any past")
 
@@ -78,6 +82,13 @@ def _ignores_past(run: Run) -> bool:
     )
 
 
+def _looked_into(case: Case, run: Run) -> str:
+    """What the search for the cause saw, where it found none that has a name."""
+    why = case.run("why")
+    cause = why.cause if why is not None and run is case.judged else None
+    return f"; {cause.evidence}" if cause is not None else ""
+
+
 def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
     from kvdoctor.parity import TOLERANCES  # loads numpy, which an inspection does without
 
@@ -97,7 +108,7 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
         subject=(logits.name if logits else "logits",),
         where=f"output {logits.name if logits else 'logits'}, {run.experiment}",
         promised=f"the logits of the reference run, within {tolerance.passes:g} of their spread ({exactness})",
-        observed=f"{place}: logits {seen}",
+        observed=f"{place}: logits {seen}{_looked_into(case, run)}",
         cause=cause + (f": {promise}" if promise else ""),
         advice=SHORT_STATE if promise else EXPORT_AGAIN,
     )

@@ -12,7 +12,7 @@ length that no config declares usable is no fault.
 
 from collections.abc import Iterator
 
-from kvdoctor.case import Case, broken_promise
+from kvdoctor.case import Case, broken_promise, leading_cause
 from kvdoctor.checks.growth import has_wrong_lengths
 from kvdoctor.checks.session_refused import fails_where_opened
 from kvdoctor.contract import describe
@@ -24,6 +24,7 @@ OTHER_USES: dict[str, tuple[str, Severity]] = {
     "long-past": ("up to 50 tokens", "error"),
     "batch": ("a batch of 2", "warning"),
     "other-encoder-length": ("an encoder length other than the first", "warning"),
+    "chunk": ("several new tokens on top of a cache", "warning"),
 }
 """Experiments with other sizes than the judged loop: what they stand for, and the severity where only they fail."""
 
@@ -55,6 +56,8 @@ def step_fails(case: Case) -> Iterator[Fault]:
         yield _fault(case, run, "error", _what_fails(run), "a step that runs")
         return
     for other, use, severity in fails_only_so(case, "failed"):
+        if other.experiment == "chunk":
+            continue  # that has a check of its own
         last = other.steps[-1] if other.steps else None
         if other.experiment == "long-past" and last and (_limit(case) or 0) < last.past_length + last.new_tokens:
             raise CannotCheck(
@@ -83,8 +86,11 @@ def _limit(case: Case) -> int | None:
     return case.contract.context_limit if case.contract else None
 
 
-def explained_elsewhere(case: Case) -> str | None:
-    """The check that names the cause of whatever the runs show, or None: one fault is one finding."""
+def explained_elsewhere(case: Case, name: str = "cached-differs") -> str | None:
+    """The check that names the cause of whatever the runs show, or None: one fault is one finding.
+
+    `name` is the check that asks: what it finds itself does not explain it away.
+    """
     if case.declared_faults:
         return f"explained by {', '.join(case.declared_faults)}"
     if fails_where_opened(case):
@@ -93,6 +99,9 @@ def explained_elsewhere(case: Case) -> str | None:
         return "the first step already fails, see KV201"
     if has_wrong_lengths(case):
         return "the present does not grow as it should, see KV205 and KV206"
+    leading = leading_cause(case)
+    if leading is not None and leading[0] not in (name, "cached-differs"):
+        return f"explained by {leading[0]}"
     return None
 
 

@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.feeds import Answer, Call, Deal, Scenario
+from kvdoctor.trace import Cause
 
 Calls = Generator[Call, Answer, None]
+Decision = Generator[Call, Answer, Cause | None]
+"""An experiment that ends with the cause that it decided for."""
 
 
 def always(contract: CacheContract) -> str | None:  # noqa: ARG001
@@ -37,17 +40,19 @@ class Experiment:
 
     `applies` gives the reason why a contract does not allow it, or None. Runs of a `judged` experiment are what
     findings rest on, and are located when they fail; the others show what teams try and what becomes of it, with `why`.
-    One that is not `shown` serves another finding or figure, and people see it only when they ask for everything.
+    One that is not `shown` serves another finding or figure, and people see it only when they ask for everything. Where
+    `asks_why` names experiments, it looks for the cause of their differences, and is run only if one of them differs.
     """
 
     name: str
     question: str
-    calls: Callable[[Deal], Calls]
+    calls: Callable[[Deal], Calls | Decision]
     scenario: Scenario = field(default_factory=Scenario)
     applies: Callable[[CacheContract], str | None] = several_tokens
     judged: bool = True
     shown: bool = True
     why: str = ""
+    asks_why: tuple[str, ...] = ()
     order: int = 50
 
 

@@ -1,0 +1,83 @@
+"""Several new tokens on top of a cache: chunked prefill, a second turn, speculation."""
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.experiments import Calls, Decision, Experiment
+from kvdoctor.experiments.rows import disturbed, same_logits
+from kvdoctor.experiments.why import can_be_looked_into, probe
+from kvdoctor.experiments.workarounds import has_length
+from kvdoctor.feeds import Deal, Scenario
+from kvdoctor.trace import Cause
+
+CHUNK = 3
+BEFORE = 2
+
+
+def chunk(deal: Deal) -> Calls:
+    """A prompt of 2 tokens, 3 more, 3 more, and one."""
+    expected = yield from deal.whole()
+    start = deal.scenario.prompt
+    answer = yield deal.prefill(start, expected[:, :start])
+    past = deal.carry(None, answer, "held")
+    while start < deal.scenario.total:
+        stop = min(start + CHUNK, deal.scenario.total)
+        answer = yield deal.decode(start, stop, past, expected[:, start:stop])
+        past = deal.carry(past, answer, "held")
+        start = stop
+
+
+def why_chunk(deal: Deal) -> Decision:
+    """What the first of 3 new tokens attends to: all of the past, and nothing behind itself."""
+    start, exactness = deal.scenario.prompt, deal.contract.exactness
+    answer = yield probe(deal.prefill(start))
+    if answer.failed:
+        return None
+    past = deal.carry(None, answer, "held")
+    base = yield probe(deal.decode(start, start + CHUNK, past))
+    if base.failed:
+        return None
+    tokens = deal.tokens.copy()
+    tokens[:, start + 1 : start + CHUNK] = tokens[:, start + 1 : start + CHUNK][:, ::-1] + 1
+    other = yield probe(Deal(deal.contract, deal.scenario, deal.encoded, tokens).decode(start, start + CHUNK, past))
+    if not other.failed and not same_logits(other.logits[:, :1], base.logits[:, :1], exactness):
+        return Cause(
+            "mask-not-offset",
+            f"of {CHUNK} new tokens on a past of {start}, the first one's logits change with the tokens behind it",
+        )
+    for place in range(start):
+        answer = yield probe(deal.decode(start, start + CHUNK, disturbed(deal, past, [place])))
+        if not answer.failed and same_logits(answer.logits[:, :1], base.logits[:, :1], exactness):
+            return Cause(
+                "mask-not-offset",
+                f"of {CHUNK} new tokens on a past of {start}, the first one does not see entry {place} of the past",
+            )
+    return None
+
+
+def takes_chunks(contract: CacheContract) -> str | None:
+    """The decode graph must take several new tokens, and return what each of them gives."""
+    if contract.last_logits_only:
+        return "a call with several new tokens gives the logits of the last one alone"
+    return has_length(contract)
+
+
+EXPERIMENTS = (
+    Experiment(
+        "chunk",
+        f"{CHUNK} new tokens at once on top of a cache",
+        chunk,
+        Scenario(prompt=BEFORE, steps=8),
+        takes_chunks,
+        order=5,
+    ),
+    Experiment(
+        "why-chunk",
+        "what the first of several new tokens attends to",
+        why_chunk,
+        Scenario(prompt=BEFORE, steps=8),
+        can_be_looked_into,
+        judged=False,
+        shown=False,
+        asks_why=("chunk",),
+        order=41,
+    ),
+)

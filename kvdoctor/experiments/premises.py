@@ -1,0 +1,50 @@
+"""What every cache rests on: the same feed gives the same logits, and a token's logits do not know the next token."""
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.experiments import Calls, Decision, Experiment, several_tokens
+from kvdoctor.experiments.rows import same_logits
+from kvdoctor.experiments.why import probe
+from kvdoctor.feeds import Deal, Scenario
+from kvdoctor.trace import Cause
+
+
+def same_feed(deal: Deal) -> Calls:
+    """The reference run a second time."""
+    expected = yield from deal.whole()
+    if deal.contract.last_logits_only:
+        expected = expected[:, -1:]
+    yield deal.prefill(deal.scenario.total, expected)
+
+
+def later_token(deal: Deal) -> Decision:
+    """The reference run with another last token: nothing before it may change."""
+    expected = yield from deal.whole()
+    tokens = deal.tokens.copy()
+    tokens[:, -1] += 1
+    other = yield probe(Deal(deal.contract, deal.scenario, deal.encoded, tokens).prefill(deal.scenario.total))
+    if other.failed or same_logits(other.logits[:, :-1], expected[:, :-1], deal.contract.exactness):
+        return None
+    return Cause("not-causal", "without a cache, another last token changes the logits of the tokens before it")
+
+
+def gives_all_logits(contract: CacheContract) -> str | None:
+    """The logits of earlier tokens must be there, and must not be rounded by what stands behind them."""
+    if contract.last_logits_only:
+        return "only the last token's logits are given"
+    if contract.exactness == "dynamic-quantisation":
+        return "dynamic quantisation takes one scale from all tokens"
+    return several_tokens(contract)
+
+
+EXPERIMENTS = (
+    Experiment("same-feed", "the same feed twice", same_feed, shown=False, order=6),
+    Experiment(
+        "later-token",
+        "whether a token's logits change with the token behind it",
+        later_token,
+        Scenario(),
+        gives_all_logits,
+        shown=False,
+        order=6,
+    ),
+)

@@ -1,0 +1,70 @@
+"""Entries of a cache, token by token: to compare them, and to change one of them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.feeds import Answer, Array, Deal, Past, as_array
+from kvdoctor.parity import TOLERANCES, compare, judge
+
+
+def growing(contract: CacheContract) -> tuple[Slot, ...]:
+    """Self-attention slots that grow and come back whole, in the order of their layers."""
+    found = (s for s in contract.of_kind("self-attention") if s.growth in ("grow", "shared") and s.carry == "feed-back")
+    return tuple(slot for slot in found if "past" in slot.axes and slot.present is not None)
+
+
+def rows(slot: Slot, tensor: Array, start: int, stop: int) -> Array:
+    """Entries start to stop of a slot."""
+    return np.take(tensor, range(start, min(stop, tensor.shape[_at(slot)])), axis=_at(slot))
+
+
+def alike(one: Array, other: Array, exactness: str) -> bool:
+    """Whether entries are the same but for rounding, as a fraction of their spread."""
+    if one.shape != other.shape:
+        return False
+    got, want = one.astype(np.float64), other.astype(np.float64)
+    return bool(np.abs(got - want).max(initial=0.0) <= TOLERANCES[exactness].passes * max(float(want.std()), 1e-12))
+
+
+def same_logits(one: Array, other: Array, exactness: str) -> bool:
+    """Whether logits are the same but for rounding."""
+    return one.shape == other.shape and judge(compare(one, other, exactness), exactness) == "pass"
+
+
+def disturbed(deal: Deal, past: Past, places: Iterable[int], slots: Iterable[Slot] | None = None) -> Past:
+    """The past with noise in some of its entries, in every slot that grows or in those given."""
+    changed: dict[str, Any] = dict(past)
+    rng = np.random.default_rng(11)
+    places = list(places)
+    for slot in growing(deal.contract) if slots is None else slots:
+        tensor = as_array(past[slot.past]).copy()
+        for place in places:
+            index: list[Any] = [slice(None)] * tensor.ndim
+            index[_at(slot)] = place
+            noise = rng.standard_normal(tensor[tuple(index)].shape) * max(float(tensor.std()), 1e-3)
+            tensor[tuple(index)] = noise.astype(tensor.dtype)
+        changed[slot.past] = tensor
+    return Past(changed, past.length)
+
+
+def swapped(deal: Deal, past: Past, one: int, other: int) -> Past:
+    """The past with two of its entries in each other's place."""
+    changed: dict[str, Any] = dict(past)
+    for slot in growing(deal.contract):
+        tensor = as_array(past[slot.past])
+        order = list(range(tensor.shape[_at(slot)]))
+        order[one], order[other] = order[other], order[one]
+        changed[slot.past] = np.take(tensor, order, axis=_at(slot))
+    return Past(changed, past.length)
+
+
+def returned(slot: Slot, answer: Answer, first: bool) -> Array:
+    """What came back for a slot: after the first step by `filled_by`, later by `present`."""
+    return answer.outputs[(slot.filled_by if first else slot.present) or ""].array()
+
+
+def _at(slot: Slot) -> int:
+    return slot.axes.index("past")
