@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -40,11 +40,12 @@ class Environment:
 
     def require(self) -> None:
         """Makes the environment; where that does not work, skips the test, or fails it where CI=true."""
-        reason = _obstacle(self)
-        if reason is not None and os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        if reason is not None:
-            pytest.skip(reason)
+        if (reason := self.obstacle()) is not None:
+            give_up(reason)
+
+    def obstacle(self) -> str | None:
+        """Makes the environment and returns why that did not work, or None."""
+        return _obstacle(self)
 
     def run(self, script: str, *arguments: str | Path) -> Any:
         """Returns what `tests/consumers/script` prints as the last line of its standard output, a JSON document."""
@@ -63,6 +64,13 @@ class Environment:
         return [*command, "python"]
 
 
+def give_up(reason: str) -> NoReturn:
+    """Skips the test for something that is missing here, or fails it where CI=true."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
 def kvdoctor(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Runs the command line of kvdoctor in a process of its own."""
     return call([sys.executable, "-m", "kvdoctor", *arguments])
@@ -76,8 +84,11 @@ def re_export(name: str, out: Path) -> Path:
 
 
 def call(command: Sequence[str | Path], timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Runs a command with uv told where wheels are, model hubs switched off and nothing of this Python passed on."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
+    """Runs a command with uv told where wheels are, model hubs switched off and nothing of this Python passed on.
+
+    Strings hash alike in every run, since the order of names in a merged decoder hangs on it.
+    """
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
         env.pop(name, None)
     if links := _find_links(os.environ):

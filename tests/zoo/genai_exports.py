@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PYTHON = "3.11"
 REQUIREMENTS = (
     "onnxruntime-genai==0.18.0",
     "torch==2.13.0",
@@ -33,7 +34,7 @@ REQUIREMENTS = (
     "numpy==2.4.6",
     "protobuf==7.36.2",
 )
-"""Packages of the isolated environment, for Python 3.11."""
+"""Packages of the isolated environment."""
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 DECODER: dict[str, Any] = {

@@ -1,12 +1,12 @@
 """Exports tiny models of many architectures with Hugging Face Optimum, inside an environment that has these packages.
 
-    uv run --isolated --no-project --python 3.11 --with torch==2.13.0 --with optimum==2.1.0 --with optimum-onnx==0.1.0
-        --with transformers==4.57.6 --with onnx==1.23.2 --with onnxruntime==1.31.1 --with numpy==2.4.6
-        --with protobuf==7.36.2 --with pillow==13.0.0 python tests/zoo/optimum_exports.py OUT [NAME ...]
+    uv run --isolated --no-project --python 3.11 --with REQUIREMENT ... \\
+        python tests/zoo/optimum_exports.py OUT [NAME ...]
 
-Every export lies in OUT/NAME. Weights are random with a fixed seed, so no model hub is asked. One that fails leaves its
-error in OUT/NAME/failed.txt, the others are made all the same, and the exit code is 1. Only pix2struct needs pillow.
-With PYTHONHASHSEED=0 in the environment, the merged decoders are the same to the byte every time.
+The requirements are those of `REQUIREMENTS`. Every export lies in OUT/NAME. Weights are random with a fixed seed, so
+no model hub is asked. One that fails leaves its error in OUT/NAME/failed.txt, the others are made all the same, and the
+exit code is 1. Only pix2struct needs pillow. With PYTHONHASHSEED=0 in the environment, the merged decoders are the same
+to the byte every time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+PYTHON = "3.11"
+REQUIREMENTS = (
+    "torch==2.13.0",
+    "optimum==2.1.0",
+    "optimum-onnx==0.1.0",
+    "transformers==4.57.6",
+    "onnx==1.23.2",
+    "onnxruntime==1.31.1",
+    "numpy==2.4.6",
+    "protobuf==7.36.2",
+    "pillow==13.0.0",
+)
+"""Packages of the isolated environment."""
 
 SEED = 11
 SPREADS = {"bias": 0.1, "encoder_attn.out_proj": 0.15, "shared": 1.0, "": 0.3}

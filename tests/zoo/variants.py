@@ -1,10 +1,11 @@
-"""Rewrites an export with a common tool, inside an environment that has these packages.
+"""Rewrites exports with common tools, inside an environment that has them.
 
-    uv run --isolated --no-project --python 3.11 --with onnx==1.23.2 --with onnxruntime==1.31.1 --with onnxslim==0.1.98
-        --with numpy==2.4.6 --with protobuf==7.36.2 python tests/zoo/variants.py SOURCE_DIR OUT KIND
+    uv run --isolated --no-project --python 3.11 --with REQUIREMENT ... \\
+        python tests/zoo/variants.py EXPORTS OUT NAME:KIND ...
 
-Every .onnx file of SOURCE_DIR is rewritten into OUT, and config.json comes along. A file that the tool refuses is named
-in OUT/failed.txt with the error, the others are made all the same, and the exit code is 1.
+The requirements are those of `REQUIREMENTS`; only the kind onnxslim needs more than onnx and onnxruntime. Every .onnx
+file of EXPORTS/NAME is rewritten into OUT/NAME-KIND, and config.json comes along. A file that the tool refuses is named
+in OUT/NAME-KIND/failed.txt with the error, the others are made all the same, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+PYTHON = "3.11"
+REQUIREMENTS = ("onnx==1.23.2", "onnxruntime==1.31.1", "onnxslim==0.1.98", "numpy==2.4.6", "protobuf==7.36.2")
+"""Packages of the isolated environment."""
 
 
 def _quantize(source: Path, target: Path) -> None:
@@ -73,27 +78,36 @@ KINDS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-def main() -> int:
-    """Reads the command line, makes the variant and returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("source", type=Path, metavar="SOURCE_DIR", help="folder of an export")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the variant; replaced if it exists")
-    parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
-    args = parser.parse_args()
-    shutil.rmtree(args.out, ignore_errors=True)
-    args.out.mkdir(parents=True)
-    shutil.copyfile(args.source / "config.json", args.out / "config.json")
+def rewrite(source: Path, out: Path, kind: str) -> bool:
+    """Rewrites the export in `source` into `out`, which is replaced; returns whether every file was rewritten."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    shutil.copyfile(source / "config.json", out / "config.json")
     errors = []
-    for source in sorted(args.source.glob("*.onnx")):
-        target = args.out / source.name
+    for file in sorted(source.glob("*.onnx")):
+        target = out / file.name
         try:
-            KINDS[args.kind](source, target)
+            KINDS[kind](file, target)
         except Exception as error:
             target.unlink(missing_ok=True)
-            errors.append(f"{source.name}: {type(error).__name__}: {error}\n")
+            errors.append(f"{file.name}: {type(error).__name__}: {error}\n")
     if errors:
-        (args.out / "failed.txt").write_text("".join(errors), encoding="utf-8")
-    return int(bool(errors))
+        (out / "failed.txt").write_text("".join(errors), encoding="utf-8")
+    return not errors
+
+
+def main() -> int:
+    """Reads the command line, makes the variants and returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("exports", type=Path, metavar="EXPORTS", help="folder that holds the folders of exports")
+    parser.add_argument("out", type=Path, metavar="OUT", help="receives each variant as OUT/NAME-KIND")
+    parser.add_argument("wanted", nargs="+", metavar="NAME:KIND", help=f"kinds: {', '.join(KINDS)}")
+    args = parser.parse_args()
+    wanted = [each.rpartition(":")[::2] for each in args.wanted]
+    if unknown := sorted({kind for _, kind in wanted} - set(KINDS)):
+        parser.error(f"no such kind: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    made = [rewrite(args.exports / name, args.out / f"{name}-{kind}", kind) for name, kind in wanted]
+    return int(not all(made))
 
 
 if __name__ == "__main__":

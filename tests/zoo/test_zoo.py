@@ -1,0 +1,122 @@
+"""The zoo: tiny exports of many architectures and what kvdoctor must say of each, no more and no less.
+
+The sample runs with the other tests. The whole zoo needs isolated environments and minutes: `-m slow`, or `-m zoo` for
+the zoo alone.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import genai_exports
+import genai_table
+import make_docs
+import optimum_exports
+import optimum_table
+import pytest
+import transformers_exports
+import transformers_table
+import variants
+import variants_table
+from diagnosis import diagnose
+from isolated import give_up
+from making import Maker
+from row import CONSUMERS, Row
+from tables import ROWS, SAMPLE
+
+from kvdoctor.doctor import Options
+from kvdoctor.runtimes import Runtime
+
+pytestmark = pytest.mark.zoo
+
+MANY = 100
+"""Rows that the zoo has at least."""
+
+
+def parameters() -> list[object]:
+    """Every row, those beyond the sample as slow ones."""
+    return [pytest.param(row, id=str(row), marks=() if row in SAMPLE else pytest.mark.slow) for row in ROWS]
+
+
+@pytest.fixture(scope="session")
+def maker(tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    """Makes exports in a folder that the processes of one test session share."""
+    mine = tmp_path_factory.getbasetemp()
+    return Maker((mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "zoo")
+
+
+@pytest.fixture(scope="session")
+def runtime() -> Iterator[Runtime]:
+    """One warm worker for all rows of a process."""
+    with Runtime(Options().limits) as warm:
+        yield warm
+
+
+@pytest.mark.parametrize("row", parameters())
+def test_kvdoctor_says_what_is_true(row: Row, maker: Maker, runtime: Runtime) -> None:
+    made = maker.make(row)
+    if made.obstacle:
+        give_up(made.obstacle)
+    if made.failure and row.exporter == "committed":
+        give_up(f"the onnxruntime of this Python does not make it: {made.failure}")
+    assert made.failure is None
+
+    seen = diagnose(made.folder, runtime)
+
+    assert seen.stacks == row.stacks, seen.details
+    for consumer in CONSUMERS:
+        assert row.allows(consumer, seen.told[consumer]), f"{seen.told[consumer]}\n{seen.details}"
+        assert seen.verdicts[consumer] in row.verdicts(consumer), seen.details
+    assert seen.largest is not None or "healthy" not in row.verdicts("held"), seen.details
+    if seen.largest is not None and not row.noisy:
+        assert seen.largest <= row.largest
+
+
+def test_every_row_is_another_export() -> None:
+    assert len({str(row) for row in ROWS}) == len(ROWS) > MANY
+    assert len({make_docs.key(row) for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("exporter", "known", "left_out"),
+    [
+        ("optimum", {*optimum_exports.BY_NAME}, optimum_table.LEFT_OUT),
+        (
+            "transformers",
+            {*transformers_exports.RECIPES, *transformers_exports.MORE_RECIPES},
+            transformers_table.LEFT_OUT,
+        ),
+        ("genai", {*genai_exports.RECIPES}, genai_table.LEFT_OUT),
+    ],
+    ids=["optimum", "transformers", "genai"],
+)
+def test_every_export_has_its_row_or_a_reason(exporter: str, known: set[str], left_out: dict[str, str]) -> None:
+    rows = {row.architecture for row in ROWS if row.exporter == exporter}
+    assert not rows & set(left_out)
+    assert rows | set(left_out) == known
+
+
+def test_every_tool_has_its_rows() -> None:
+    assert set(variants_table.KINDS) == set(variants.KINDS)
+    assert {row.architecture for row in variants_table.ROWS} == set(variants_table.SOURCES)
+
+
+def test_the_document_lists_the_rows_as_they_are() -> None:
+    text = make_docs.DOCUMENT.read_text(encoding="utf-8")
+    measured = make_docs.read(text)
+    assert list(measured) == [make_docs.key(row) for row in ROWS]
+    assert make_docs.page(measured) == text
+    for row in ROWS:
+        cells = measured[make_docs.key(row)]
+        for consumer, cell in zip(CONSUMERS, (cells.plain, cells.held), strict=True):
+            assert cell.partition(":")[0] in row.verdicts(consumer)
+            told = {check for check, _, _ in row.told(consumer)}
+            seen = set(cell.partition(": ")[2].split(", ")) - {""}
+            assert seen <= told if row.noisy else seen == told
+
+
+def test_who_comes_second_waits_for_what_the_first_one_made(tmp_path: Path) -> None:
+    from making import first_one_does
+
+    assert first_one_does(tmp_path / "batch", lambda: {"said": "made"}) == {"said": "made"}
+    assert first_one_does(tmp_path / "batch", lambda: {"said": "made again"}) == {"said": "made"}
