@@ -20,7 +20,16 @@ HERE = Path(__file__).parent
 FIXTURE = HERE.parent / "fixtures" / "exports" / "marian-4.57.6"
 KEPT_OUT = ("onnx", "numpy", "rich", "onnxruntime")
 WORKER_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1"}  # as kvdoctor/child.py sets it
-SHORT_REPEATS, LONG_REPEATS, MEMORY_REPEATS = 15, 7, 3
+SHORT_REPEATS, LONG_REPEATS, SOME_REPEATS, MEMORY_REPEATS = 15, 7, 5, 3
+INFER = "import onnx, sys; [onnx.shape_inference.infer_shapes(onnx.load(path)) for path in sys.argv[1:]]"
+KINDS = {
+    "plain": "one graph",
+    "merged": "an If with two branches",
+    "functions": "local functions",
+    "numbered": "a pair without names",
+}
+# Layers for 25,000, 50,000 and 100,000 nodes: 500 each, and twice as many where another branch or graph has them too.
+LAYERS = {"plain": (50, 100, 200), "merged": (25, 50, 100), "functions": (50, 100, 200), "numbered": (25, 50, 100)}
 COLUMNS = ("what", "figure", "alternative", "its figure", "ratio", "limit", "")
 
 
@@ -78,6 +87,24 @@ def inspect(scratch: Path) -> Iterator[Row]:
     shutil.rmtree(folder)
 
 
+def contract(scratch: Path) -> Iterator[Row]:
+    """Every node of a graph is followed, in a time that grows as the nodes do."""
+    for kind, shown in KINDS.items():
+        folders = [scratch / f"{kind}-{layers}" for layers in LAYERS[kind]]
+        for layers, folder in zip(LAYERS[kind], folders, strict=True):
+            folder.mkdir()
+            python(str(HERE / "graphs.py"), kind, str(layers), str(folder)).run()
+        few, some, many = (kvdoctor("contract", "--format", "json", str(folder)) for folder in folders)
+        what, files = f"contract, {shown}, {LAYERS[kind][1]} layers", map(str, sorted(folders[1].iterdir()))
+        pair = interleaved(some, python("-c", INFER, *files), SOME_REPEATS)
+        row = (f"{what}: 50,000 nodes", f"{pair.ours:.2f} s", "onnx.load, infer_shapes", f"{pair.theirs:.2f} s")
+        yield Row(*row, f"{pair.ratio:.2f}", "3 s", pair.ours > 3)
+        for nodes, command, limit in (("50,000", some, 2.2), ("100,000", many, 4.4)):
+            pair = interleaved(command, few, SOME_REPEATS)
+            row = (f"contract, {shown}: {nodes} nodes", f"{pair.ours:.2f} s", "25,000 nodes", f"{pair.theirs:.2f} s")
+            yield Row(*row, f"{pair.ratio:.2f}", f"{limit:.1f}", pair.ratio > limit)
+
+
 def step_test(scratch: Path) -> Iterator[Row]:
     """The runs cost what they cost; what kvdoctor adds to them is bounded."""
     for name, where in (("100m-beside", "external data"), ("100m-inside", "weights inside")):
@@ -126,6 +153,7 @@ def _bare(folder: Path, scratch: Path) -> Command:
 BENCHMARKS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "start": start,
     "inspect": inspect,
+    "contract": contract,
     "step-test": step_test,
     "fixture": fixture,
     "re-export": re_export,

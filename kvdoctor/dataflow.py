@@ -38,6 +38,9 @@ KEEPS = {
 }
 """Operators that pass the content of an input on: which inputs."""
 
+PASSES_OUT = {"Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze"}
+"""Operators that may stand between a state as it was made and the output that returns it."""
+
 WRITES = {"ScatterND": (0,), "ScatterElements": (0,), "Scatter": (0,), "Where": (1, 2)}
 """Operators that write new entries into a buffer: which inputs may be the buffer."""
 
@@ -225,7 +228,13 @@ class Dataflow:
 
         `fitting` are the outputs of the same element type and shape that nothing else claims.
         """
-        wanted = {self.flow.results[output]: output for output in fitting}
+        wanted: dict[str, str] = {}
+        for output in sorted(fitting):
+            value: str | None = self.flow.results[output]
+            while value is not None:  # as it was before it was only turned and passed out: that may come late
+                wanted.setdefault(value, output)
+                node = self.flow.producers.get(value)
+                value = node.inputs[0] if node is not None and node.op in PASSES_OUT else None
         waiting: list[tuple[int, str]] = [(-1, name)]
         seen = {name}
         while waiting and self.goes_on():

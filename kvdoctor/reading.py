@@ -233,7 +233,7 @@ class _Reader:
                 found = replace(found, role="encoder_mask", axes=("batch", "encoder"))
         if found is not None:
             return found
-        if looks is not None and named(port, rules) is None and not CACHE_LIKE.match(port.name):
+        if looks is not None and not CACHE_LIKE.match(port.name):
             looked = looks.role(port.name, cross)
             if looked is not None:
                 self.evidence.append(f"{port.name!r} is {looked[0]} by what the graph does with it")

@@ -27,6 +27,7 @@ LOGIC = {
     "ReduceMax",
     "Trilu",
 }
+COUNTS = ("past_length", "write_index")
 NEAR = 600
 FEW_ROWS = 8
 """A table of fewer rows holds kinds of tokens (segments, languages), not positions."""
@@ -35,7 +36,10 @@ FEW_ROWS = 8
 def ruled(port: Declared, rules: Iterable[RoleRule]) -> Port | None:
     """A port as the first fitting rule has it."""
     rank = len(port.shape) if port.shape is not None else None
-    rule = next((rule for rule in rules if rule.fits(port.name, port.dtype, rank)), None)
+    open_axis = port.shape is not None and len(port.shape) == 1 and isinstance(as_number(port.shape[0]), str)
+    fitting = (rule for rule in rules if rule.fits(port.name, port.dtype, rank))
+    # A count of tokens has one element: `pos` of int64[new] is none.
+    rule = next((rule for rule in fitting if not (open_axis and rule.role in COUNTS and rule.order == "1")), None)
     if rule is None:
         return None
     if port.shape is None:

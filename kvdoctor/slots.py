@@ -116,7 +116,9 @@ class SlotReader:
         for past, port in view.inputs.items():
             rank = len(port.shape) if port.shape is not None else 0
             if past in names:
-                found[past] = flow.state(past, rank) if flow is not None and rank else None
+                state = flow.state(past, rank) if flow is not None and rank else None
+                is_cross = names[past].rule.kind == "cross-attention"
+                found[past] = self._updated(port, state) if state is not None and not is_cross else state
             elif flow is not None and past not in self.claimed and port.dtype in FLOATS and rank >= 3:
                 state = self._updated(port, flow.state(past, rank))
                 attended = _proven(state.use) is not None
@@ -192,7 +194,8 @@ class SlotReader:
         use = state.use.part if state is not None and state.use is not None else None
         grows = state is not None and state.how == "append" and not state.trimmed and use in ATTENTION_PARTS
         if ruled is not None and ruled not in ("self-attention", "cross-attention"):
-            return "self-attention" if grows and ruled in REPLACED else ruled
+            attended = ruled == "hidden-memory" and state is not None and _proven(state.use) is not None
+            return "self-attention" if attended or (grows and ruled in REPLACED) else ruled
         if use == "conv":
             return "conv-state"
         if use in ATTENTION_PARTS and state is not None:
@@ -229,9 +232,11 @@ class SlotReader:
         more = []
         for past, port in view.inputs.items():
             rank = len(port.shape or ())
-            if past in taken or rank < 2 or port.dtype not in FLOATS or port.shape is None:
+            if past in taken | self.tokens or rank < 2 or port.dtype not in FLOATS or port.shape is None:
                 continue
-            if sum(not isinstance(size, int) for size in port.shape) > 1 or (found and not CACHE_LIKE.match(past)):
+            # Beside other slots only what is named so, or stands in a graph of tokens: stages pass hidden states on.
+            likely = not found or CACHE_LIKE.match(past) or (self.tokens and rank > 2)
+            if not likely or sum(not isinstance(size, int) for size in port.shape) > 1:
                 continue  # of a state only the batch may vary
             fitting = {n for n, p in free.items() if (p.dtype, p.shape) == (port.dtype, port.shape)}
             output = flow.updated(past, fitting) if fitting else None

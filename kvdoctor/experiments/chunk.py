@@ -32,6 +32,8 @@ def why_chunk(deal: Deal) -> Decision:
     if answer.failed:
         return None
     past = deal.carry(None, answer, "held")
+    if deal.past_length(past) != start:
+        return None  # what the lengths say has checks of its own
     base = yield probe(deal.decode(start, start + CHUNK, past))
     if base.failed:
         return None

@@ -21,6 +21,8 @@ def why(deal: Deal) -> Decision:
     past = deal.carry(None, first, "held") if not first.failed else Past()
     if whole.failed or first.failed:
         return None
+    if deal.past_length(past) != start:
+        return None  # what the lengths say has checks of its own
     if cause := (yield from _other_mathematics(deal, past, expected)):
         return cause
     step = yield probe(deal.decode(start, start + 1, past))

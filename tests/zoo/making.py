@@ -70,17 +70,17 @@ class Maker:
         out = self.root / row.exporter
         number, batch = _batch(row)
         names = [each.architecture for each in batch]
-        call_script = (HERE / f"{row.exporter}_exports.py", out, *names)
-        return self._once(f"{row.exporter}-{number}", out / row.architecture, ENVIRONMENTS[row.exporter], call_script)
+        command: tuple[str | Path, ...] = (HERE / f"{row.exporter}_exports.py", out, *names)
+        return self._once(f"{row.exporter}-{number}", out / row.architecture, ENVIRONMENTS[row.exporter], command)
 
     def _rewritten(self, row: Row, exports: Path, environment: Environment | None) -> Made:
         """Rewrites the export of a row in every way that the tables ask for."""
         out = self.root / f"{row.exporter}-variants"
         kin = [each for each in ROWS if (each.exporter, each.architecture) == (row.exporter, row.architecture)]
         wanted = [f"{each.architecture}:{each.variant}" for each in kin if each.variant != "exported"]
-        call_script = (HERE / "variants.py", exports, out, *wanted)
+        command: tuple[str | Path, ...] = (HERE / "variants.py", exports, out, *wanted)
         folder = out / f"{row.architecture}-{row.variant}"
-        return self._once(f"{row.exporter}-variants-{row.architecture}", folder, environment, call_script)
+        return self._once(f"{row.exporter}-variants-{row.architecture}", folder, environment, command)
 
     def _once(self, batch: str, folder: Path, environment: Environment | None, command: Sequence[str | Path]) -> Made:
         def run() -> dict[str, str | None]:
