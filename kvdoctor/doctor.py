@@ -34,6 +34,9 @@ from kvdoctor.runtimes import Examined, Job, Runtime
 from kvdoctor.stacks import StackFiles
 from kvdoctor.trace import Node, Run
 
+COMPILED = "EPContext"
+"""The operator that holds a graph in the binary form of a device. Source: ONNX Runtime, EP context design."""
+
 HAS_OWN_RUN = "cross-cache-emptied"
 """The fault of the contract that leaves a loop to judge: the held one."""
 
@@ -210,6 +213,8 @@ def _obstacles(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
 
 def _undrivable(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
     """What is understood and still cannot be run step by step here."""
+    if any(COMPILED in file.view.operators for file in stack.files.values() if file.view is not None):
+        yield f"it was compiled for a device ({COMPILED}), and only the execution provider of that device can run it"
     if stack.operator is not None:
         yield f"the operator {stack.operator} runs the whole loop with the cache inside; there is nothing to feed back"
     if contract.slots and not contract.takes_tokens:
