@@ -15,7 +15,7 @@ from kvdoctor.errors import WorkerDied
 from kvdoctor.plain import from_plain, to_plain
 from kvdoctor.trace import Run, Step
 
-MOST_DEATHS = 4
+MOST_DEATHS = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,4 +149,4 @@ def test_sizes_of_the_default_scenario_differ() -> None:
 def test_every_experiment_says_what_it_asks() -> None:
     for experiment in load():
         assert experiment.question
-        assert experiment.judged or experiment.why, experiment.name
+        assert experiment.judged or experiment.why or experiment.asks_why, experiment.name

@@ -67,6 +67,10 @@ def test_inspect_reads_the_contract_of_marian() -> None:
     assert all(slot["present"] is None for slot in pair["contract"]["slots"] if slot["kind"] == "cross-attention")
 
 
+UNMASKED = {"marian-4.46.3": ["mask-not-offset"] * 2}
+"""Warnings that are true of merged decoder and pair: of several tokens on a cache each sees what stands behind it."""
+
+
 @pytest.mark.parametrize(
     ("name", "operator"),
     [("marian-4.46.3", "Reshape"), ("marian-4.57.6", "MatMul"), ("t5", "MatMul"), ("whisper", "MatMul")],
@@ -74,7 +78,7 @@ def test_inspect_reads_the_contract_of_marian() -> None:
 def test_step_test_names_cause_step_and_node(name: str, operator: str) -> None:
     code, document = report("step-test", f"fixtures/exports/{name}")
     assert code == 1
-    assert severe(document) == ["cross-cache-emptied"]
+    assert severe(document) == ["cross-cache-emptied", *UNMASKED.get(name, [])]
     plain, held = (run_of(document, "merged", loop) for loop in ("plain-loop", "held-loop"))
     assert (plain["outcome"], plain["failed_step"], plain["node"]["op"]) == ("failed", 2, operator)
     model = onnx.load(str(EXPORTS / name / "decoder_model_merged.onnx"))
@@ -89,7 +93,7 @@ def test_step_test_names_cause_step_and_node(name: str, operator: str) -> None:
 @pytest.mark.parametrize("name", MERGED)
 def test_for_a_loop_that_holds_it_is_a_note(name: str) -> None:
     code, document = report("step-test", f"fixtures/exports/{name}", "--consumer", "held")
-    assert (code, document["verdict"], severe(document)) == (0, "healthy", [])
+    assert (code, document["verdict"], severe(document)) == (0, "healthy", UNMASKED.get(name, []))
     assert "cross-cache-emptied" in [finding["name"] for finding in document["findings"]]
 
 
@@ -109,7 +113,7 @@ def test_re_export_makes_every_loop_right(name: str, tmp_path: Path) -> None:
     assert any("bit for bit" in proof["claim"] for proof in document["repair"]["proof"])
     onnx.checker.check_model(str(out / "decoder_model_merged.onnx"))
     code, again = report("step-test", str(out))
-    assert (code, severe(again)) == (0, [])
+    assert (code, severe(again)) == (0, UNMASKED.get(name, []))
     plain = run_of(again, "merged", "plain-loop")
     assert (plain["outcome"], len(plain["steps"])) == ("passed", 8)
     assert not any(step["empty"] for step in plain["steps"])
