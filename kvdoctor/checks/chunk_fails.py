@@ -3,7 +3,7 @@
 What it means: one token a step is right, and more than one on a cache is refused by the runtime: chunked prefill, a
 second turn of a conversation and speculation cannot be used with this export.
 
-Reproduce: `kvdoctor step-test MODEL -v`, experiment `chunk`: 3 new tokens on a past of 2.
+Reproduce: `kvdoctor step-test MODEL -v`, experiment `chunk`: 3 new tokens on a past of 5.
 
 Repair: export again with sample inputs of several new tokens on a past; until then feed one token a step.
 """
@@ -17,7 +17,7 @@ from kvdoctor.findings import Fault, check
 
 WORDS = Words(
     cause="several new tokens on a cache fail",
-    promised="3 new tokens on a past of 2",
+    promised="3 new tokens on a past of 5",
     advice="export again with several new tokens on a past as sample; until then feed one token a step",
 )
 

@@ -5,7 +5,7 @@ is a past. One token at a time is mostly right; several new tokens on a cache (a
 speculation) see tokens that stand behind them, or do not see all of the past. A warning where only that is wrong, an
 error where the loop of one token a step is.
 
-How it is decided: of 3 new tokens on a past of 2, the first one's logits must not change with the tokens behind it,
+How it is decided: of 3 new tokens on a past of 5, the first one's logits must not change with the tokens behind it,
 and must change with each entry of the past; of one token a step, with each entry of the past.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiments `chunk` and `why-chunk`.

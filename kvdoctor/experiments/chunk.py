@@ -9,11 +9,12 @@ from kvdoctor.feeds import Deal, Scenario
 from kvdoctor.trace import Cause
 
 CHUNK = 3
-BEFORE = 2
+BEFORE = 5
+"""Tokens in the cache before: more than the state of a convolution holds, which a shorter prompt may leave short."""
 
 
 def chunk(deal: Deal) -> Calls:
-    """A prompt of 2 tokens, 3 more, 3 more, and one."""
+    """A prompt of 5 tokens, 3 more, 3 more, and one."""
     expected = yield from deal.whole()
     start = deal.scenario.prompt
     answer = yield deal.prefill(start, expected[:, :start])

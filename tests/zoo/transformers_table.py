@@ -80,12 +80,6 @@ SHORT_STATE_SILENT = Fault(
     "pair",
     "the state of the convolution is too short after a prompt of one token, and this graph takes it as it is",
 )
-LOOKS_AHEAD = Fault(
-    "mask-not-offset",
-    "pair",
-    "the convolution of the decode graph is padded on both sides: of several new tokens the first sees those behind it",
-    "warning",
-)
 CHUNK = Fault(
     "step-fails",
     "pair",
@@ -120,7 +114,7 @@ ROWS = (
     row("marian-static", CROSS_STATIC),  # takes as many encoder states as its trace had, and declares them
     row("mistral-static", BROKEN_WINDOW, TOKEN_LOST),
     row("lfm2", CONVOLUTION, SHORT_STATE),
-    row("lfm2-multi", CONVOLUTION, SHORT_STATE_SILENT, LOOKS_AHEAD),
+    row("lfm2-multi", CONVOLUTION, SHORT_STATE_SILENT),
     row("bamba", RECURRENCE, CHUNK),
     Row("transformers", "mamba", STATES, faults=(ONE_LENGTH,), incomplete="a prompt of seven tokens is all it takes"),
     row("llama-dynamo", DYNAMO),
