@@ -11,6 +11,7 @@ from kvdoctor.graph import Declared, GraphView
 from kvdoctor.model_folder import ModelFolder
 from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.trace import Run, Seen, Step
+from kvdoctor.uses import Required
 
 Consumer = Literal["plain", "held"]
 
@@ -30,7 +31,7 @@ class Case:
     Checks that ask about a file get `file`; those that ask about the contract get `stack` and `contract`; those that
     ask about runs get `runs` as well, and `declared_faults`, the names of the errors found in the contract, which are
     None until then. `refusals` are files that the runtime did not open: (file, its text by level, the level that opens
-    it).
+    it). `required` are the uses that must work.
     """
 
     folder: ModelFolder
@@ -41,7 +42,7 @@ class Case:
     runs: tuple[Run, ...] = ()
     declared_faults: tuple[str, ...] | None = None
     refusals: tuple[tuple[str, dict[str, str], str | None], ...] = ()
-    crashes: tuple[str, ...] = ()
+    required: tuple[Required, ...] = ()
 
     def run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""

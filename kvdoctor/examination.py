@@ -27,7 +27,17 @@ from kvdoctor.feeds import (
 )
 from kvdoctor.parity import compare, judge
 from kvdoctor.plain import to_plain
-from kvdoctor.sessions import Announce, OrtTensor, Refused, Sessions, StepFailed, runtime_version, to_runtime
+from kvdoctor.sessions import (
+    LEVELS,
+    Announce,
+    OrtTensor,
+    Refused,
+    Sessions,
+    StepFailed,
+    run_bound,
+    runtime_version,
+    to_runtime,
+)
 from kvdoctor.trace import Cause, Control, Difference, Outcome, Run, Seen, Step
 
 TIMING_REPEATS = 5
@@ -91,11 +101,13 @@ class Examination:
 
     def run_session(self, call: Call, session: Any = None) -> Answer:
         """Run a call in the session of its phase, or in the one given."""
-        session = session or self.sessions.get(self.contract.graph(call.phase).file)
+        file = self.contract.graph(call.phase).file
+        session = session or (self.sessions.at(file, call.via) if call.via in LEVELS else self.sessions.get(file))
         names = [output.name for output in session.get_outputs() if output.type.startswith("tensor(")]
         feeds = {name: to_runtime(value) for name, value in call.feeds.items()}
         try:
-            values = session.run_with_ort_values(names, feeds)
+            run = run_bound if call.via == "io-binding" else session.__class__.run_with_ort_values
+            values = run(session, names, feeds)
         except Exception as error:  # the bindings raise many types, and all of them are a failed step
             raise StepFailed(self.sessions.clean(error)) from error
         outputs: dict[str, Value] = {name: OrtTensor(v) for name, v in zip(names, values, strict=True)}
@@ -148,10 +160,9 @@ class Examination:
         )
         if self.contract.new_tokens is not None:
             scenario = replace(scenario, prompt=min(scenario.prompt, self.contract.new_tokens))
-        limits = [n for n in (self.contract.context_limit, self.contract.capacity) if n is not None]
-        return replace(
-            scenario, steps=min(scenario.steps, *(limit - scenario.prompt for limit in limits), scenario.steps)
-        )
+        limit = self.contract.usable_length
+        steps = scenario.steps if limit is None else min(scenario.steps, limit - scenario.prompt)
+        return replace(scenario, steps=steps)
 
     def result(self, experiment: Experiment, outcome: Outcome, **more: Any) -> Run:
         """A run as it is sent: its steps have gone ahead of it."""
@@ -331,7 +342,7 @@ class _Performance:
         """What the same call shows in other sessions: unoptimised, names in the text are candidates for a place."""
         file = self.exam.contract.graph(call.phase).file
         try:
-            self.exam.run_session(call, self.exam.sessions.unoptimised(file))
+            self.exam.run_session(call, self.exam.sessions.at(file, "off"))
         except StepFailed as error:
             names = tuple(re.findall(r"[Nn]ame:\s?'([^']*)'", str(error)))
             return {"node_names": names, **self._without_reuse(call, file)}

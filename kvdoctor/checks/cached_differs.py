@@ -13,11 +13,14 @@ lengths without any cache; a difference within four times that noise is no fault
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvdoctor.case import UNDECIDED, Case, broken_promise, leading_cause
 from kvdoctor.checks.step_fails import SHORT_STATE, explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run
+
+HAVE_OWN_CHECKS = ("left-padding", "encoder-padding", "full-context")
 
 EXPORT_AGAIN = Advice("re-export", "export again with a current exporter, and test the result")
 
@@ -38,13 +41,19 @@ def cached_differs(case: Case) -> Iterator[Fault]:
         yield _fault(case, run, "error", "decoding with the cache gives other logits than without")
     elif run.outcome == "failed":
         raise CannotCheck(f"logits parity of the {run.experiment}: step {run.failed_step} fails")
-    for other, use, severity in fails_only_so(case, "differs"):
-        if other.experiment == "chunk" and (why := case.run("why-chunk")) is not None and why.cause is not None:
+    for other, use in fails_only_so(case, "differs"):
+        if other.experiment in HAVE_OWN_CHECKS or _is_explained_chunk(case, other):
             continue
-        yield _fault(case, other, severity, f"with {use}, decoding with the cache gives other logits than without")
+        cause = f"with {use.words}, decoding with the cache gives other logits than without"
+        yield replace(_fault(case, other, use.severity, cause), use=use.required)
     plain = case.run("plain-loop")
     if case.consumer == "plain" and case.emptied and plain is not None and plain.outcome in ("failed", "died"):
         raise CannotCheck(f"logits parity of the plain loop: no step completed after {(plain.failed_step or 0) - 1}")
+
+
+def _is_explained_chunk(case: Case, run: Run) -> bool:
+    why = case.run("why-chunk")
+    return run.experiment == "chunk" and why is not None and why.cause is not None
 
 
 @check("KV302", "past-ignored", "runs")

@@ -34,4 +34,5 @@ def mask_not_offset(case: Case) -> Iterator[Fault]:
     chunk, why, judged = case.run("chunk"), case.run("why-chunk"), case.judged
     if chunk is not None and why is not None and why.cause is not None and judged and judged.outcome == "passed":
         words = replace(WORDS, cause=f"several new tokens on a cache: {WORDS.cause}")
-        yield decided(case, why, words, "warning", f"chunk: logits differ at step {chunk.failed_step}")
+        fault = decided(case, why, words, "warning", f"chunk: logits differ at step {chunk.failed_step}")
+        yield replace(fault, use="chunked-prefill")

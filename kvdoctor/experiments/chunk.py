@@ -20,10 +20,11 @@ def chunk(deal: Deal) -> Calls:
     answer = yield deal.prefill(start, expected[:, :start])
     past = deal.carry(None, answer, "held")
     while start < deal.scenario.total:
-        stop = min(start + CHUNK, deal.scenario.total)
-        answer = yield deal.decode(start, stop, past, expected[:, start:stop])
+        before, new = past, min(CHUNK, deal.scenario.total - start)
+        answer = yield deal.decode(start, start + new, past, expected[:, start : start + new])
         past = deal.carry(past, answer, "held")
-        start = stop
+        start += new
+    yield from deal.controls(start - new, start, before, expected)
 
 
 def why_chunk(deal: Deal) -> Decision:
