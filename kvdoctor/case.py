@@ -1,8 +1,8 @@
 """The case: all that is known of one file or one stack, as checks are asked about it."""
 
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvdoctor.contract import CacheContract, Slot, describe
@@ -31,7 +31,7 @@ class Case:
     Checks that ask about a file get `file`; those that ask about the contract get `stack` and `contract`; those that
     ask about runs get `runs` as well, and `declared_faults`, the names of the errors found in the contract, which are
     None until then. `refusals` are files that the runtime did not open: (file, its text by level, the level that opens
-    it). `required` are the uses that must work.
+    it). `required` are the uses that must work; `timings` seconds by label.
     """
 
     folder: ModelFolder
@@ -43,6 +43,7 @@ class Case:
     declared_faults: tuple[str, ...] | None = None
     refusals: tuple[tuple[str, dict[str, str], str | None], ...] = ()
     required: tuple[Required, ...] = ()
+    timings: Mapping[str, float] = field(default_factory=dict)
 
     def run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""

@@ -57,6 +57,8 @@ def inspect(path: str, **given: Any) -> NoReturn:
     metavar="FILE",
     help="Take the cache contract from here: `kvdoctor contract MODEL --format json`, edited by hand.",
 )
+@click.option("--prompt-ids", metavar="IDS", default="", help="Token ids to begin with, as in 1,2,3.")
+@click.option("--inputs", metavar="FILE", help="Encoder inputs and input_ids by name, an .npz file.")
 @shared_options
 @run_options
 def step_test(path: str, **given: Any) -> NoReturn:
@@ -202,6 +204,8 @@ def _options(given: dict[str, Any], told: "Told | None" = None) -> "Options":
         contract=given.get("contract"),
         required=_uses(given["require"]),
         thorough=given.get("thorough", False),
+        prompt=_ids(given.get("prompt_ids", "")),
+        inputs=given.get("inputs"),
         progress=told,
         load=Load(given.get("batch"), given.get("context"), given.get("encoder_length")),
     )
@@ -228,6 +232,14 @@ def _uses(given: tuple[str, ...]) -> "tuple[Required, ...]":
         if word not in REQUIRED:
             raise click.UsageError(f"--require takes {', '.join(REQUIRED)}; got {word!r}")
     return tuple(use for use in REQUIRED if use in words)
+
+
+def _ids(given: str) -> tuple[int, ...]:
+    """Split `1,2,3`."""
+    try:
+        return tuple(int(word) for word in given.split(",") if word.strip())
+    except ValueError:
+        raise click.UsageError(f"--prompt-ids takes whole numbers, as in 1,2,3; got {given!r}") from None
 
 
 def finish(report: "Report", given: dict[str, Any], **more: Any) -> NoReturn:

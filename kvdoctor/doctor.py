@@ -59,6 +59,8 @@ class Options:
     contract: str | None = None
     required: tuple[Required, ...] = ()
     thorough: bool = False
+    prompt: tuple[int, ...] = ()
+    inputs: str | None = None
     load: Load = field(default_factory=Load)
     progress: Callable[[str, int, int], None] | None = None
 
@@ -74,6 +76,8 @@ class Options:
             **({"contract": self.contract} if self.contract is not None else {}),
             **({"require": list(self.required)} if self.required else {}),
             **({"thorough": True} if self.thorough else {}),
+            **({"prompt_ids": list(self.prompt)} if self.prompt else {}),
+            **({"inputs": self.inputs} if self.inputs is not None else {}),
             **load,
         }
 
@@ -123,8 +127,10 @@ def step_test(
     _check_files(folder, options, verdicts)
     stacks, runs, measured = [], [], {}
     given = {stack.name: contract for stack, contract in described}
+    contracts = {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
+    options = _with_samples(options, tuple(contracts.values()))
     for stack in folder.stacks:
-        contract = given.get(stack.name) or read_contract(stack, folder.side_cars)
+        contract = contracts[stack.name]
         case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
         case, examined = _examine(case, options, verdicts, runtime, scratch)
         runs += list(case.runs)
@@ -167,6 +173,15 @@ def _with_stacks(folder: ModelFolder, described: tuple[StackFiles, ...]) -> Mode
     return replace(folder, stacks=tuple(by_name.values()))
 
 
+def _with_samples(options: Options, contracts: tuple[CacheContract, ...]) -> Options:
+    """The options with the prompt that was given, wherever it stands, held against the contracts."""
+    if not options.prompt and options.inputs is None:
+        return options
+    from kvdoctor.given_samples import given_samples
+
+    return replace(options, prompt=given_samples(options.prompt, options.inputs, contracts).prompt)
+
+
 def _examine(
     case: Case, options: Options, verdicts: Verdicts, runtime: Runtime, scratch: Path | None
 ) -> tuple[Case, Examined]:
@@ -194,6 +209,8 @@ def _examine(
         experiments=tuple(e.name for e in load() if (e.name == frozen_past.NAME) == frozen and _is_asked(e, options)),
         seed=options.seed,
         provider=options.provider,
+        prompt=options.prompt,
+        inputs=Path(options.inputs).absolute() if options.inputs is not None else None,
         seen=options.progress,
         keep_logits=scratch / f"{case.stack.name}.npz" if scratch else None,
     )
@@ -206,15 +223,22 @@ def _examine(
     for obstacle in examined.obstacles:
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", obstacle, essential=True))
     runs = tuple(_located(run, case) for run in examined.runs)
+    runs += tuple(_left_out(case.stack.name, e, options, runtime) for e in load() if not _is_asked(e, options))
     refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in examined.refusals)
     contract = with_observed(case.contract, runs)
-    return replace(case, contract=contract, runs=runs, refusals=refusals), examined
+    return replace(case, contract=contract, runs=runs, refusals=refusals, timings=examined.timings), examined
 
 
 def _is_asked(experiment: "Experiment", options: Options) -> bool:
     """A thorough experiment is run where all are, or where a use that must work rests on it."""
     use = USES.get(experiment.name)
     return not experiment.thorough or options.thorough or (use is not None and use.required in options.required)
+
+
+def _left_out(stack: str, experiment: "Experiment", options: Options, runtime: Runtime) -> Run:
+    """An experiment that nobody asked for, as it stands in the list of runs."""
+    target = f"onnxruntime=={runtime.versions.get('onnxruntime', '?')}"
+    return Run(stack, experiment.name, target, options.provider, "all", "skipped", reason="only with --thorough")
 
 
 def _obstacles(stack: StackFiles, contract: CacheContract) -> Iterator[str]:

@@ -27,6 +27,7 @@ from kvdoctor.feeds import (
 )
 from kvdoctor.parity import compare, judge
 from kvdoctor.plain import to_plain
+from kvdoctor.samples import Samples
 from kvdoctor.sessions import (
     LEVELS,
     Announce,
@@ -60,6 +61,7 @@ class Examination:
     seed: int
     announce: Announce
     keep_logits: bool = False
+    samples: Samples = field(default_factory=Samples)
     references: dict[bytes, Answer] = field(default_factory=dict)
     encoded: dict[Scenario, Encoded] = field(default_factory=dict)
     logits: dict[str, Array] = field(default_factory=dict)
@@ -126,16 +128,16 @@ class Examination:
         return self.encoded[key]
 
     def _encode(self, scenario: Scenario) -> Encoded:
-        made_up = Encoded(
-            synthetic_encoder_states(self.contract, scenario), synthetic_cross_caches(self.contract, scenario)
-        )
+        made_up = Encoded(self._states(scenario), synthetic_cross_caches(self.contract, scenario))
         if "encode" not in self.contract.phases:
             return made_up
         answer, error = None, ""
         for factor in ENCODER_FACTORS:
             longer = replace(scenario, encoder=scenario.encoder * factor)
             try:
-                answer = self.run_session(Call("encode", encoder_feeds(self.contract, longer), 0, longer.encoder))
+                made = encoder_feeds(self.contract, longer)
+                feeds = {name: self.samples.laid_over(name, array) for name, array in made.items()}
+                answer = self.run_session(Call("encode", feeds, 0, longer.encoder))
                 break
             except (StepFailed, Refused) as refusal:
                 error = error or str(refusal)
@@ -150,8 +152,29 @@ class Examination:
         kept = {name: answer.outputs[name].array() for name in made_up.outputs if name in answer.outputs}
         return Encoded(states if made_up.states is not None else None, kept)
 
+    def _states(self, scenario: Scenario) -> Array | None:
+        """Encoder states that no encoder file makes."""
+        made = synthetic_encoder_states(self.contract, scenario)
+        ports = (port for graph in self.contract.graphs.values() for port in graph.inputs)
+        port = next((port for port in ports if port.role == "encoder_states"), None)
+        return made if made is None or port is None else self.samples.laid_over(port.name, made)
+
+    def _given(self, scenario: Scenario) -> Scenario:
+        """The usual sizes are those of what the user gives; other sizes are asked for on purpose."""
+        usual, prompt, encoder = Scenario(), len(self.samples.prompt), None
+        for graph in self.contract.graphs.values():
+            for port in graph.inputs:
+                axis = next((axis for axis in ("encoder_input", "encoder") if axis in port.axes), None)
+                if axis is not None and port.role in ("encoder_input", "encoder_states"):
+                    encoder = encoder or self.samples.length(port.name, port.axes.index(axis))
+        return replace(
+            scenario,
+            prompt=prompt if prompt and scenario.prompt == usual.prompt else scenario.prompt,
+            encoder=encoder if encoder and scenario.encoder == usual.encoder else scenario.encoder,
+        )
+
     def _fitted(self, scenario: Scenario) -> Scenario:
-        contract = self.contract
+        contract, scenario = self.contract, self._given(scenario)
         scenario = replace(
             scenario,
             batch=contract.fixed_batch or scenario.batch,
@@ -192,7 +215,8 @@ class _Performance:
         """Drive the generator to its end or to the first failure."""
         call = None
         try:
-            deal = Deal(self.exam.contract, self.scenario, self.exam.encode(self.scenario))
+            encoded = self.exam.encode(self.scenario)
+            deal = Deal(self.exam.contract, self.scenario, encoded, samples=self.exam.samples)
             calls = self.experiment.calls(deal)
             call = next(calls)
             while True:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port, Slot
+from kvdoctor.samples import Samples
 
 Array = np.ndarray[Any, Any]
 
@@ -130,7 +131,7 @@ class Deal:
 
     `tokens` int64[batch * codebooks, total] are the whole sequence; `padding` says how many of them, row by row, are no
     words but padding on the left, to be masked and not to be counted; `encoder_padding` how many encoder states are
-    none, on the right.
+    none, on the right. `samples` are what the user gives in place of made-up tokens and encoder inputs.
     """
 
     contract: CacheContract
@@ -139,11 +140,13 @@ class Deal:
     tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     padding: tuple[int, ...] = ()
     encoder_padding: tuple[int, ...] = ()
+    samples: Samples = field(default_factory=Samples)
 
     def __post_init__(self) -> None:
         if not self.tokens.size:
             shape = (self.scenario.batch * self.contract.codebooks, self.scenario.total)
-            object.__setattr__(self, "tokens", _tokens(self.contract, shape, self.scenario.seed))
+            made = _tokens(self.contract, shape, self.scenario.seed)
+            object.__setattr__(self, "tokens", self.samples.tokens(made))
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
@@ -372,7 +375,8 @@ class Deal:
             case "encoder_states" if self.encoded.states is not None:
                 made = self.encoded.states
             case "encoder_input":
-                return _encoder_feed(port, shape, self.contract, self.scenario)
+                made = _encoder_feed(port, shape, self.contract, self.scenario)
+                return self.samples.laid_over(port.name, made)
             case "branch_switch":
                 made = np.full(shape, self.contract.phases[phase].switch)
             case "logits_to_keep" | "block_table":

@@ -23,6 +23,7 @@ MOST_DEATHS = 5
 class Job:
     """Experiments on one stack. `keep_logits` is a private scratch file for the logits of each experiment.
 
+    `prompt` are token ids to begin with, and `inputs` an .npz file of encoder inputs, in place of made-up ones.
     `seen` is told of each experiment that begins: its name, which it is, counted from 1, and of how many.
     """
 
@@ -33,6 +34,8 @@ class Job:
     seed: int = 0
     provider: str = "CPUExecutionProvider"
     keep_logits: Path | None = None
+    prompt: tuple[int, ...] = ()
+    inputs: Path | None = None
     seen: Callable[[str, int, int], None] | None = None
 
     def line(self, experiments: tuple[str, ...]) -> str:
@@ -46,6 +49,8 @@ class Job:
             "provider": self.provider,
             "threads": thread_count(),
             "keep_logits": str(self.keep_logits) if self.keep_logits else None,
+            "prompt": self.prompt,
+            "inputs": str(self.inputs) if self.inputs else None,
         }
         return json.dumps(job) + "\n"
 

@@ -17,7 +17,7 @@ def at_limit(deal: Deal) -> Calls:
     """A prefill of nearly the whole context, and single tokens until it is full."""
     limit = deal.contract.usable_length or 0
     sizes = replace(deal.scenario, prompt=limit - BEFORE_LIMIT, steps=BEFORE_LIMIT + 1)
-    full = Deal(deal.contract, sizes, deal.encoded)
+    full = Deal(deal.contract, sizes, deal.encoded, samples=deal.samples)
     expected = yield from full.whole()
     start = sizes.prompt
     answer = yield full.prefill(start, expected[:, :start])
