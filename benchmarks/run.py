@@ -114,6 +114,9 @@ def step_test(scratch: Path) -> Iterator[Row]:
         pair = interleaved(ours, bare, LONG_REPEATS)
         row = (f"{what}: time", f"{pair.ours:.2f} s", "bare script, same runs", f"{pair.theirs:.2f} s")
         yield Row(*row, f"{pair.ratio:.2f}", "1.30", pair.ratio > 1.3)
+        pair = interleaved(ours, _bare(folder, scratch, "plain-loop", "held-loop"), LONG_REPEATS)
+        row = (f"{what}: time", f"{pair.ours:.2f} s", "bare script, both loops only", f"{pair.theirs:.2f} s")
+        yield Row(*row, f"{pair.ratio:.2f}", "3.00", pair.ratio > 3)
         pair = interleaved(ours, bare, MEMORY_REPEATS, peak_mib)
         row = (f"{what}: memory", f"{pair.ours:.0f} MiB", "bare script, same runs", f"{pair.theirs:.0f} MiB")
         yield Row(*row, f"{pair.ratio:.2f}", "1.30", pair.ratio > 1.3)
@@ -142,11 +145,11 @@ def _model(name: str, scratch: Path) -> Path:
     return folder
 
 
-def _bare(folder: Path, scratch: Path) -> Command:
+def _bare(folder: Path, scratch: Path, *experiments: str) -> Command:
     """The bare script with the plan of a step-test, and with the environment that kvdoctor gives its worker."""
-    plan = scratch / f"{folder.name}.json"
+    plan = scratch / "-".join((folder.name, *experiments, "plan.json"))
     record, bare = (str(HERE / name) for name in ("record.py", "bare.py"))
-    Command((sys.executable, record, str(folder), str(plan)), environment=WORKER_ENVIRONMENT).run()
+    Command((sys.executable, record, str(folder), str(plan), *experiments), environment=WORKER_ENVIRONMENT).run()
     return Command((sys.executable, bare, str(plan), str(folder)), environment=WORKER_ENVIRONMENT)
 
 

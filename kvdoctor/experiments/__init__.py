@@ -43,6 +43,7 @@ class Experiment:
     A `thorough` one takes long or much memory, and is run only when it was asked for.
     One that is not `shown` serves another finding or figure, and people see it only when they ask for everything. Where
     `asks_why` names experiments, it looks for the cause of their differences, and is run only if one of them differs.
+    What follows from the success of another experiment is not run after it: `unless_passed`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Experiment:
     thorough: bool = False
     why: str = ""
     asks_why: tuple[str, ...] = ()
+    unless_passed: str | None = None
     order: int = 50
 
 
