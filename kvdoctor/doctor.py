@@ -15,6 +15,7 @@ from kvdoctor.facts import environment, file_facts, stack_facts
 from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks
 from kvdoctor.given import given_stacks
 from kvdoctor.kept import Load
+from kvdoctor.lost_state import gives_logits
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.plain import to_plain
 from kvdoctor.reading import read_contract, with_observed
@@ -290,11 +291,12 @@ def _check_files(folder: ModelFolder, options: Options, verdicts: Verdicts) -> N
 def _why_no_stack(folder: ModelFolder) -> str:
     if not folder.files:
         return f"no .onnx file in {folder.shown}; give the folder of an export or an .onnx file"
-    cacheless = [file.name for file in folder.files if file.view and "logits" in file.view.outputs]
+    cacheless = [file.name for file in folder.files if gives_logits(file)]
     if cacheless:
         return (
-            f"{cacheless[0]} gives logits but has neither past inputs nor present outputs: a model without a cache; "
-            "export a decoder with the task ...-with-past"
+            f"{cacheless[0]} gives logits, but no state leaves the graph, it has neither past inputs nor present "
+            "outputs: a model without a cache, or one whose module kept it to itself; export a decoder with the task "
+            "...-with-past, or with the cache as inputs and outputs of forward()"
         )
     others = ", ".join(f"{file.name} ({file.role})" for file in folder.files[:4])
     return f"no decoder in {folder.shown}, only {others}; give the folder or file of the decoder"

@@ -14,7 +14,7 @@ ROOMS = (
     *("errors", "plain", "contract", "trace", "parity", "feeds", "experiments"),
     *("sessions", "examination", "worker", "child", "runtimes"),
     *("wire", "onnx_schema", "skeleton", "external_data", "graph", "cache_operators", "flow", "dataflow", "dialects"),
-    *("axes", "roles", "configs", "stacks", "lacks", "model_folder", "slots", "reading", "given"),
+    *("axes", "roles", "configs", "stacks", "lost_state", "lacks", "model_folder", "slots", "reading", "given"),
     *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "doctor"),
     *("out_folder", "repairs", "re_exporting", "environment", "cli_options", "cli", "__main__"),
 )
