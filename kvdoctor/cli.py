@@ -55,6 +55,12 @@ def inspect(path: str, **given: Any) -> NoReturn:
     metavar="FILE",
     help="Take the cache contract from here: `kvdoctor contract MODEL --format json`, edited by hand.",
 )
+@click.option(
+    "--reference",
+    metavar="CHECKPOINT",
+    help="Hold the logits against this PyTorch checkpoint: a folder, or a model of the hub, which asks for the network.",
+)
+@click.option("--offline", is_flag=True, help="Never use the network.")
 @shared_options
 @run_options
 def step_test(path: str, **given: Any) -> NoReturn:
@@ -193,6 +199,8 @@ def _options(given: dict[str, Any]) -> "Options":
         limits=Limits(given.get("timeout", 300.0), given.get("max_memory")),
         hash_files=given["hash_files"],
         contract=given.get("contract"),
+        reference=given.get("reference"),
+        offline=given.get("offline", False),
         load=Load(given.get("batch"), given.get("context"), given.get("encoder_length")),
     )
 

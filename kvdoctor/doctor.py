@@ -19,6 +19,7 @@ from kvdoctor.lost_state import gives_logits
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.plain import to_plain
 from kvdoctor.reading import read_contract, with_observed
+from kvdoctor.reference import CannotCompare, Checkpoint, hold
 from kvdoctor.report.document import (
     EXIT_FINDINGS,
     EXIT_HEALTHY,
@@ -54,6 +55,8 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     hash_files: bool = False
     contract: str | None = None
+    reference: str | None = None
+    offline: bool = False
     load: Load = field(default_factory=Load)
 
     def as_arguments(self) -> dict[str, Any]:
@@ -66,6 +69,7 @@ class Options:
             "ignore": list(self.selection.ignore),
             "provider": self.provider,
             **({"contract": self.contract} if self.contract is not None else {}),
+            **({"reference": self.reference, "offline": self.offline} if self.reference is not None else {}),
             **load,
         }
 
@@ -113,12 +117,15 @@ def step_test(
     described = given_stacks(options.contract, folder) if options.contract is not None else ()
     folder = _with_stacks(folder, tuple(stack for stack, _ in described))
     _check_files(folder, options, verdicts)
+    checkpoint = Checkpoint(options.reference, options.offline) if options.reference is not None else None
+    scratch = scratch or (checkpoint.scratch if checkpoint is not None else None)
     stacks, runs, measured = [], [], {}
     given = {stack.name: contract for stack, contract in described}
     for stack in folder.stacks:
         contract = given.get(stack.name) or read_contract(stack, folder.side_cars)
         case = Case(folder, options.consumer, stack=stack, contract=contract)
         case, examined = _examine(case, options, verdicts, runtime, scratch)
+        case = _held(case, checkpoint, scratch, verdicts)
         runs += list(case.runs)
         stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
         measured[stack.name] = _measured(examined)
@@ -132,6 +139,10 @@ def step_test(
             run_checks(replace(case, declared_faults=faults), "runs", options.selection, verdicts)
     report = _report("step-test", folder, options, verdicts, stacks)
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
+    if checkpoint is not None:
+        checkpoint.close()
+        environment |= checkpoint.versions
+        report = replace(report, notes=(*report.notes, *checkpoint.held))
     return replace(report, runs=tuple(runs), measured=measured, environment=environment)
 
 
@@ -178,11 +189,13 @@ def _examine(
     if obstacle:
         return case, Examined()
 
+    asked = options.reference is not None
+    chosen = (e for e in load() if (e.name == frozen_past.NAME) == frozen and (asked or not e.on_request))
     job = Job(
         stack=case.stack.name,
         folder=case.folder.root.absolute(),
         contract=case.contract,
-        experiments=tuple(e.name for e in load() if (e.name == frozen_past.NAME) == frozen),
+        experiments=tuple(experiment.name for experiment in chosen),
         seed=options.seed,
         provider=options.provider,
         keep_logits=scratch / f"{case.stack.name}.npz" if scratch else None,
@@ -199,6 +212,21 @@ def _examine(
     refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in examined.refusals)
     contract = with_observed(case.contract, runs)
     return replace(case, contract=contract, runs=runs, refusals=refusals), examined
+
+
+def _held(case: Case, checkpoint: Checkpoint | None, scratch: Path | None, verdicts: Verdicts) -> Case:
+    """Hold what the stack computed against the checkpoint, where there is one: it was asked for, so it must be done."""
+    if checkpoint is None or scratch is None or case.stack is None or case.contract is None:
+        return case
+    try:
+        run = hold(case.stack, case.contract, case.runs, scratch / f"{case.stack.name}.npz", checkpoint)
+    except CannotCompare as reason:
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", str(reason), essential=True))
+        return case
+    if run.outcome == "ambiguous":
+        reason_ambiguous = f"the difference lies between noise and fault: {run.reason}"
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", reason_ambiguous, essential=True))
+    return replace(case, runs=tuple(run if run.experiment == each.experiment else each for each in case.runs))
 
 
 def _obstacles(stack: StackFiles, contract: CacheContract) -> Iterator[str]:

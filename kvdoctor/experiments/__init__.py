@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.feeds import Answer, Call, Deal, Scenario
+from kvdoctor.feeds import Answer, Array, Call, Deal, Scenario
 from kvdoctor.trace import Cause
 
 Calls = Generator[Call, Answer, None]
@@ -42,6 +42,8 @@ class Experiment:
     findings rest on, and are located when they fail; the others show what teams try and what becomes of it, with `why`.
     One that is not `shown` serves another finding or figure, and people see it only when they ask for everything. Where
     `asks_why` names experiments, it looks for the cause of their differences, and is run only if one of them differs.
+    One `on_request` is run only where the command asks for it. `keeps` says what it leaves in the scratch file, given
+    the deal and the logits of its steps; without it that is the logits in a row.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Experiment:
     shown: bool = True
     why: str = ""
     asks_why: tuple[str, ...] = ()
+    on_request: bool = False
+    keeps: Callable[[Deal, list[Array]], dict[str, Array]] | None = None
     order: int = 50
 
 
