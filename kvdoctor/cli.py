@@ -59,6 +59,12 @@ def inspect(path: str, **given: Any) -> NoReturn:
 )
 @click.option("--prompt-ids", metavar="IDS", default="", help="Token ids to begin with, as in 1,2,3.")
 @click.option("--inputs", metavar="FILE", help="Encoder inputs and input_ids by name, an .npz file.")
+@click.option(
+    "--reference",
+    metavar="CHECKPOINT",
+    help="Hold the logits against this PyTorch checkpoint: a folder, or a model of the hub, which asks for the network.",
+)
+@click.option("--offline", is_flag=True, help="Never use the network.")
 @shared_options
 @run_options
 def step_test(path: str, **given: Any) -> NoReturn:
@@ -207,6 +213,8 @@ def _options(given: dict[str, Any], told: "Told | None" = None) -> "Options":
         prompt=_ids(given.get("prompt_ids", "")),
         inputs=given.get("inputs"),
         progress=told,
+        reference=given.get("reference"),
+        offline=given.get("offline", False),
         load=Load(given.get("batch"), given.get("context"), given.get("encoder_length")),
     )
 

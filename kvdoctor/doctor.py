@@ -15,9 +15,11 @@ from kvdoctor.facts import environment, file_facts, stack_facts
 from kvdoctor.findings import Finding, NotChecked, Selection, Verdicts, run_checks
 from kvdoctor.given import given_stacks
 from kvdoctor.kept import Load
+from kvdoctor.lost_state import gives_logits
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.plain import to_plain
 from kvdoctor.reading import read_contract, with_observed
+from kvdoctor.reference import CannotCompare, Checkpoint, hold
 from kvdoctor.report.document import (
     EXIT_FINDINGS,
     EXIT_HEALTHY,
@@ -61,6 +63,8 @@ class Options:
     thorough: bool = False
     prompt: tuple[int, ...] = ()
     inputs: str | None = None
+    reference: str | None = None
+    offline: bool = False
     load: Load = field(default_factory=Load)
     progress: Callable[[str, int, int], None] | None = None
 
@@ -78,6 +82,7 @@ class Options:
             **({"thorough": True} if self.thorough else {}),
             **({"prompt_ids": list(self.prompt)} if self.prompt else {}),
             **({"inputs": self.inputs} if self.inputs is not None else {}),
+            **({"reference": self.reference, "offline": self.offline} if self.reference is not None else {}),
             **load,
         }
 
@@ -125,6 +130,8 @@ def step_test(
     described = given_stacks(options.contract, folder) if options.contract is not None else ()
     folder = _with_stacks(folder, tuple(stack for stack, _ in described))
     _check_files(folder, options, verdicts)
+    checkpoint = Checkpoint(options.reference, options.offline) if options.reference is not None else None
+    scratch = scratch or (checkpoint.scratch if checkpoint is not None else None)
     stacks, runs, measured = [], [], {}
     given = {stack.name: contract for stack, contract in described}
     contracts = {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
@@ -133,6 +140,7 @@ def step_test(
         contract = contracts[stack.name]
         case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
         case, examined = _examine(case, options, verdicts, runtime, scratch)
+        case = _held(case, checkpoint, scratch, verdicts)
         runs += list(case.runs)
         stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
         measured[stack.name] = _measured(examined)
@@ -147,6 +155,10 @@ def step_test(
         verdicts.not_checked += _unproved(case, verdicts.findings[before:])
     report = _report("step-test", folder, options, verdicts, stacks)
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
+    if checkpoint is not None:
+        checkpoint.close()
+        environment |= checkpoint.versions
+        report = replace(report, notes=(*report.notes, *checkpoint.held))
     return replace(report, runs=tuple(runs), measured=measured, environment=environment)
 
 
@@ -231,6 +243,8 @@ def _examine(
 
 def _is_asked(experiment: "Experiment", options: Options) -> bool:
     """A thorough experiment is run where all are, or where a use that must work rests on it."""
+    if experiment.on_request:
+        return options.reference is not None
     use = USES.get(experiment.name)
     return not experiment.thorough or options.thorough or (use is not None and use.required in options.required)
 
@@ -238,7 +252,23 @@ def _is_asked(experiment: "Experiment", options: Options) -> bool:
 def _left_out(stack: str, experiment: "Experiment", options: Options, runtime: Runtime) -> Run:
     """An experiment that nobody asked for, as it stands in the list of runs."""
     target = f"onnxruntime=={runtime.versions.get('onnxruntime', '?')}"
-    return Run(stack, experiment.name, target, options.provider, "all", "skipped", reason="only with --thorough")
+    reason = f"only with --{'reference' if experiment.on_request else 'thorough'}"
+    return Run(stack, experiment.name, target, options.provider, "all", "skipped", reason=reason)
+
+
+def _held(case: Case, checkpoint: Checkpoint | None, scratch: Path | None, verdicts: Verdicts) -> Case:
+    """Hold what the stack computed against the checkpoint, where there is one: it was asked for, so it must be done."""
+    if checkpoint is None or scratch is None or case.stack is None or case.contract is None:
+        return case
+    try:
+        run = hold(case.stack, case.contract, case.runs, scratch / f"{case.stack.name}.npz", checkpoint)
+    except CannotCompare as reason:
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", str(reason), essential=True))
+        return case
+    if run.outcome == "ambiguous":
+        reason_ambiguous = f"the difference lies between noise and fault: {run.reason}"
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", reason_ambiguous, essential=True))
+    return replace(case, runs=tuple(run if run.experiment == each.experiment else each for each in case.runs))
 
 
 def _obstacles(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
@@ -346,11 +376,12 @@ def _check_files(folder: ModelFolder, options: Options, verdicts: Verdicts) -> N
 def _why_no_stack(folder: ModelFolder) -> str:
     if not folder.files:
         return f"no .onnx file in {folder.shown}; give the folder of an export or an .onnx file"
-    cacheless = [file.name for file in folder.files if file.view and "logits" in file.view.outputs]
+    cacheless = [file.name for file in folder.files if gives_logits(file)]
     if cacheless:
         return (
-            f"{cacheless[0]} gives logits but has neither past inputs nor present outputs: a model without a cache; "
-            "export a decoder with the task ...-with-past"
+            f"{cacheless[0]} gives logits, but no state leaves the graph, it has neither past inputs nor present "
+            "outputs: a model without a cache, or one whose module kept it to itself; export a decoder with the task "
+            "...-with-past, or with the cache as inputs and outputs of forward()"
         )
     others = ", ".join(f"{file.name} ({file.role})" for file in folder.files[:4])
     return f"no decoder in {folder.shown}, only {others}; give the folder or file of the decoder"

@@ -136,10 +136,10 @@ class Examination:
         answer, error = None, ""
         for factor in ENCODER_FACTORS:
             longer = replace(scenario, encoder=scenario.encoder * factor)
+            made = encoder_feeds(self.contract, longer)
+            fed = {name: self.samples.laid_over(name, array) for name, array in made.items()}
             try:
-                made = encoder_feeds(self.contract, longer)
-                feeds = {name: self.samples.laid_over(name, array) for name, array in made.items()}
-                answer = self.run_session(Call("encode", feeds, 0, longer.encoder))
+                answer = self.run_session(Call("encode", fed, 0, longer.encoder))
                 break
             except (StepFailed, Refused) as refusal:
                 error = error or str(refusal)
@@ -152,7 +152,9 @@ class Examination:
             self.announce("note", text="the encoder file returns no states of rank 3; its states are made up")
             states = made_up.states
         kept = {name: answer.outputs[name].array() for name in made_up.outputs if name in answer.outputs}
-        return Encoded(states if made_up.states is not None else None, kept)
+        if made_up.states is None:
+            return Encoded(None, kept, fed)
+        return Encoded(states, kept, fed if states is not made_up.states else {})
 
     def _states(self, scenario: Scenario) -> Array | None:
         """Encoder states that no encoder file makes."""
@@ -212,13 +214,14 @@ class _Performance:
         self.controls: list[Control] = []
         self.logits: list[Array] = []
         self.noise = 0.0
+        self.deal: Deal | None = None
 
     def perform(self) -> Run:
         """Drive the generator to its end or to the first failure."""
         call = None
         try:
             encoded = self.exam.encode(self.scenario)
-            deal = Deal(self.exam.contract, self.scenario, encoded, samples=self.exam.samples)
+            deal = self.deal = Deal(self.exam.contract, self.scenario, encoded, samples=self.exam.samples)
             calls = self.experiment.calls(deal)
             call = next(calls)
             while True:
@@ -231,6 +234,15 @@ class _Performance:
             return self._failed(call, str(error))
         except WrongLogits as error:
             return self._result("differs", failed_step=max(len(self.steps) - 1, 0), reason=str(error))
+        finally:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Leave in the scratch file what the experiment keeps, as far as it came."""
+        keeps = self.experiment.keeps
+        if self.exam.keep_logits and keeps is not None and self.deal is not None:
+            name = self.experiment.name
+            self.exam.logits |= {f"{name}:{key}": array for key, array in keeps(self.deal, self.logits).items()}
 
     def _answer(self, call: Call) -> Answer:
         exam = self.exam
@@ -330,7 +342,7 @@ class _Performance:
             return self._result("differs", reason=cause.evidence, cause=cause)
         if self.experiment.asks_why:
             return self._result("inconclusive", reason="no hypothesis predicts what was seen")
-        if self.logits:
+        if self.logits and self.experiment.keeps is None:
             self.exam.logits[self.experiment.name] = np.concatenate([part.ravel() for part in self.logits])
         exactness, noise = self.exam.contract.exactness, self._noise_floor()
         verdicts = [judge(step.difference, exactness, noise) if step.difference else "pass" for step in self.steps]

@@ -119,10 +119,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What the encoder gave: its states float[batch, encoder, hidden], and all its outputs by name."""
+    """What the encoder gave: its states float[batch, encoder, hidden], and all its outputs by name.
+
+    `fed` is what it was fed, by name; empty where no encoder was run and its states are made up.
+    """
 
     states: Array | None = None
     outputs: Mapping[str, Array] = field(default_factory=dict)
+    fed: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from kvdoctor.dialects import CACHE_LIKE, Dialect, axes, inputs, spoken
 from kvdoctor.graph import ELEMENT_TYPES, Declared, GraphView
 from kvdoctor.lacks import lacks
 from kvdoctor.model_folder import SideCars
-from kvdoctor.roles import Looks, named, ruled, with_numbers
+from kvdoctor.roles import Looks, hidden_states, named, ruled, with_numbers
 from kvdoctor.slots import SlotReader, shared_pasts
 from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.trace import Run
@@ -56,6 +56,7 @@ class _Reader:
     known: Configured
     missing: list[Lack] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)
+    hidden: str | None = None
 
     def __post_init__(self) -> None:
         self.decode = self.stack.main
@@ -138,10 +139,12 @@ class _Reader:
         return found[0] if len(found) == 1 else None
 
     def _tokens(self, ids: str | None) -> set[str]:
-        """What carries the new tokens into a decode step: their ids, or their embeddings by name."""
+        """What carries the new tokens into a decode step: their ids, or their embeddings."""
         rules = (*(self.dialect.inputs if self.dialect else ()), *inputs.INPUTS)
         embedded = {name for name, port in _view(self.decode).inputs.items() if named(port, rules) == "embeddings"}
-        return embedded | ({ids} if ids else set())
+        if not ids and not embedded and self.first is self.decode and self.decode.dataflow is not None:
+            self.hidden = hidden_states(_view(self.decode), self.decode.dataflow)
+        return embedded | {name for name in (ids, self.hidden) if name is not None}
 
     @staticmethod
     def _logits_width(view: GraphView) -> int | None:
@@ -205,6 +208,9 @@ class _Reader:
         for port in view.inputs.values():
             if port.name == switch:
                 ports.append(_port(port, "branch_switch"))
+            elif port.name == self.hidden:
+                self.evidence.append(f"{port.name!r} are hidden states: keys and values are made of them, no token ids")
+                ports.append(Port(port.name, port.dtype, port.shape, "embeddings", axes("BQD")))
             elif port.name in pasts:
                 slot = pasts[port.name]
                 ports.append(Port(port.name, port.dtype, slot.shape, "past", slot.axes))
