@@ -122,6 +122,20 @@ def broken_promise(case: Case, run: Run) -> str | None:
     return None
 
 
+def growth_words(run: Run) -> str | None:
+    """How the difference goes over the steps; None where too few of them tell."""
+    if run.growth is None:
+        return None
+    found = {step.step: step.difference.relative for step in run.steps if step.difference is not None}
+    match run.growth.shape:
+        case "flat":
+            return "is no more in later steps than in the first"
+        case "linear":
+            return f"grows with the steps, from {found[min(found) + 1]:.1e} to {found[max(found)]:.1e}"
+        case _:
+            return f"sets in at step {run.growth.step}"
+
+
 def first_and_count(names: tuple[str, ...]) -> str:
     """Name one of many: `present.0.encoder.key and 3 more`."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

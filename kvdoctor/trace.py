@@ -1,6 +1,6 @@
 """What runs showed: small facts about each step, never tensors. Standard library only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["passed", "failed", "differs", "ambiguous", "inconclusive", "skipped", "died"]
@@ -26,7 +26,10 @@ class Difference:
 
     `relative` is `max_abs` over the spread (the standard deviation of the expected logits over the vocabulary).
     `same_top1` is the fraction of positions with the same argmax; `near_ties` that of positions where they differ
-    but the two candidates lie closer together than the noise.
+    but the two candidates lie closer together than the noise, which decides nothing. `same_top5` is the mean share of
+    the five likeliest words that are among the expected five, or tie with the fifth within the noise. Of all positions
+    the worst: `cosine` of the angle between the logits, each less its mean, which softmax does not see, and `kl`, the
+    divergence of the next word's distribution from the expected one, in nats. Not `finite`: the numbers mean nothing.
     """
 
     max_abs: float
@@ -34,11 +37,18 @@ class Difference:
     same_top1: float
     near_ties: float
     finite: bool
+    cosine: float = 1.0
+    kl: float = 0.0
+    same_top5: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call into the runtime. Steps are counted from 0, the prefill. Lengths in tokens."""
+    """One call into the runtime. Steps are counted from 0, the prefill. Lengths in tokens.
+
+    `slots` is what a loop has after its last step against the cache of one call over the same tokens: by the name of
+    the present, the largest difference as a fraction of the spread of that tensor.
+    """
 
     step: int
     phase: str
@@ -49,6 +59,18 @@ class Step:
     empty: tuple[str, ...] = ()
     null_pointer: tuple[str, ...] = ()
     difference: Difference | None = None
+    slots: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorGrowth:
+    """How the difference to the reference run goes over the steps with a cache; `step` is where a sudden one sets in.
+
+    flat: no trend, from the first of them on. linear: more with every step. sudden: from one step to the next.
+    """
+
+    shape: Literal["flat", "linear", "sudden"]
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +103,7 @@ class Run:
     """One experiment on one stack, as it went. `died_by` names the signal or limit that ended the process.
 
     `passes_with` says what makes the failed call pass: the runtime's optimisations off, or its reuse of buffers.
+    `growth` is None where too few steps can be compared.
     """
 
     stack: str
@@ -98,4 +121,5 @@ class Run:
     controls: tuple[Control, ...] = ()
     died_by: str | None = None
     cause: Cause | None = None
+    growth: ErrorGrowth | None = None
     node_names: tuple[str, ...] = ()

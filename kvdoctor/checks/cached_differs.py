@@ -14,7 +14,7 @@ lengths without any cache; a difference within four times that noise is no fault
 
 from collections.abc import Iterator
 
-from kvdoctor.case import UNDECIDED, Case, broken_promise, leading_cause
+from kvdoctor.case import UNDECIDED, Case, broken_promise, growth_words, leading_cause
 from kvdoctor.checks.step_fails import SHORT_STATE, explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run
@@ -82,6 +82,12 @@ def _ignores_past(run: Run) -> bool:
     )
 
 
+def _over_the_steps(run: Run) -> str:
+    """How the difference goes over the steps of a loop."""
+    words = growth_words(run)
+    return f"; the error {words}" if words else ""
+
+
 def _looked_into(case: Case, run: Run) -> str:
     """What the search for the cause saw, where it found none that has a name."""
     why = case.run("why")
@@ -108,7 +114,7 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
         subject=(logits.name if logits else "logits",),
         where=f"output {logits.name if logits else 'logits'}, {run.experiment}",
         promised=f"the logits of the reference run, within {tolerance.passes:g} of their spread ({exactness})",
-        observed=f"{place}: logits {seen}{_looked_into(case, run)}",
+        observed=f"{place}: logits {seen}{_over_the_steps(run)}{_looked_into(case, run)}",
         cause=cause + (f": {promise}" if promise else ""),
         advice=SHORT_STATE if promise else EXPORT_AGAIN,
     )

@@ -6,7 +6,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Experiment, always, several_tokens
-from kvdoctor.feeds import Array, Deal, Loop, Past, Scenario
+from kvdoctor.experiments.rows import growing
+from kvdoctor.feeds import Answer, Array, Deal, Loop, Past, Scenario, Value
 
 
 def plain(deal: Deal) -> Calls:
@@ -20,21 +21,30 @@ def held(deal: Deal) -> Calls:
 
 
 def decode_loop(deal: Deal, loop: Loop) -> Calls:
-    """Prefill, then one token a step; each step held against the reference run. Ends with the positive controls."""
-    expected = yield from deal.whole()
+    """Prefill, then one token a step; each step held against the reference run. Ends with the positive controls.
+
+    The cache after the last step is held against that of the reference run.
+    """
+    expected, whole = yield from deal.whole_answer()
     start = deal.scenario.prompt
     if deal.contract.exactness == "dynamic-quantisation":
         yield from own_noise(deal, expected)
     answer = yield deal.prefill(start, expected[:, :start])
     past = deal.carry(None, answer, loop)
-    before_last = past
+    before_last, last = past, deal.scenario.total - 1
     for position in range(start, deal.scenario.total):
         before_last = past
-        answer = yield deal.decode(position, position + 1, past, expected[:, position : position + 1])
+        slots = same_slots(deal.contract, whole) if position == last else {}
+        answer = yield deal.decode(position, position + 1, past, expected[:, position : position + 1], slots=slots)
         past = deal.carry(past, answer, loop)
-    last = deal.scenario.total - 1
     for spoilt, past_spoilt in deal.spoil(before_last):
         yield deal.decode(last, last + 1, past_spoilt, expected[:, last:], kind="control", label=spoilt)
+
+
+def same_slots(contract: CacheContract, whole: Answer) -> dict[str, Value]:
+    """What the presents of the last step must be, by name: the slots that one call over the same tokens fills."""
+    pairs = ((slot.present or "", slot.filled_by or "") for slot in growing(contract))
+    return {present: whole.outputs[made] for present, made in pairs if made in whole.outputs}
 
 
 def replayed(deal: Deal) -> Calls:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import plan_text, wording
+from kvdoctor.report import parity_text, plan_text, wording
 from kvdoctor.report.document import Report, StackFacts
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.trace import Run
@@ -169,6 +169,10 @@ class _Page:
             return
         self.line(f"  {run.experiment}, step by step", "bold")
         self.table(*wording.steps_table(run, stack.contract))
+        if self.verbosity > 0 and (differences := parity_text.differences_table(run)) is not None:
+            self.line(f"  {run.experiment}, against the reference run", "bold")
+            self.table(*differences)
+            self.pairs(parity_text.facts(run))
         if run.error:
             self.pairs([("runtime", shortened(run.error, 1200 if self.verbosity > 0 else 320))])
 
