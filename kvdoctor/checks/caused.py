@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvdoctor.case import Case, leading_cause
+from kvdoctor.case import Case, leading_cause, off_by
 from kvdoctor.checks.step_fails import explained_elsewhere
 from kvdoctor.findings import Advice, Fault, Severity
 from kvdoctor.trace import Run
@@ -24,7 +24,7 @@ def caused(case: Case, name: str, words: Words) -> Iterator[Fault]:
     if leading is None or leading[0] != name or explained_elsewhere(case, name):
         return
     judged = case.judged
-    if judged is not None and judged.outcome == "differs":
+    if judged is not None and judged.shows == "differs":
         yield decided(
             case, leading[1], words, "error", f"{judged.experiment}: logits differ at step {judged.failed_step}"
         )
@@ -51,5 +51,5 @@ def decided(case: Case, run: Run, words: Words, severity: Severity, *follows: st
 
 def _difference(run: Run) -> str:
     step = next((step for step in run.steps if step.step == run.failed_step), None)
-    size = f", off by {step.difference.relative:g} of their spread" if step and step.difference else ""
-    return f"step {run.failed_step}: other logits{size}"
+    size = off_by(run, step)
+    return f"step {run.failed_step}: other logits" + (f", {size}" if size else "")
