@@ -141,9 +141,11 @@ def rounding_words(run: Run) -> str:
     twin = run.unrounded
     if twin is None:
         return ""
+    if twin.outcome not in ("passed", "differs"):
+        return f"without what it rounds, the same graph gives no clearer answer ({twin.outcome})"
     if twin.outcome == "passed":
         return (
-            f"without what it rounds, the same graph is within {twin.worst:.1e} of the spread: it is rounding that moves "
+            f"without what it rounds, the same graph is within {twin.worst:.1e} of the spread: rounding alone moves "
             f"the logits, by up to {_worst(run):.1e}"
         )
     return (
@@ -158,8 +160,8 @@ def off_by(run: Run, step: Step | None) -> str | None:
     if here is not None and not here.finite:
         return "not finite"
     words = [f"off by {here.relative:g} of their spread"] if here is not None else []
-    if run.unrounded is not None and run.unrounded.outcome == "differs":
-        words.append(f"off by {run.unrounded.worst:g} where nothing is rounded")
+    if run.hidden and run.unrounded is not None:
+        words.append(f"off by {run.unrounded.at(step):g} where nothing is rounded")
     return ", ".join(words) or None
 
 

@@ -19,22 +19,23 @@ INT8_LEVEL = 4
 EIGHT_BITS = {"int8", "uint8"}
 
 
-def exactness_of(views: Iterable[GraphView], slots: Iterable[Slot], fused: bool = True) -> Exactness:
+def exactness_of(views: Iterable[GraphView], slots: Iterable[Slot], twin: bool = False) -> Exactness:
     """The weakest arithmetic of the graphs of a stack, the one that decodes first.
 
     Weights that are stored in 8 or 4 bits lose nothing by that from one call to the next; what is rounded on its way
-    does. `fused` says that the runtime may do so of itself: ONNX Runtime makes MatMulNBits of accuracy level 4 of a
-    DequantizeLinear before a MatMul (session.qdq_matmulnbits_accuracy_level).
+    does, and the runtime may do so of itself: ONNX Runtime makes MatMulNBits of accuracy level 4 of a DequantizeLinear
+    before a MatMul (session.qdq_matmulnbits_accuracy_level). In a `twin` it is told not to, and weights are widened
+    when the file is opened, whatever they are stored in.
     """
     found = tuple(views)
     kinds = {slot.dtype for slot in slots} | {port.dtype for port in found[0].outputs.values()}
-    kinds.add(_weight_type(found[0]))
+    kinds.add("" if twin else _weight_type(found[0]))
     if any(DYNAMIC & set(view.operators) for view in found):
         return "dynamic-quantisation"
     if "bfloat16" in kinds:
         return "bfloat16"
     kept_in_8_bits = any(slot.dtype in EIGHT_BITS for slot in slots)
-    if kept_in_8_bits or any(_rounds(view, fused) for view in found):
+    if kept_in_8_bits or any(_rounds(view, not twin) for view in found):
         return "static-quantisation"
     return "float16" if "float16" in kinds else "float"
 

@@ -66,7 +66,7 @@ def _asked(case: Case) -> Iterator[str]:
             yield experiment.name
 
 
-WHATEVER_IT_ROUNDS = {"same-feed", "dummy-past-runs", "empty-past"}
+WHATEVER_IT_ROUNDS = {"same-feed", "dummy-past-runs"}
 """Experiments that a twin has nothing to say to: they hold a graph against itself, or ask whether it runs at all."""
 
 
@@ -115,20 +115,14 @@ def _with(run: Run, twin: Run | None) -> Run:
     if twin is None:
         return run
     if _seeks_cause(run.experiment):
-        return replace(twin, steps=run.steps, unrounded=_told(twin))
+        return replace(twin, steps=run.steps, unrounded=_told(run, twin))
     if twin.outcome == "skipped":
         return run
     if twin.outcome == "differs":
-        return replace(
-            run,
-            outcome="differs",
-            failed_step=twin.failed_step,
-            cause=twin.cause,
-            growth=twin.growth,
-            unrounded=_told(twin),
-        )
+        told = replace(run, cause=twin.cause, growth=twin.growth, unrounded=_told(run, twin))
+        return told if run.outcome == "differs" else replace(told, outcome="differs", failed_step=twin.failed_step)
     # A cause that is seen only among what was rounded is none.
-    return replace(run, cause=None, unrounded=_told(twin))
+    return replace(run, cause=None, unrounded=_told(run, twin))
 
 
 def _seeks_cause(name: str) -> bool:
@@ -137,9 +131,9 @@ def _seeks_cause(name: str) -> bool:
     return any(experiment.name == name and experiment.asks_why for experiment in load())
 
 
-def _told(twin: Run) -> Unrounded:
-    differences = [step.difference for step in twin.steps if step.difference is not None]
-    return Unrounded(twin.outcome, tuple(d.relative for d in differences if d.finite), twin.failed_step, twin.reason)
+def _told(run: Run, twin: Run) -> Unrounded:
+    found = tuple(step.difference.relative for step in twin.steps if step.difference is not None)
+    return Unrounded(twin.outcome, found, twin.failed_step, twin.reason, own=run.outcome)
 
 
 def _note(case: Case, reason: str) -> tuple[NotChecked, ...]:

@@ -102,18 +102,24 @@ class Cause:
 class Unrounded:
     """What an experiment shows on a twin of the model that computes in float32 and rounds nothing on its way.
 
-    `relative` are the differences of its steps to the twin's own reference run, as fractions of the spread.
+    `relative` are the differences of its steps to the twin's own reference run, as fractions of the spread. `own`
+    is the outcome by the model's own runs.
     """
 
     outcome: Outcome
     relative: tuple[float, ...] = ()
     failed_step: int | None = None
     reason: str | None = None
+    own: Outcome = "passed"
 
     @property
     def worst(self) -> float:
         """The largest difference."""
         return max(self.relative, default=0.0)
+
+    def at(self, step: "Step | None") -> float:
+        """The difference at a step; the largest where that step was not run."""
+        return self.relative[step.step] if step is not None and step.step < len(self.relative) else self.worst
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,11 @@ class Run:
         """Whether the logits are off, or cannot be told apart, by nothing but what the model rounds."""
         unclear = self.outcome in ("ambiguous", "differs", "inconclusive")
         return unclear and self.unrounded is not None and self.unrounded.outcome == "passed"
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the logits are off by more than rounding, but not by more than rounding moves them."""
+        return self.unrounded is not None and self.unrounded.outcome == "differs" and self.unrounded.own != "differs"
 
     @property
     def shows(self) -> Outcome:

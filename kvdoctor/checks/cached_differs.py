@@ -13,6 +13,7 @@ lengths without any cache; a difference within four times that noise is no fault
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvdoctor.case import (
     UNDECIDED,
@@ -108,11 +109,15 @@ def _looked_into(case: Case, run: Run) -> str:
 
 def _differs(case: Case, run: Run) -> Iterator[Fault]:
     """The judged loop with other logits: an error, but for what is rounding alone."""
-    if not run.by_rounding:
+    if run.hidden:
+        cause = "decoding with the cache gives other logits than without, by less than rounding hides"
+        yield _fault(case, run, "warning", cause)
+    elif not run.by_rounding:
         yield _fault(case, run, "error", "decoding with the cache gives other logits than without")
     elif _in_most_steps(case, run):
         cause = "decoding with the cache gives other logits than without, by rounding alone"
-        yield _fault(case, run, "warning", cause, (rounding_words(run),), LESS_ROUNDING)
+        found = _fault(case, run, "warning", cause)
+        yield replace(found, follows=(rounding_words(run),), advice=LESS_ROUNDING)
     else:
         raise CannotCheck(f"one step alone of the {run.experiment} is off: {rounding_words(run)}")
 
@@ -126,16 +131,13 @@ def _in_most_steps(case: Case, run: Run) -> bool:
     return 2 * sum(d.relative > fails or not d.finite for d in found) > len(found)
 
 
-def _fault(
-    case: Case, run: Run, severity: Severity, cause: str, follows: tuple[str, ...] = (), advice: Advice | None = None
-) -> Fault:
+def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
     from kvdoctor.parity import TOLERANCES  # loads numpy, which an inspection does without
 
     promise = broken_promise(case, run)
     exactness = case.contract.exactness if case.contract else "float"
-    unrounded = run.unrounded is not None and run.unrounded.outcome == "differs"
-    tolerance = TOLERANCES["float" if unrounded else exactness]
-    words = "float, where nothing is rounded" if unrounded else exactness
+    tolerance = TOLERANCES["float" if run.hidden else exactness]
+    words = "float, where nothing is rounded" if run.hidden else exactness
     step = next((step for step in run.steps if step.step == run.failed_step), None)
     place = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
     seen = off_by(run, step) or run.reason or "of another shape"
@@ -148,6 +150,5 @@ def _fault(
         promised=f"the logits of the reference run, within {tolerance.passes:g} of their spread ({words})",
         observed=f"{place}: logits {seen}{_over_the_steps(run)}{_looked_into(case, run)}",
         cause=cause + (f": {promise}" if promise else ""),
-        advice=advice or (SHORT_STATE if promise else EXPORT_AGAIN),
-        follows=follows,
+        advice=SHORT_STATE if promise else EXPORT_AGAIN,
     )

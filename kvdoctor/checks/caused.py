@@ -24,12 +24,12 @@ def caused(case: Case, name: str, words: Words) -> Iterator[Fault]:
     if leading is None or leading[0] != name or explained_elsewhere(case, name):
         return
     judged = case.judged
-    if judged is not None and judged.shows == "differs":
-        yield decided(
-            case, leading[1], words, "error", f"{judged.experiment}: logits differ at step {judged.failed_step}"
-        )
-    else:
+    if judged is None or judged.shows != "differs":
         yield decided(case, leading[1], words, "error")
+        return
+    # Two graphs quantised apart have other weights, by no more than quantisation changes them anyway.
+    severity: Severity = "warning" if judged.hidden and name == "branches-disagree" else "error"
+    yield decided(case, leading[1], words, severity, f"{judged.experiment}: logits differ at step {judged.failed_step}")
 
 
 def decided(case: Case, run: Run, words: Words, severity: Severity, *follows: str) -> Fault:
@@ -42,11 +42,18 @@ def decided(case: Case, run: Run, words: Words, severity: Severity, *follows: st
         subject=(name,),
         where=f"output {name}, {run.experiment}",
         promised=words.promised,
-        observed=run.cause.evidence if run.cause else run.reason or _difference(run),
+        observed=_evidence(run),
         cause=words.cause,
         advice=Advice("re-export", words.advice),
         follows=follows,
     )
+
+
+def _evidence(run: Run) -> str:
+    """What decided, and whether that was seen without what the model rounds."""
+    if run.cause is None:
+        return run.reason or _difference(run)
+    return run.cause.evidence + ("; so where nothing is rounded" if run.unrounded is not None else "")
 
 
 def _difference(run: Run) -> str:

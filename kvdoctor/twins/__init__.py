@@ -77,7 +77,7 @@ def write_twin(files: Iterable[OnnxFile], contract: CacheContract, target: Path)
         raise NoTwin(f"it cannot be written: {error.strerror or error}") from None
     widened = _widened(contract)
     views.sort(key=lambda pair: not pair[0])
-    exactness = exactness_of([view for _, view in views], widened.slots, fused=False)
+    exactness = exactness_of([view for _, view in views], widened.slots, twin=True)
     if exactness != "float":
         raise NoTwin(f"it would still round ({exactness})")
     return Twin(target, replace(widened, exactness=exactness))

@@ -1,8 +1,8 @@
 """Dynamic quantisation without its rounding: real numbers where integers were multiplied.
 
-`DynamicQuantizeLinear` gives round(x / scale) + zero point, and `MatMulInteger` multiplies that by the quantised weights.
-Here x itself stands for the first, with a scale of 1 and a zero point of 0, and the product is that of real numbers: what
-follows, the product of the scales, is then right as it stands. The weights keep the values they were quantised to.
+`DynamicQuantizeLinear` gives round(x / scale) + zero point, and `MatMulInteger` multiplies that by quantised weights.
+Here x itself stands for the first, with a scale of 1 and a zero point of 0, and the product is that of real numbers:
+what follows, the product of the scales, is then right as it stands. The weights keep the values they were quantised to.
 """
 
 from kvdoctor.exactness import DYNAMIC, INT8_LEVEL
