@@ -12,6 +12,7 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Experiment
+from kvdoctor.experiments.rows import growing
 from kvdoctor.feeds import (
     Answer,
     Array,
@@ -25,7 +26,7 @@ from kvdoctor.feeds import (
     synthetic_cross_caches,
     synthetic_encoder_states,
 )
-from kvdoctor.parity import compare, judge
+from kvdoctor.parity import compare, error_growth, judge, slot_difference
 from kvdoctor.plain import to_plain
 from kvdoctor.samples import Samples
 from kvdoctor.sessions import (
@@ -39,7 +40,7 @@ from kvdoctor.sessions import (
     runtime_version,
     to_runtime,
 )
-from kvdoctor.trace import Cause, Control, Difference, Outcome, Run, Seen, Step
+from kvdoctor.trace import Cause, Control, Difference, ErrorGrowth, Outcome, Run, Seen, Step
 
 TIMING_REPEATS = 5
 TIMING_SECONDS = 0.1
@@ -62,6 +63,7 @@ class Examination:
     announce: Announce
     keep_logits: bool = False
     samples: Samples = field(default_factory=Samples)
+    timed: bool = True
     references: dict[bytes, Answer] = field(default_factory=dict)
     encoded: dict[Scenario, Encoded] = field(default_factory=dict)
     logits: dict[str, Array] = field(default_factory=dict)
@@ -99,7 +101,8 @@ class Examination:
             shape = answer.outputs[self.logits_name("prefill")].shape
             if len(shape) == 0 or len(answer.logits.shape) != 3:
                 raise WrongLogits(f"logits have shape {list(shape)}, not [batch, new, vocabulary]")
-            kept = {self.logits_name("prefill"): answer.outputs[self.logits_name("prefill")]}
+            names = {self.logits_name("prefill"), *(slot.filled_by for slot in growing(self.contract))}
+            kept = {name: value for name, value in answer.outputs.items() if name in names}
             self.references[key] = replace(answer, outputs=kept)
         return self.references[key]
 
@@ -265,7 +268,7 @@ class _Performance:
         step = self._step(call, answer)
         try:
             if answer is not None and self.exam.logits_name(call.phase) in answer.outputs:
-                step = replace(step, difference=self._difference(call, answer))
+                step = replace(step, difference=self._difference(call, answer), slots=_slots(call, answer))
                 if self.exam.keep_logits:
                     self.logits.append(answer.logits)
         finally:
@@ -329,6 +332,8 @@ class _Performance:
 
     def _timed(self, call: Call) -> Answer:
         """Median seconds of up to five runs within a tenth of a second; the same call was run before."""
+        if not self.exam.timed:
+            return self.exam.run_session(call)
         seconds: list[float] = []
         while len(seconds) < TIMING_REPEATS and (not seconds or sum(seconds) < TIMING_SECONDS):
             begin = time.perf_counter()
@@ -346,7 +351,7 @@ class _Performance:
             self.exam.logits[self.experiment.name] = np.concatenate([part.ravel() for part in self.logits])
         exactness, noise = self.exam.contract.exactness, self._noise_floor()
         verdicts = [judge(step.difference, exactness, noise) if step.difference else "pass" for step in self.steps]
-        if exactness == "dynamic-quantisation" and 2 * verdicts.count("fail") <= len(verdicts):
+        if exactness.endswith("quantisation") and 2 * verdicts.count("fail") <= len(verdicts):
             # Its noise has a heavy tail: one step may be far off, and the next, on the same cache, right again.
             verdicts = ["ambiguous" if verdict == "fail" else verdict for verdict in verdicts]
         unseen = [control.spoilt for control in self.controls if not control.visible]
@@ -396,7 +401,28 @@ class _Performance:
         return {"reason": "the same call passes where the runtime reuses no buffers", "passes_with": "no-buffer-reuse"}
 
     def _result(self, outcome: Outcome, **more: Any) -> Run:
-        return self.exam.result(self.experiment, outcome, controls=tuple(self.controls), **more)
+        more |= {"controls": tuple(self.controls), "growth": self._growth()}
+        return self.exam.result(self.experiment, outcome, **more)
+
+    def _growth(self) -> ErrorGrowth | None:
+        """How the difference goes over the steps of a loop that decodes one token a step from its prefill on."""
+        decoded = self.steps[1:]
+        if any(step.phase != "decode" or step.new_tokens != 1 or step.difference is None for step in decoded):
+            return None
+        found = [step.difference for step in self.steps if step.difference is not None and step.difference.finite]
+        if len(found) != len(self.steps):
+            return None
+        return error_growth([difference.relative for difference in found], self.exam.contract.exactness)
+
+
+def _slots(call: Call, answer: Answer) -> dict[str, float]:
+    """How far presents are from the slots that the call expects."""
+    gaps = {
+        name: slot_difference(answer.outputs[name].array(), as_array(expected))
+        for name, expected in call.slots.items()
+        if name in answer.outputs and answer.outputs[name].shape == expected.shape
+    }
+    return {name: gap for name, gap in gaps.items() if gap is not None}
 
 
 def _seen(value: Value | Array) -> Seen:

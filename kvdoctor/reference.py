@@ -27,7 +27,7 @@ NAME = "against-checkpoint"
 ROUNDED = re.compile(r"quantize|QLinear|Integer|NBits|QAttention|QGemm", re.IGNORECASE)
 """Operators that compute with weights rounded to 8 bits or fewer."""
 ROUNDED_PASSES, ROUNDED_FAILS = 0.3, 3.0
-"""Weights of 8 bits move logits by up to 0.3 of their spread, those of 4 bits by more; 3 and more are another model's."""
+"""Weights of 8 bits move logits by up to 0.3 of their spread, of 4 bits by more; by 3 and more does another model."""
 
 
 class CannotCompare(Exception):

@@ -25,6 +25,7 @@ class Job:
 
     `prompt` are token ids to begin with, and `inputs` an .npz file of encoder inputs, in place of made-up ones.
     `seen` is told of each experiment that begins: its name, which it is, counted from 1, and of how many.
+    `settings` are entries for the runtime's sessions; where a job is not `timed`, what is to be timed runs once.
     """
 
     stack: str
@@ -37,6 +38,8 @@ class Job:
     prompt: tuple[int, ...] = ()
     inputs: Path | None = None
     seen: Callable[[str, int, int], None] | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    timed: bool = True
 
     def line(self, experiments: tuple[str, ...]) -> str:
         """The job as the worker reads it, for the experiments that are left."""
@@ -51,6 +54,8 @@ class Job:
             "keep_logits": str(self.keep_logits) if self.keep_logits else None,
             "prompt": self.prompt,
             "inputs": str(self.inputs) if self.inputs else None,
+            "settings": self.settings,
+            "timed": self.timed,
         }
         return json.dumps(job) + "\n"
 
@@ -81,6 +86,7 @@ class Examined:
     notes: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    unrounded_seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
 
 

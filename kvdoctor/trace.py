@@ -1,6 +1,6 @@
 """What runs showed: small facts about each step, never tensors. Standard library only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["passed", "failed", "differs", "ambiguous", "inconclusive", "skipped", "died"]
@@ -26,7 +26,10 @@ class Difference:
 
     `relative` is `max_abs` over the spread (the standard deviation of the expected logits over the vocabulary).
     `same_top1` is the fraction of positions with the same argmax; `near_ties` that of positions where they differ
-    but the two candidates lie closer together than the noise.
+    but the two candidates lie closer together than the noise, which decides nothing. `same_top5` is the mean share of
+    the five likeliest words that are among the expected five, or tie with the fifth within the noise. Of all positions
+    the worst: `cosine` of the angle between the logits, each less its mean, which softmax does not see, and `kl`, the
+    divergence of the next word's distribution from the expected one, in nats. Not `finite`: the numbers mean nothing.
     """
 
     max_abs: float
@@ -34,11 +37,18 @@ class Difference:
     same_top1: float
     near_ties: float
     finite: bool
+    cosine: float = 1.0
+    kl: float = 0.0
+    same_top5: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call into the runtime. Steps are counted from 0, the prefill. Lengths in tokens."""
+    """One call into the runtime. Steps are counted from 0, the prefill. Lengths in tokens.
+
+    `slots` is what a loop has after its last step against the cache of one call over the same tokens: by the name of
+    the present, the largest difference as a fraction of the spread of that tensor.
+    """
 
     step: int
     phase: str
@@ -49,6 +59,18 @@ class Step:
     empty: tuple[str, ...] = ()
     null_pointer: tuple[str, ...] = ()
     difference: Difference | None = None
+    slots: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorGrowth:
+    """How the difference to the reference run goes over the steps with a cache; `step` is where a sudden one sets in.
+
+    flat: no trend, from the first of them on. linear: more with every step. sudden: from one step to the next.
+    """
+
+    shape: Literal["flat", "linear", "sudden"]
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +99,37 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
+class Unrounded:
+    """What an experiment shows on a twin of the model that computes in float32 and rounds nothing on its way.
+
+    `relative` are the differences of its steps to the twin's own reference run, as fractions of the spread. `own`
+    is the outcome by the model's own runs.
+    """
+
+    outcome: Outcome
+    relative: tuple[float, ...] = ()
+    failed_step: int | None = None
+    reason: str | None = None
+    own: Outcome = "passed"
+
+    @property
+    def worst(self) -> float:
+        """The largest difference."""
+        return max(self.relative, default=0.0)
+
+    def at(self, step: "Step | None") -> float:
+        """The difference at a step; the largest where that step was not run."""
+        return self.relative[step.step] if step is not None and step.step < len(self.relative) else self.worst
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One experiment on one stack, as it went. `died_by` names the signal or limit that ended the process.
 
     `passes_with` says what makes the failed call pass: the runtime's optimisations off, or its reuse of buffers.
+    `growth` is None where too few steps can be compared. `unrounded` is what the same experiment shows without what the
+    model rounds, None where it rounds nothing or that was not tried: what differs there differs here for more than
+    rounding, however small it is beside it, and the outcome says so.
     """
 
     stack: str
@@ -98,4 +147,22 @@ class Run:
     controls: tuple[Control, ...] = ()
     died_by: str | None = None
     cause: Cause | None = None
+    growth: ErrorGrowth | None = None
+    unrounded: Unrounded | None = None
     node_names: tuple[str, ...] = ()
+
+    @property
+    def by_rounding(self) -> bool:
+        """Whether the logits are off, or cannot be told apart, by nothing but what the model rounds."""
+        unclear = self.outcome in ("ambiguous", "differs", "inconclusive")
+        return unclear and self.unrounded is not None and self.unrounded.outcome == "passed"
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the logits are off by more than rounding, but not by more than rounding moves them."""
+        return self.unrounded is not None and self.unrounded.outcome == "differs" and self.unrounded.own != "differs"
+
+    @property
+    def shows(self) -> Outcome:
+        """The outcome, but for what is rounding alone."""
+        return "passed" if self.by_rounding else self.outcome

@@ -5,7 +5,7 @@ JSON object a line. It announces every step before it runs it, so that its death
 numpy and onnxruntime only, so that it starts in an environment that holds nothing else.
 
 Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits",
-         "prompt": [token ids], "inputs": a file of arrays}
+         "prompt": [token ids], "inputs": a file of arrays, "settings", "timed"}
 Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, note,
 obstacle, crash, done.
 """
@@ -35,10 +35,12 @@ from kvdoctor.sessions import Announce, ProviderMissing, Sessions
 
 def examine(job: dict[str, Any], announce: Announce) -> None:
     """Carry out one job."""
-    sessions = Sessions(Path(job["folder"]), job["provider"], job["threads"], announce)
+    sessions = Sessions(Path(job["folder"]), job["provider"], job["threads"], announce, job["settings"])
     contract = from_plain(CacheContract, job["contract"])
     samples = Samples(tuple(job["prompt"]), read_arrays(Path(job["inputs"])) if job["inputs"] else {})
-    exam = Examination(job["stack"], contract, sessions, job["seed"], announce, bool(job["keep_logits"]), samples)
+    exam = Examination(
+        job["stack"], contract, sessions, job["seed"], announce, bool(job["keep_logits"]), samples, job["timed"]
+    )
     for experiment in load():
         if experiment.name in job["experiments"]:
             announce("start", experiment=experiment.name)

@@ -13,12 +13,12 @@ PACKAGE = Path(__file__).parent.parent / "kvdoctor"
 ROOMS = (
     *("errors", "plain", "uses", "contract", "trace", "parity", "samples", "feeds", "experiments"),
     *("sessions", "examination", "worker", "child", "runtimes"),
-    *("wire", "onnx_schema", "skeleton", "external_data", "graph", "cache_operators", "flow", "dataflow", "dialects"),
-    *("axes", "roles", "configs", "stacks", "lost_state", "lacks", "model_folder", "slots", "reading"),
-    *("given", "given_samples"),
-    *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts"),
+    *("out_folder", "wire", "onnx_schema", "skeleton", "external_data", "graph", "cache_operators", "exactness"),
+    *("flow", "dataflow", "dialects", "axes", "roles", "configs", "stacks", "lost_state", "lacks", "model_folder"),
+    *("slots", "reading", "given", "given_samples", "twins"),
+    *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
     *("export", "reference", "doctor"),
-    *("out_folder", "repairs", "re_exporting", "environment", "progress", "cli_options", "cli", "__main__"),
+    *("repairs", "re_exporting", "environment", "progress", "cli_options", "cli", "__main__"),
 )
 """From early to late: a room imports earlier ones only."""
 

@@ -63,12 +63,12 @@ def step_fails(case: Case) -> Iterator[Fault]:
 def fails_only_so(case: Case, outcome: str) -> Iterator[tuple[Run, Use]]:
     """Runs of other sizes with that outcome, where the judged loop itself passes and no simpler use fails as well."""
     judged = case.judged
-    if judged is None or judged.outcome != "passed":
+    if judged is None or judged.shows != "passed":
         return
-    wrong = {run.experiment for run in case.runs if run.outcome in ("failed", "differs")}
+    wrong = {run.experiment for run in case.runs if run.shows in ("failed", "differs")}
     for experiment, use in USES.items():
         run = case.run(experiment)
-        if run is not None and run.outcome == outcome and not wrong.intersection(use.after):
+        if run is not None and run.shows == outcome and not wrong.intersection(use.after):
             yield run, use
 
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Experiment, always, several_tokens
-from kvdoctor.feeds import Array, Deal, Loop, Past, Scenario
+from kvdoctor.experiments.rows import growing
+from kvdoctor.feeds import Answer, Array, Deal, Loop, Past, Scenario, Value
 
 FEW = 3
 """Decode steps of an experiment that repeats the loop with other sizes."""
@@ -28,8 +29,11 @@ def held_shortly(deal: Deal) -> Calls:
 
 
 def decode_loop(deal: Deal, loop: Loop, most: int | None = None) -> Calls:
-    """Prefill, then one token a step; each step held against the reference run. Ends with the positive controls."""
-    expected = yield from deal.whole()
+    """Prefill, then one token a step; each step held against the reference run. Ends with the positive controls.
+
+    The cache after the last token is held against that of the reference run.
+    """
+    expected, whole = yield from deal.whole_answer()
     start = deal.scenario.prompt
     if deal.contract.exactness == "dynamic-quantisation":
         yield from own_noise(deal, expected)
@@ -40,9 +44,16 @@ def decode_loop(deal: Deal, loop: Loop, most: int | None = None) -> Calls:
         last = min(last, start + most - 1)
     for position in range(start, last + 1):
         before_last = past
-        answer = yield deal.decode(position, position + 1, past, expected[:, position : position + 1])
+        slots = same_slots(deal.contract, whole) if position == deal.scenario.total - 1 else {}
+        answer = yield deal.decode(position, position + 1, past, expected[:, position : position + 1], slots=slots)
         past = deal.carry(past, answer, loop)
     yield from deal.controls(last, last + 1, before_last, expected)
+
+
+def same_slots(contract: CacheContract, whole: Answer) -> dict[str, Value]:
+    """What the presents of the last step must be, by name: the slots that one call over the same tokens fills."""
+    pairs = ((slot.present or "", slot.filled_by or "") for slot in growing(contract))
+    return {present: whole.outputs[made] for present, made in pairs if made in whole.outputs}
 
 
 def replayed(deal: Deal) -> Calls:
