@@ -58,7 +58,7 @@ def inspect(path: str, **given: Any) -> NoReturn:
 @click.option(
     "--reference",
     metavar="CHECKPOINT",
-    help="Hold the logits against this PyTorch checkpoint: a folder, or a model of the hub, which asks for the network.",
+    help="Hold the logits against this PyTorch checkpoint: a folder, or a model of the hub (asks for the network).",
 )
 @click.option("--offline", is_flag=True, help="Never use the network.")
 @shared_options
