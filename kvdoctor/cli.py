@@ -62,7 +62,7 @@ def inspect(path: str, **given: Any) -> NoReturn:
 @click.option(
     "--reference",
     metavar="CHECKPOINT",
-    help="Hold the logits against this PyTorch checkpoint: a folder, or the name of one on the hub.",
+    help="Hold the logits against this PyTorch checkpoint: a folder, or a model of the hub (asks for the network).",
 )
 @click.option("--offline", is_flag=True, help="Never use the network.")
 @shared_options

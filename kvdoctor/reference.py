@@ -27,7 +27,7 @@ NAME = "against-checkpoint"
 ROUNDED = re.compile(r"quantize|QLinear|Integer|NBits|QAttention|QGemm", re.IGNORECASE)
 """Operators that compute with weights rounded to 8 bits or fewer."""
 ROUNDED_PASSES, ROUNDED_FAILS = 0.3, 3.0
-"""Weights of 8 bits move logits by up to 0.3 of their spread, of 4 bits by more; by 3 and more does another model."""
+"""Weights of 8 bits move logits by up to 0.3 of their spread, those of 4 bits by more; 3 and more is another model."""
 
 
 class CannotCompare(Exception):
@@ -63,11 +63,11 @@ class Checkpoint:
     _obstacle: str | None = None
 
     def __post_init__(self) -> None:
-        self.is_folder = Path(self.name).is_dir()
+        self.is_folder = bool(self.name) and Path(self.name).is_dir()
         if self.is_folder and not (Path(self.name) / "config.json").is_file():
             raise UsageError(f"no config.json in {self.name}; --reference takes the folder that save_pretrained wrote")
         if not self.is_folder and (Path(self.name).exists() or not HUB_NAME.fullmatch(self.name)):
-            raise UsageError(f"{self.name} is no folder of a checkpoint, and no name of a model on the hub")
+            raise UsageError(f"{self.name!r} is no folder of a checkpoint, and no name of a model on the hub")
         self._folder = tempfile.TemporaryDirectory(prefix="kvdoctor-")
 
     @property
@@ -100,7 +100,8 @@ class Checkpoint:
             raise CannotCompare(self._obstacle) from None
         except ScriptFailed as error:
             shown = str(error).replace(self._path, self.name)
-            raise CannotCompare(f"{self.name} cannot be run: {shown}") from None
+            hint = "; without --offline it may be downloaded" if self.offline and not self.is_folder else ""
+            raise CannotCompare(f"{self.name} cannot be run: {shown}{hint}") from None
         self.versions = {name: str(answer[name]) for name in ("torch", "transformers")}
         return answer
 
@@ -174,7 +175,7 @@ def _judged(run: Run, kept: dict[str, Any], found: dict[str, Any], model: str, a
     outcome: Outcome = "differs" if at is not None else run.outcome
     if outcome == "passed" and "ambiguous" in verdicts.values():
         outcome = "ambiguous"
-    words = f"{_compared(held, wholes)} against {model}: {_apart(held)}; {allowed.words} allows {allowed.passes:g}"
+    words = f"{_compared(held, wholes)} against {model}: {_apart(held, at)}; {allowed.words} allows {allowed.passes:g}"
     words += _encoder_words(kept, found)
     failed_step = run.failed_step if at is None else at
     return replace(run, outcome=outcome, failed_step=failed_step, reason=words, steps=tuple(held))
@@ -202,11 +203,14 @@ def _verdict(difference: Difference, allowed: Allowed) -> str:
     return "pass" if difference.relative <= allowed.passes else "ambiguous"
 
 
-def _apart(steps: list[Step]) -> str:
+def _apart(steps: list[Step], failed: int | None) -> str:
     differences = [step.difference for step in steps if step.difference is not None]
     if not all(difference.finite for difference in differences):
         return "logits not finite"
-    return f"logits within {max((d.relative for d in differences), default=0.0):.1e} of their spread"
+    worst = max((difference.relative for difference in differences), default=0.0)
+    if failed is None:
+        return f"logits within {worst:.1e} of their spread"
+    return f"logits off by {worst:.2g} of their spread, first at step {failed}"
 
 
 def _compared(steps: list[Step], wholes: int) -> str:

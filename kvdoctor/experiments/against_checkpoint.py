@@ -34,7 +34,7 @@ def _stops(deal: Deal) -> range:
 
 
 def kept(deal: Deal, logits: list[Array]) -> dict[str, Array]:
-    """The feeds by role, the encoder's states, the logits of each step as `step.N`: first `wholes` without a cache."""
+    """The feeds by role, the encoder's states, the logits of each step, `step.N`; the first `wholes` have no cache."""
     found: dict[str, Any] = {"tokens": deal.tokens, "prompt": np.array(deal.scenario.prompt)}
     found["wholes"] = np.array(len(_stops(deal)))
     if has_encoder(deal.contract):
