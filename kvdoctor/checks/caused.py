@@ -1,10 +1,10 @@
 """Faults whose cause an experiment decided: the frame that their checks share."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvdoctor.case import Case, leading_cause
-from kvdoctor.checks.step_fails import explained_elsewhere
+from kvdoctor.case import Case, cause_in_use, leading_cause
+from kvdoctor.checks.step_fails import explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, Fault, Severity
 from kvdoctor.trace import Run
 
@@ -19,9 +19,15 @@ class Words:
 
 
 def caused(case: Case, name: str, words: Words) -> Iterator[Fault]:
-    """The error of a check whose hypothesis an experiment decided for; none where another fault explains the runs."""
+    """The fault of a check whose hypothesis an experiment decided for; none where another fault explains the runs.
+
+    Where only runs of other sizes differ for that cause, it is one fault, by the worst of them.
+    """
     leading = leading_cause(case)
-    if leading is None or leading[0] != name or explained_elsewhere(case, name):
+    if explained_elsewhere(case, name):
+        return
+    if leading is None or leading[0] != name:
+        yield from _in_other_uses(case, name, words)
         return
     judged = case.judged
     if judged is not None and judged.outcome == "differs":
@@ -30,6 +36,18 @@ def caused(case: Case, name: str, words: Words) -> Iterator[Fault]:
         )
     else:
         yield decided(case, leading[1], words, "error")
+
+
+def _in_other_uses(case: Case, name: str, words: Words) -> Iterator[Fault]:
+    uses = [(run, use, severity) for run, use, severity in fails_only_so(case, "differs")]
+    caused_so = [
+        (*entry, found[1]) for entry in uses if (found := cause_in_use(case, entry[0].experiment)) and found[0] == name
+    ]
+    caused_so.sort(key=lambda entry: entry[2] != "error")
+    if caused_so:
+        _, use, severity, why = caused_so[0]
+        shown = [f"{run.experiment}: logits differ at step {run.failed_step}" for run, _, _, _ in caused_so]
+        yield decided(case, why, replace(words, cause=f"with {use}: {words.cause}"), severity, *shown)
 
 
 def decided(case: Case, run: Run, words: Words, severity: Severity, *follows: str) -> Fault:

@@ -1,12 +1,13 @@
 """Entries of a cache, token by token: to compare them, and to change one of them."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.feeds import Answer, Array, Deal, Past, as_array
+from kvdoctor.feeds import Answer, Array, Call, Deal, Past, as_array
 from kvdoctor.parity import TOLERANCES, compare, judge
 
 
@@ -14,6 +15,11 @@ def growing(contract: CacheContract) -> tuple[Slot, ...]:
     """Self-attention slots that grow and come back whole, in the order of their layers."""
     found = (s for s in contract.of_kind("self-attention") if s.growth in ("grow", "shared") and s.carry == "feed-back")
     return tuple(slot for slot in found if "past" in slot.axes and slot.present is not None)
+
+
+def probe(call: Call) -> Call:
+    """The call as one that may fail."""
+    return replace(call, kind="probe", expected=None)
 
 
 def rows(slot: Slot, tensor: Array, start: int, stop: int) -> Array:
