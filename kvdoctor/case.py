@@ -1,8 +1,8 @@
 """The case: all that is known of one file or one stack, as checks are asked about it."""
 
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvdoctor.contract import CacheContract, Slot, describe
@@ -11,6 +11,7 @@ from kvdoctor.graph import Declared, GraphView
 from kvdoctor.model_folder import ModelFolder
 from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.trace import Run, Seen, Step
+from kvdoctor.uses import Required
 
 Consumer = Literal["plain", "held"]
 
@@ -33,7 +34,7 @@ class Case:
     Checks that ask about a file get `file`; those that ask about the contract get `stack` and `contract`; those that
     ask about runs get `runs` as well, and `declared_faults`, the names of the errors found in the contract, which are
     None until then. `refusals` are files that the runtime did not open: (file, its text by level, the level that opens
-    it).
+    it). `required` are the uses that must work; `timings` seconds by label.
     """
 
     folder: ModelFolder
@@ -44,7 +45,8 @@ class Case:
     runs: tuple[Run, ...] = ()
     declared_faults: tuple[str, ...] | None = None
     refusals: tuple[tuple[str, dict[str, str], str | None], ...] = ()
-    crashes: tuple[str, ...] = ()
+    required: tuple[Required, ...] = ()
+    timings: Mapping[str, float] = field(default_factory=dict)
 
     def run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""

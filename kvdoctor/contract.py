@@ -305,6 +305,12 @@ class CacheContract:
         return min((size for size in sizes if size is not None), default=None)
 
     @property
+    def usable_length(self) -> int | None:
+        """Tokens that a sequence may have, by the config or by the smallest buffer; None where neither says."""
+        limits = (self.context_limit, self.capacity)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
     def encoder_length(self) -> int | None:
         """The number of encoder states where a decoder graph takes one number only."""
         graphs = (self.graphs[served.graph] for phase, served in self.phases.items() if phase != "encode")

@@ -3,16 +3,16 @@
 ModelFolder -> GraphView -> CacheContract -> Experiment -> Trace -> checks -> Report
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvdoctor.case import UNDECIDED, Case, Consumer
 from kvdoctor.child import Limits
 from kvdoctor.contract import CacheContract
 from kvdoctor.facts import environment, file_facts, stack_facts
-from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks
+from kvdoctor.findings import Finding, NotChecked, Selection, Verdicts, run_checks
 from kvdoctor.given import given_stacks
 from kvdoctor.kept import Load
 from kvdoctor.model_folder import ModelFolder, open_folder
@@ -33,6 +33,10 @@ from kvdoctor.report.document import (
 from kvdoctor.runtimes import Examined, Job, Runtime
 from kvdoctor.stacks import StackFiles
 from kvdoctor.trace import Node, Run
+from kvdoctor.uses import USES, Required
+
+if TYPE_CHECKING:
+    from kvdoctor.experiments import Experiment
 
 COMPILED = "EPContext"
 """The operator that holds a graph in the binary form of a device. Source: ONNX Runtime, EP context design."""
@@ -53,7 +57,12 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     hash_files: bool = False
     contract: str | None = None
+    required: tuple[Required, ...] = ()
+    thorough: bool = False
+    prompt: tuple[int, ...] = ()
+    inputs: str | None = None
     load: Load = field(default_factory=Load)
+    progress: Callable[[str, int, int], None] | None = None
 
     def as_arguments(self) -> dict[str, Any]:
         """The options as the report shows them; what the memory is planned for only where it was asked."""
@@ -65,6 +74,10 @@ class Options:
             "ignore": list(self.selection.ignore),
             "provider": self.provider,
             **({"contract": self.contract} if self.contract is not None else {}),
+            **({"require": list(self.required)} if self.required else {}),
+            **({"thorough": True} if self.thorough else {}),
+            **({"prompt_ids": list(self.prompt)} if self.prompt else {}),
+            **({"inputs": self.inputs} if self.inputs is not None else {}),
             **load,
         }
 
@@ -82,7 +95,7 @@ def inspect(path: str, options: Options | None = None) -> Report:
     for stack in folder.stacks:
         contract = read_contract(stack, folder.side_cars)
         stacks.append(stack_facts(stack, contract, folder.side_cars, options.load))
-        case = Case(folder, options.consumer, stack=stack, contract=contract)
+        case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
         run_checks(case, "contract", options.selection, verdicts)
     return _report("inspect", folder, options, verdicts, stacks)
 
@@ -114,9 +127,11 @@ def step_test(
     _check_files(folder, options, verdicts)
     stacks, runs, measured = [], [], {}
     given = {stack.name: contract for stack, contract in described}
+    contracts = {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
+    options = _with_samples(options, tuple(contracts.values()))
     for stack in folder.stacks:
-        contract = given.get(stack.name) or read_contract(stack, folder.side_cars)
-        case = Case(folder, options.consumer, stack=stack, contract=contract)
+        contract = contracts[stack.name]
+        case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
         case, examined = _examine(case, options, verdicts, runtime, scratch)
         runs += list(case.runs)
         stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
@@ -129,6 +144,7 @@ def step_test(
                 f.name for f in verdicts.findings[before:] if f.severity == "error" and f.name != HAS_OWN_RUN
             )
             run_checks(replace(case, declared_faults=faults), "runs", options.selection, verdicts)
+        verdicts.not_checked += _unproved(case, verdicts.findings[before:])
     report = _report("step-test", folder, options, verdicts, stacks)
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
     return replace(report, runs=tuple(runs), measured=measured, environment=environment)
@@ -157,6 +173,15 @@ def _with_stacks(folder: ModelFolder, described: tuple[StackFiles, ...]) -> Mode
     return replace(folder, stacks=tuple(by_name.values()))
 
 
+def _with_samples(options: Options, contracts: tuple[CacheContract, ...]) -> Options:
+    """The options with the prompt that was given, wherever it stands, held against the contracts."""
+    if not options.prompt and options.inputs is None:
+        return options
+    from kvdoctor.given_samples import given_samples
+
+    return replace(options, prompt=given_samples(options.prompt, options.inputs, contracts).prompt)
+
+
 def _examine(
     case: Case, options: Options, verdicts: Verdicts, runtime: Runtime, scratch: Path | None
 ) -> tuple[Case, Examined]:
@@ -181,9 +206,12 @@ def _examine(
         stack=case.stack.name,
         folder=case.folder.root.absolute(),
         contract=case.contract,
-        experiments=tuple(e.name for e in load() if (e.name == frozen_past.NAME) == frozen),
+        experiments=tuple(e.name for e in load() if (e.name == frozen_past.NAME) == frozen and _is_asked(e, options)),
         seed=options.seed,
         provider=options.provider,
+        prompt=options.prompt,
+        inputs=Path(options.inputs).absolute() if options.inputs is not None else None,
+        seen=options.progress,
         keep_logits=scratch / f"{case.stack.name}.npz" if scratch else None,
     )
     examined = runtime.examine(job)
@@ -195,9 +223,22 @@ def _examine(
     for obstacle in examined.obstacles:
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", obstacle, essential=True))
     runs = tuple(_located(run, case) for run in examined.runs)
+    runs += tuple(_left_out(case.stack.name, e, options, runtime) for e in load() if not _is_asked(e, options))
     refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in examined.refusals)
     contract = with_observed(case.contract, runs)
-    return replace(case, contract=contract, runs=runs, refusals=refusals), examined
+    return replace(case, contract=contract, runs=runs, refusals=refusals, timings=examined.timings), examined
+
+
+def _is_asked(experiment: "Experiment", options: Options) -> bool:
+    """A thorough experiment is run where all are, or where a use that must work rests on it."""
+    use = USES.get(experiment.name)
+    return not experiment.thorough or options.thorough or (use is not None and use.required in options.required)
+
+
+def _left_out(stack: str, experiment: "Experiment", options: Options, runtime: Runtime) -> Run:
+    """An experiment that nobody asked for, as it stands in the list of runs."""
+    target = f"onnxruntime=={runtime.versions.get('onnxruntime', '?')}"
+    return Run(stack, experiment.name, target, options.provider, "all", "skipped", reason="only with --thorough")
 
 
 def _obstacles(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
@@ -264,6 +305,21 @@ def _undecided(case: Case) -> Iterator[NotChecked]:
         if case.stack and (unclear or (run is judged and run.outcome in UNDECIDED)):
             reason = UNDECIDED[run.outcome].format(reason=run.reason)
             yield NotChecked(case.stack.name, "KV301", f"logits parity of {run.experiment}: {reason}", run is judged)
+
+
+def _unproved(case: Case, findings: list[Finding]) -> Iterator[NotChecked]:
+    """Uses that must work, and that neither a run showed to work nor a finding denies."""
+    assert case.stack is not None  # noqa: S101 - asked only where there is a stack
+    for required in case.required:
+        runs = [run for run in case.runs if required in _needs(run)]
+        if any(run.outcome == "passed" for run in runs) or any(finding.use == required for finding in findings):
+            continue
+        reason = next((run.reason for run in runs if run.reason), "it was not run")
+        yield NotChecked(case.stack.name, "KV2-KV3", f"required use {required}: {reason}", essential=True)
+
+
+def _needs(run: Run) -> tuple[Required | None, ...]:
+    return (USES[run.experiment].required,) if run.experiment in USES else ()
 
 
 def _located(run: Run, case: Case) -> Run:

@@ -27,7 +27,18 @@ from kvdoctor.feeds import (
 )
 from kvdoctor.parity import compare, judge
 from kvdoctor.plain import to_plain
-from kvdoctor.sessions import Announce, OrtTensor, Refused, Sessions, StepFailed, runtime_version, to_runtime
+from kvdoctor.samples import Samples
+from kvdoctor.sessions import (
+    LEVELS,
+    Announce,
+    OrtTensor,
+    Refused,
+    Sessions,
+    StepFailed,
+    run_bound,
+    runtime_version,
+    to_runtime,
+)
 from kvdoctor.trace import Cause, Control, Difference, Outcome, Run, Seen, Step
 
 TIMING_REPEATS = 5
@@ -50,6 +61,7 @@ class Examination:
     seed: int
     announce: Announce
     keep_logits: bool = False
+    samples: Samples = field(default_factory=Samples)
     references: dict[bytes, Answer] = field(default_factory=dict)
     encoded: dict[Scenario, Encoded] = field(default_factory=dict)
     logits: dict[str, Array] = field(default_factory=dict)
@@ -91,11 +103,13 @@ class Examination:
 
     def run_session(self, call: Call, session: Any = None) -> Answer:
         """Run a call in the session of its phase, or in the one given."""
-        session = session or self.sessions.get(self.contract.graph(call.phase).file)
+        file = self.contract.graph(call.phase).file
+        session = session or (self.sessions.at(file, call.via) if call.via in LEVELS else self.sessions.get(file))
         names = [output.name for output in session.get_outputs() if output.type.startswith("tensor(")]
         feeds = {name: to_runtime(value) for name, value in call.feeds.items()}
         try:
-            values = session.run_with_ort_values(names, feeds)
+            run = run_bound if call.via == "io-binding" else session.__class__.run_with_ort_values
+            values = run(session, names, feeds)
         except Exception as error:  # the bindings raise many types, and all of them are a failed step
             raise StepFailed(self.sessions.clean(error)) from error
         outputs: dict[str, Value] = {name: OrtTensor(v) for name, v in zip(names, values, strict=True)}
@@ -114,16 +128,16 @@ class Examination:
         return self.encoded[key]
 
     def _encode(self, scenario: Scenario) -> Encoded:
-        made_up = Encoded(
-            synthetic_encoder_states(self.contract, scenario), synthetic_cross_caches(self.contract, scenario)
-        )
+        made_up = Encoded(self._states(scenario), synthetic_cross_caches(self.contract, scenario))
         if "encode" not in self.contract.phases:
             return made_up
         answer, error = None, ""
         for factor in ENCODER_FACTORS:
             longer = replace(scenario, encoder=scenario.encoder * factor)
             try:
-                answer = self.run_session(Call("encode", encoder_feeds(self.contract, longer), 0, longer.encoder))
+                made = encoder_feeds(self.contract, longer)
+                feeds = {name: self.samples.laid_over(name, array) for name, array in made.items()}
+                answer = self.run_session(Call("encode", feeds, 0, longer.encoder))
                 break
             except (StepFailed, Refused) as refusal:
                 error = error or str(refusal)
@@ -138,8 +152,29 @@ class Examination:
         kept = {name: answer.outputs[name].array() for name in made_up.outputs if name in answer.outputs}
         return Encoded(states if made_up.states is not None else None, kept)
 
+    def _states(self, scenario: Scenario) -> Array | None:
+        """Encoder states that no encoder file makes."""
+        made = synthetic_encoder_states(self.contract, scenario)
+        ports = (port for graph in self.contract.graphs.values() for port in graph.inputs)
+        port = next((port for port in ports if port.role == "encoder_states"), None)
+        return made if made is None or port is None else self.samples.laid_over(port.name, made)
+
+    def _given(self, scenario: Scenario) -> Scenario:
+        """The usual sizes are those of what the user gives; other sizes are asked for on purpose."""
+        usual, prompt, encoder = Scenario(), len(self.samples.prompt), None
+        for graph in self.contract.graphs.values():
+            for port in graph.inputs:
+                axis = next((axis for axis in ("encoder_input", "encoder") if axis in port.axes), None)
+                if axis is not None and port.role in ("encoder_input", "encoder_states"):
+                    encoder = encoder or self.samples.length(port.name, port.axes.index(axis))
+        return replace(
+            scenario,
+            prompt=prompt if prompt and scenario.prompt == usual.prompt else scenario.prompt,
+            encoder=encoder if encoder and scenario.encoder == usual.encoder else scenario.encoder,
+        )
+
     def _fitted(self, scenario: Scenario) -> Scenario:
-        contract = self.contract
+        contract, scenario = self.contract, self._given(scenario)
         scenario = replace(
             scenario,
             batch=contract.fixed_batch or scenario.batch,
@@ -148,10 +183,9 @@ class Examination:
         )
         if self.contract.new_tokens is not None:
             scenario = replace(scenario, prompt=min(scenario.prompt, self.contract.new_tokens))
-        limits = [n for n in (self.contract.context_limit, self.contract.capacity) if n is not None]
-        return replace(
-            scenario, steps=min(scenario.steps, *(limit - scenario.prompt for limit in limits), scenario.steps)
-        )
+        limit = self.contract.usable_length
+        steps = scenario.steps if limit is None else min(scenario.steps, limit - scenario.prompt)
+        return replace(scenario, steps=steps)
 
     def result(self, experiment: Experiment, outcome: Outcome, **more: Any) -> Run:
         """A run as it is sent: its steps have gone ahead of it."""
@@ -181,7 +215,8 @@ class _Performance:
         """Drive the generator to its end or to the first failure."""
         call = None
         try:
-            deal = Deal(self.exam.contract, self.scenario, self.exam.encode(self.scenario))
+            encoded = self.exam.encode(self.scenario)
+            deal = Deal(self.exam.contract, self.scenario, encoded, samples=self.exam.samples)
             calls = self.experiment.calls(deal)
             call = next(calls)
             while True:
@@ -331,7 +366,7 @@ class _Performance:
         """What the same call shows in other sessions: unoptimised, names in the text are candidates for a place."""
         file = self.exam.contract.graph(call.phase).file
         try:
-            self.exam.run_session(call, self.exam.sessions.unoptimised(file))
+            self.exam.run_session(call, self.exam.sessions.at(file, "off"))
         except StepFailed as error:
             names = tuple(re.findall(r"[Nn]ame:\s?'([^']*)'", str(error)))
             return {"node_names": names, **self._without_reuse(call, file)}

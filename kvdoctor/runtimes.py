@@ -5,6 +5,7 @@ A worker that dies is replaced, and the fresh one goes on with the experiments t
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,11 @@ MOST_DEATHS = 5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Experiments on one stack. `keep_logits` is a private scratch file for the logits of each experiment."""
+    """Experiments on one stack. `keep_logits` is a private scratch file for the logits of each experiment.
+
+    `prompt` are token ids to begin with, and `inputs` an .npz file of encoder inputs, in place of made-up ones.
+    `seen` is told of each experiment that begins: its name, which it is, counted from 1, and of how many.
+    """
 
     stack: str
     folder: Path
@@ -29,12 +34,31 @@ class Job:
     seed: int = 0
     provider: str = "CPUExecutionProvider"
     keep_logits: Path | None = None
+    prompt: tuple[int, ...] = ()
+    inputs: Path | None = None
+    seen: Callable[[str, int, int], None] | None = None
 
     def line(self, experiments: tuple[str, ...]) -> str:
         """The job as the worker reads it, for the experiments that are left."""
-        job = to_plain(self) | {"folder": str(self.folder), "experiments": experiments, "threads": thread_count()}
-        job["keep_logits"] = str(self.keep_logits) if self.keep_logits else None
+        job = {
+            "stack": self.stack,
+            "folder": str(self.folder),
+            "contract": to_plain(self.contract),
+            "experiments": experiments,
+            "seed": self.seed,
+            "provider": self.provider,
+            "threads": thread_count(),
+            "keep_logits": str(self.keep_logits) if self.keep_logits else None,
+            "prompt": self.prompt,
+            "inputs": str(self.inputs) if self.inputs else None,
+        }
         return json.dumps(job) + "\n"
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """Pass on that an experiment begins."""
+        if self.seen is not None and event["event"] == "start":
+            name = event["experiment"]
+            self.seen(name, self.experiments.index(name) + 1, len(self.experiments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +122,7 @@ class Runtime:
             current = _Current(left[0])
             try:
                 for event in self._worker.events():
+                    job.tell(event)
                     _take(event, examined, current)
                 break
             except WorkerDied as death:

@@ -83,11 +83,11 @@ class Sessions:
             self._open_highest(file)
         return self.opened[file, self.levels[file]]
 
-    def unoptimised(self, file: str) -> Any:
-        """Give a session whose nodes are those of the file."""
-        if (file, "off") not in self.opened:
-            self.opened[file, "off"] = self._open(file, "off")
-        return self.opened[file, "off"]
+    def at(self, file: str, level: str) -> Any:
+        """Give a session of a file at a level of optimisation; at `off` its nodes are those of the file."""
+        if (file, level) not in self.opened:
+            self.opened[file, level] = self._open(file, level)
+        return self.opened[file, level]
 
     def without_reuse(self, file: str) -> Any:
         """Give a session that plans no buffer for two values: declared shapes that lie do no harm there."""
@@ -136,6 +136,17 @@ def to_runtime(value: Value | Array) -> Any:
     if isinstance(value, OrtTensor):
         return value.ort_value
     return ort.OrtValue.ortvalue_from_numpy(np.asarray(as_array(value), order="C"))
+
+
+def run_bound(session: Any, names: list[str], feeds: dict[str, Any]) -> list[Any]:
+    """Run with bound inputs and outputs, the way that keeps a cache on its device."""
+    binding = session.io_binding()
+    for name, value in feeds.items():
+        binding.bind_ortvalue_input(name, value)
+    for name in names:
+        binding.bind_output(name)
+    session.run_with_iobinding(binding)
+    return list(binding.get_outputs())
 
 
 def runtime_version() -> str:

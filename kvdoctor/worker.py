@@ -4,7 +4,8 @@ It reads jobs from standard input, one JSON object a line, runs whole experiment
 JSON object a line. It announces every step before it runs it, so that its death has an address. Standard library,
 numpy and onnxruntime only, so that it starts in an environment that holds nothing else.
 
-Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits"}
+Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits",
+         "prompt": [token ids], "inputs": a file of arrays}
 Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, note,
 obstacle, crash, done.
 """
@@ -28,6 +29,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.examination import Examination
 from kvdoctor.experiments import load
 from kvdoctor.plain import from_plain, to_plain
+from kvdoctor.samples import Samples, read_arrays
 from kvdoctor.sessions import Announce, ProviderMissing, Sessions
 
 
@@ -35,7 +37,8 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
     """Carry out one job."""
     sessions = Sessions(Path(job["folder"]), job["provider"], job["threads"], announce)
     contract = from_plain(CacheContract, job["contract"])
-    exam = Examination(job["stack"], contract, sessions, job["seed"], announce, bool(job["keep_logits"]))
+    samples = Samples(tuple(job["prompt"]), read_arrays(Path(job["inputs"])) if job["inputs"] else {})
+    exam = Examination(job["stack"], contract, sessions, job["seed"], announce, bool(job["keep_logits"]), samples)
     for experiment in load():
         if experiment.name in job["experiments"]:
             announce("start", experiment=experiment.name)

@@ -11,16 +11,16 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "kvdoctor"
 
 ROOMS = (
-    *("errors", "plain", "contract", "trace", "parity", "feeds", "experiments"),
+    *("errors", "plain", "uses", "contract", "trace", "parity", "samples", "feeds", "experiments"),
     *("sessions", "examination", "worker", "child", "runtimes"),
     *("wire", "onnx_schema", "skeleton", "external_data", "graph", "cache_operators", "flow", "dataflow", "dialects"),
-    *("axes", "roles", "configs", "stacks", "lacks", "model_folder", "slots", "reading", "given"),
+    *("axes", "roles", "configs", "stacks", "lacks", "model_folder", "slots", "reading", "given", "given_samples"),
     *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "doctor"),
-    *("out_folder", "repairs", "re_exporting", "environment", "cli_options", "cli", "__main__"),
+    *("out_folder", "repairs", "re_exporting", "environment", "progress", "cli_options", "cli", "__main__"),
 )
 """From early to late: a room imports earlier ones only."""
 
-LIGHT = ("plain", "contract", "trace", "parity", "feeds", "experiments")
+LIGHT = ("plain", "contract", "trace", "parity", "samples", "feeds", "experiments")
 """What the worker loads in an environment with nothing but onnxruntime and numpy."""
 
 

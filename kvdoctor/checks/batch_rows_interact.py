@@ -47,4 +47,5 @@ def batch_rows_interact(case: Case) -> Iterator[Fault]:
         observed=f"row {run.failed_step}: logits {size}",
         cause="the neighbour in the batch changes a row's logits",
         advice=Advice("re-export", "export again; until then decode one sequence at a time"),
+        use="batch",
     )

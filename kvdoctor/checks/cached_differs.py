@@ -13,12 +13,15 @@ lengths without any cache; a difference within four times that noise is no fault
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvdoctor.case import UNDECIDED, Case, broken_promise, cause_in_use, leading_cause
 from kvdoctor.checks.caused import Words, caused
 from kvdoctor.checks.step_fails import SHORT_STATE, explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run
+
+HAVE_OWN_CHECKS = ("left-padding", "encoder-padding", "full-context")
 
 EXPORT_AGAIN = Advice("re-export", "export again with a current exporter, and test the result")
 IGNORED = Words(
@@ -44,9 +47,11 @@ def cached_differs(case: Case) -> Iterator[Fault]:
         yield _fault(case, run, "error", "decoding with the cache gives other logits than without")
     elif run.outcome == "failed":
         raise CannotCheck(f"logits parity of the {run.experiment}: step {run.failed_step} fails")
-    for other, use, severity in fails_only_so(case, "differs"):
-        if not _has_a_name(case, other):
-            yield _fault(case, other, severity, f"with {use}, decoding with the cache gives other logits than without")
+    for other, use in fails_only_so(case, "differs"):
+        if other.experiment in HAVE_OWN_CHECKS or _has_a_name(case, other):
+            continue
+        cause = f"with {use.words}, decoding with the cache gives other logits than without"
+        yield replace(_fault(case, other, use.severity, cause), use=use.required)
     plain = case.run("plain-loop")
     if case.consumer == "plain" and case.emptied and plain is not None and plain.outcome in ("failed", "died"):
         raise CannotCheck(f"logits parity of the plain loop: no step completed after {(plain.failed_step or 0) - 1}")
@@ -73,11 +78,10 @@ def non_finite(case: Case) -> Iterator[Fault]:
     if run is not None and (steps := _not_finite(run)):
         yield _fault(case, run, "error", f"logits are not finite at step {', '.join(map(str, steps))}")
         return
-    for other, use, severity in fails_only_so(case, "differs"):
+    for other, use in fails_only_so(case, "differs"):
         if steps := _not_finite(other):
-            yield _fault(
-                case, other, severity, f"with {use}, logits are not finite at step {', '.join(map(str, steps))}"
-            )
+            cause = f"with {use.words}, logits are not finite at step {', '.join(map(str, steps))}"
+            yield replace(_fault(case, other, use.severity, cause), use=use.required)
             return
 
 

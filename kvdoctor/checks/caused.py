@@ -39,15 +39,17 @@ def caused(case: Case, name: str, words: Words) -> Iterator[Fault]:
 
 
 def _in_other_uses(case: Case, name: str, words: Words) -> Iterator[Fault]:
-    uses = [(run, use, severity) for run, use, severity in fails_only_so(case, "differs")]
-    caused_so = [
-        (*entry, found[1]) for entry in uses if (found := cause_in_use(case, entry[0].experiment)) and found[0] == name
-    ]
-    caused_so.sort(key=lambda entry: entry[2] != "error")
-    if caused_so:
-        _, use, severity, why = caused_so[0]
-        shown = [f"{run.experiment}: logits differ at step {run.failed_step}" for run, _, _, _ in caused_so]
-        yield decided(case, why, replace(words, cause=f"with {use}: {words.cause}"), severity, *shown)
+    found = []
+    for run, use in fails_only_so(case, "differs"):
+        cause = cause_in_use(case, run.experiment)
+        if cause is not None and cause[0] == name:
+            found.append((run, use, cause[1]))
+    found.sort(key=lambda entry: entry[1].severity != "error")
+    if found:
+        _, use, why = found[0]
+        shown = [f"{run.experiment}: logits differ at step {run.failed_step}" for run, _, _ in found]
+        fault = decided(case, why, replace(words, cause=f"with {use.words}: {words.cause}"), use.severity, *shown)
+        yield replace(fault, use=use.required)
 
 
 def decided(case: Case, run: Run, words: Words, severity: Severity, *follows: str) -> Fault:

@@ -40,6 +40,7 @@ class Experiment:
 
     `applies` gives the reason why a contract does not allow it, or None. Runs of a `judged` experiment are what
     findings rest on, and are located when they fail; the others show what teams try and what becomes of it, with `why`.
+    A `thorough` one takes long or much memory, and is run only when it was asked for.
     One that is not `shown` serves another finding or figure, and people see it only when they ask for everything. Where
     `asks_why` names experiments, it looks for the cause of their differences, and is run only if one of them differs.
     """
@@ -51,6 +52,7 @@ class Experiment:
     applies: Callable[[CacheContract], str | None] = several_tokens
     judged: bool = True
     shown: bool = True
+    thorough: bool = False
     why: str = ""
     asks_why: tuple[str, ...] = ()
     order: int = 50

@@ -2,7 +2,7 @@
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Decision, Experiment
-from kvdoctor.experiments.rows import disturbed, probe, same_logits
+from kvdoctor.experiments.rows import disturbed, other_token, probe, same_logits
 from kvdoctor.experiments.why import can_be_looked_into
 from kvdoctor.experiments.workarounds import has_length
 from kvdoctor.feeds import Answer, Deal, Past, Scenario
@@ -20,10 +20,11 @@ def chunk(deal: Deal) -> Calls:
     answer = yield deal.prefill(start, expected[:, :start])
     past = deal.carry(None, answer, "held")
     while start < deal.scenario.total:
-        stop = min(start + CHUNK, deal.scenario.total)
-        answer = yield deal.decode(start, stop, past, expected[:, start:stop])
+        before, new = past, min(CHUNK, deal.scenario.total - start)
+        answer = yield deal.decode(start, start + new, past, expected[:, start : start + new])
         past = deal.carry(past, answer, "held")
-        start = stop
+        start += new
+    yield from deal.controls(start - new, start, before, expected)
 
 
 def why_chunk(deal: Deal) -> Decision:
@@ -60,11 +61,7 @@ def _blind_to_new(deal: Deal, past: Past, base: Answer) -> Decision:
     """Each new token must see the new ones before it."""
     start = deal.scenario.prompt
     for place in range(CHUNK - 1):
-        tokens = deal.tokens.copy()
-        tokens[:, start + place] += 1
-        answer = yield probe(
-            Deal(deal.contract, deal.scenario, deal.encoded, tokens).decode(start, start + CHUNK, past)
-        )
+        answer = yield probe(other_token(deal, start + place).decode(start, start + CHUNK, past))
         after = slice(place + 1, place + 2)
         if not answer.failed and same_logits(answer.logits[:, after], base.logits[:, after], deal.contract.exactness):
             return Cause(

@@ -33,8 +33,7 @@ def decode_loop(deal: Deal, loop: Loop) -> Calls:
         answer = yield deal.decode(position, position + 1, past, expected[:, position : position + 1])
         past = deal.carry(past, answer, loop)
     last = deal.scenario.total - 1
-    for spoilt, past_spoilt in deal.spoil(before_last):
-        yield deal.decode(last, last + 1, past_spoilt, expected[:, last:], kind="control", label=spoilt)
+    yield from deal.controls(last, last + 1, before_last, expected)
 
 
 def replayed(deal: Deal) -> Calls:
@@ -55,8 +54,7 @@ def replayed(deal: Deal) -> Calls:
             past = deal.carry(past, answer, "plain")
     assert before is not None  # noqa: S101 - a scenario has two steps or more
     last = deal.scenario.total - 1
-    for spoilt, past_spoilt in deal.spoil(before):
-        yield deal.decode(last, last + 1, past_spoilt, logits[last], kind="control", label=spoilt)
+    yield from deal.controls(last, last + 1, before, np.concatenate(logits, axis=1))
 
 
 def own_noise(deal: Deal, expected: Array) -> Calls:

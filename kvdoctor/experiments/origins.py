@@ -7,7 +7,7 @@ import numpy as np
 
 from kvdoctor.contract import Slot
 from kvdoctor.experiments import Decision
-from kvdoctor.experiments.rows import alike, growing, probe, returned, rows
+from kvdoctor.experiments.rows import alike, growing, other_token, probe, returned, rows
 from kvdoctor.feeds import Answer, Array, Call, Deal, Past, as_array
 from kvdoctor.trace import Cause
 
@@ -58,9 +58,7 @@ def _place(deal: Deal, start: int, slot: Slot, new: Array) -> "Generator[Call, A
 def _no_token(deal: Deal, start: int, slot: Slot, step: Answer) -> Decision:
     """An entry that is the same whatever the token holds nothing of it."""
     first = yield probe(deal.prefill(start))
-    tokens = deal.tokens.copy()
-    tokens[:, start] += 1
-    other = replace(deal, tokens=tokens)
+    other = other_token(deal, start)
     if first.failed or not slot.present:
         return None
     answer = yield probe(other.decode(start, start + 1, deal.carry(None, first, "held")))
@@ -127,9 +125,7 @@ def other_attention(deal: Deal, start: int, past: Past, slot: Slot) -> Decision:
         return cause
     right = yield probe(deal.prefill(2))
     both = yield _from_empty(deal, past, 2)
-    tokens = deal.tokens.copy()
-    tokens[:, 0] += 1
-    changed = yield _from_empty(replace(deal, tokens=tokens), past, 2)
+    changed = yield _from_empty(other_token(deal, 0), past, 2)
     if right.failed or both.failed or changed.failed:
         return None
     exactness, ours = deal.contract.exactness, new_entry(slot, both, 1)

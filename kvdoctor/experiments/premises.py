@@ -4,7 +4,7 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Decision, Experiment, several_tokens
-from kvdoctor.experiments.rows import probe, same_logits
+from kvdoctor.experiments.rows import other_token, probe, same_logits
 from kvdoctor.feeds import Array, Deal, Scenario
 from kvdoctor.trace import Cause
 
@@ -35,9 +35,7 @@ def looks_ahead(deal: Deal, expected: Array) -> Decision:
     """Whether another last token changes the logits of those before it, without a cache."""
     if deal.contract.last_logits_only:
         return None
-    tokens = deal.tokens.copy()
-    tokens[:, -1] += 1
-    other = yield probe(Deal(deal.contract, deal.scenario, deal.encoded, tokens).prefill(deal.scenario.total))
+    other = yield probe(other_token(deal, -1).prefill(deal.scenario.total))
     if other.failed or same_logits(other.logits[:, :-1], expected[:, :-1], deal.contract.exactness):
         return None
     return Cause("not-causal", "without a cache, another last token changes the logits of the tokens before it")

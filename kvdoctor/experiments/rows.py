@@ -67,6 +67,14 @@ def swapped(deal: Deal, past: Past, one: int, other: int) -> Past:
     return Past(changed, past.length)
 
 
+def other_token(deal: Deal, place: int, row: int | slice = slice(None)) -> Deal:
+    """The deal with another token at a place of the sequence, in one row or in all."""
+    tokens = deal.tokens.copy()
+    last = (deal.contract.vocabulary or 2**31) - 1
+    tokens[row, place] += np.where(tokens[row, place] < last, 1, -1)
+    return replace(deal, tokens=tokens)
+
+
 def returned(slot: Slot, answer: Answer, first: bool) -> Array:
     """What came back for a slot: after the first step by `filled_by`, later by `present`."""
     return answer.outputs[(slot.filled_by if first else slot.present) or ""].array()

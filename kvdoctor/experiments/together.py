@@ -7,7 +7,7 @@ import numpy as np
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Decision, Experiment
 from kvdoctor.experiments.loops import takes_any_batch
-from kvdoctor.experiments.rows import probe, same_logits
+from kvdoctor.experiments.rows import other_token, probe, same_logits
 from kvdoctor.feeds import Deal, Past, Scenario, as_array
 from kvdoctor.trace import Cause
 
@@ -22,7 +22,6 @@ def why_batch(deal: Deal) -> Decision:
     step = yield probe(deal.decode(start, start + 1, past))
     if step.failed:
         return None
-    tokens = deal.tokens.copy()
     for row in (0, 1):
         other = 1 - row
         for kind in dict.fromkeys(slot.kind for slot in deal.contract.slots if "batch" in slot.axes):
@@ -32,9 +31,7 @@ def why_batch(deal: Deal) -> Decision:
                     "batch-rows-interact",
                     f"in a step on a past of {start}, row {other}'s logits change with the {kind} cache of row {row}",
                 )
-        tokens = deal.tokens.copy()
-        tokens[row * deal.contract.codebooks, start] += 1
-        changed = yield probe(Deal(deal.contract, deal.scenario, deal.encoded, tokens).decode(start, start + 1, past))
+        changed = yield probe(other_token(deal, start, row * deal.contract.codebooks).decode(start, start + 1, past))
         if not changed.failed and not same_logits(changed.logits[[other]], step.logits[[other]], exactness):
             return Cause(
                 "batch-rows-interact",
