@@ -15,6 +15,9 @@ from kvdoctor.uses import Required
 
 Consumer = Literal["plain", "held"]
 
+CAUSE_OF = {"chunk": "why-chunk", "batch": "why-batch", "long-past": "why-long"}
+"""Experiments with other sizes than the judged loop, and what looks for the cause of their differences."""
+
 UNDECIDED = {
     "skipped": "{reason}",
     "died": "{reason}",
@@ -105,9 +108,18 @@ def leading_cause(case: Case) -> tuple[str, Run] | None:
     ahead, why, judged = case.run("later-token"), case.run("why"), case.judged
     if ahead is not None and ahead.cause is not None:
         return ahead.cause.name, ahead
-    if why is not None and why.cause is not None and judged is not None and judged.shows == "differs":
+    if judged is None or judged.shows != "differs":
+        return None
+    if why is not None and why.cause is not None:
         return why.cause.name, why
-    return None
+    fed_back = case.run("why-fed-back") if judged.experiment == "plain-loop" else None
+    return (fed_back.cause.name, fed_back) if fed_back is not None and fed_back.cause is not None else None
+
+
+def cause_in_use(case: Case, experiment: str) -> tuple[str, Run] | None:
+    """What explains that a run of other sizes differs, and the run that decided."""
+    why = case.run(CAUSE_OF.get(experiment, ""))
+    return (why.cause.name, why) if why is not None and why.cause is not None else None
 
 
 def broken_promise(case: Case, run: Run) -> str | None:

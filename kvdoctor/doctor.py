@@ -154,6 +154,8 @@ def step_test(
             )
             run_checks(replace(case, declared_faults=faults), "runs", options.selection, verdicts)
         verdicts.not_checked += _unproved(case, verdicts.findings[before:])
+        if options.selection == Selection():
+            verdicts.not_checked += _unnamed(case, verdicts.findings[before:])
     report = _report("step-test", folder, options, verdicts, stacks)
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
     if checkpoint is not None:
@@ -344,6 +346,16 @@ def _undecided(case: Case) -> Iterator[NotChecked]:
                 reason += f"; {rounding_words(run)}"
             open_end = run is judged and not run.by_rounding
             yield NotChecked(case.stack.name, "KV301", f"logits parity of {run.experiment}: {reason}", open_end)
+
+
+def _unnamed(case: Case, findings: list[Finding]) -> Iterator[NotChecked]:
+    """A loop that is wrong without a finding: that is a gap between the checks, and never health."""
+    run = case.judged
+    if run is not None and run.outcome in ("differs", "failed") and all(f.severity == "note" for f in findings):
+        reason = (
+            f"the {run.experiment} {run.outcome} at step {run.failed_step}, and no check names it; please report it"
+        )
+        yield NotChecked(case.stack.name if case.stack else None, "KV2-KV3", reason, essential=True)
 
 
 def _unproved(case: Case, findings: list[Finding]) -> Iterator[NotChecked]:

@@ -43,7 +43,7 @@ def test_every_use_is_an_experiment() -> None:
         ("mask-not-offset", "chunked-prefill", "mask-not-offset"),
         ("chunk-fails", "chunked-prefill", "chunk-fails"),
         ("batch-rows-interact", "batch", "batch-rows-interact"),
-        ("cached-differs-batch", "batch", "cached-differs"),
+        ("batch-rows-interact-steps", "batch", "batch-rows-interact"),
         ("batch-axis-frozen", "batch", "batch-axis-frozen"),
         ("context-limit-fails", "full-context", "context-limit-fails"),
     ],

@@ -2,7 +2,7 @@
 
 What it means: decoding with the cache runs, but gives other logits than the whole sequence in one call without a
 cache, beyond what rounding explains, for a cause that no other check names (KV301). Where dropping the past changes
-nothing at all, the graph ignores its cache (KV302).
+nothing at all, the graph ignores its cache, or one of its layers does (KV302).
 
 Reproduce: `kvdoctor step-test MODEL -v`: the difference of each step stands in the table of steps, as a fraction of
 the spread of the logits.
@@ -19,11 +19,13 @@ from kvdoctor.case import (
     UNDECIDED,
     Case,
     broken_promise,
+    cause_in_use,
     growth_words,
     leading_cause,
     off_by,
     rounding_words,
 )
+from kvdoctor.checks.caused import Words, caused
 from kvdoctor.checks.step_fails import SHORT_STATE, explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run
@@ -34,6 +36,11 @@ LESS_ROUNDING = Advice(
     "re-export", "keep more bits where the logits need them (float32 for the last layers), or accept the loss"
 )
 EXPORT_AGAIN = Advice("re-export", "export again with a current exporter, and test the result")
+IGNORED = Words(
+    cause="the cached step, or a layer of it, gives what it would give without any past",
+    promised="logits that depend on the past",
+    advice=EXPORT_AGAIN.text,
+)
 
 
 @check("KV301", "cached-differs", "runs")
@@ -53,7 +60,7 @@ def cached_differs(case: Case) -> Iterator[Fault]:
     elif run.outcome == "failed":
         raise CannotCheck(f"logits parity of the {run.experiment}: step {run.failed_step} fails")
     for other, use in fails_only_so(case, "differs"):
-        if other.experiment in HAVE_OWN_CHECKS or _is_explained_chunk(case, other):
+        if other.experiment in HAVE_OWN_CHECKS or _has_a_name(case, other):
             continue
         cause = f"with {use.words}, decoding with the cache gives other logits than without"
         yield replace(_fault(case, other, use.severity, cause), use=use.required)
@@ -62,20 +69,18 @@ def cached_differs(case: Case) -> Iterator[Fault]:
         raise CannotCheck(f"logits parity of the plain loop: no step completed after {(plain.failed_step or 0) - 1}")
 
 
-def _is_explained_chunk(case: Case, run: Run) -> bool:
-    why = case.run("why-chunk")
-    return run.experiment == "chunk" and why is not None and why.cause is not None
-
-
 @check("KV302", "past-ignored", "runs")
 def past_ignored(case: Case) -> Iterator[Fault]:
     """Wrong logits, and zeroing the self-attention cache changes nothing."""
     run = case.judged
     leading = leading_cause(case)
     decided = leading is not None and leading[0] == "past-ignored"
-    if run is None or not (decided or _ignores_past(run)) or explained_elsewhere(case, "past-ignored"):
+    if run is None or explained_elsewhere(case, "past-ignored"):
         return
-    yield _fault(case, run, "error", "the cached step gives what it would give without any past")
+    if decided or _ignores_past(run):
+        yield _fault(case, run, "error", IGNORED.cause)
+    else:
+        yield from caused(case, "past-ignored", IGNORED)
 
 
 @check("KV304", "non-finite", "runs")
@@ -84,6 +89,22 @@ def non_finite(case: Case) -> Iterator[Fault]:
     run = case.judged
     if run is not None and (steps := _not_finite(run)):
         yield _fault(case, run, "error", f"logits are not finite at step {', '.join(map(str, steps))}")
+        return
+    for other, use in fails_only_so(case, "differs"):
+        if steps := _not_finite(other):
+            cause = f"with {use.words}, logits are not finite at step {', '.join(map(str, steps))}"
+            yield replace(_fault(case, other, use.severity, cause), use=use.required)
+            return
+
+
+def _has_a_name(case: Case, other: Run) -> bool:
+    """Whether another check names what a run of other sizes suffers from."""
+    cause, rows = cause_in_use(case, other.experiment), case.run("batch-rows")
+    if cause is not None and cause[0] != "cached-differs":
+        return True
+    # Rows that interact without a cache do so with one.
+    mixed = other.experiment == "batch" and rows is not None and rows.outcome == "differs"
+    return mixed or bool(_not_finite(other))
 
 
 def _not_finite(run: Run) -> list[int]:

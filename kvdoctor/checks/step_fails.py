@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.case import Case, broken_promise, leading_cause
-from kvdoctor.checks.growth import has_wrong_lengths
+from kvdoctor.checks.lengths import has_wrong_lengths
 from kvdoctor.checks.session_refused import fails_where_opened
 from kvdoctor.contract import describe
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check

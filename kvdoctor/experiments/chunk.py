@@ -2,10 +2,10 @@
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Decision, Experiment
-from kvdoctor.experiments.rows import disturbed, same_logits
-from kvdoctor.experiments.why import can_be_looked_into, probe
+from kvdoctor.experiments.rows import disturbed, other_token, probe, same_logits
+from kvdoctor.experiments.why import can_be_looked_into
 from kvdoctor.experiments.workarounds import has_length
-from kvdoctor.feeds import Deal, Scenario
+from kvdoctor.feeds import Answer, Deal, Past, Scenario
 from kvdoctor.trace import Cause
 
 CHUNK = 3
@@ -55,6 +55,20 @@ def why_chunk(deal: Deal) -> Decision:
             return Cause(
                 "mask-not-offset",
                 f"of {CHUNK} new tokens on a past of {start}, the first one does not see entry {place} of the past",
+            )
+    return (yield from _blind_to_new(deal, past, base))
+
+
+def _blind_to_new(deal: Deal, past: Past, base: Answer) -> Decision:
+    """Each new token must see the new ones before it."""
+    start = deal.scenario.prompt
+    for place in range(CHUNK - 1):
+        answer = yield probe(other_token(deal, start + place).decode(start, start + CHUNK, past))
+        after = slice(place + 1, place + 2)
+        if not answer.failed and same_logits(answer.logits[:, after], base.logits[:, after], deal.contract.exactness):
+            return Cause(
+                "mask-not-offset",
+                f"of {CHUNK} new tokens on a past of {start}, number {place + 1} does not see the one before it",
             )
     return None
 

@@ -8,8 +8,7 @@ import numpy as np
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.experiments import Calls, Experiment
 from kvdoctor.experiments.loops import has_exact_rows, takes_encoder_states
-from kvdoctor.experiments.rows import same_logits
-from kvdoctor.experiments.why import probe
+from kvdoctor.experiments.rows import probe, same_logits
 from kvdoctor.feeds import Answer, Array, Call, Deal, Encoded, Scenario
 
 PADDING = (2, 0)
