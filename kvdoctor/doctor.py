@@ -6,9 +6,11 @@ ModelFolder -> GraphView -> CacheContract -> Experiment -> Trace -> checks -> Re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvdoctor.case import UNDECIDED, Case, Consumer
+from kvdoctor.checks.step_fails import OTHER_USES
 from kvdoctor.child import Limits
 from kvdoctor.contract import CacheContract
 from kvdoctor.facts import environment, file_facts, stack_facts
@@ -69,6 +71,14 @@ class Options:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Where the worker leaves what is too large for the pipe: a file for logits, if wanted, and a folder for calls."""
+
+    logits: Path | None
+    calls: Path
+
+
 def inspect(path: str, options: Options | None = None) -> Report:
     """Read a model without its weights and without a runtime.
 
@@ -112,23 +122,27 @@ def step_test(
     described = given_stacks(options.contract, folder) if options.contract is not None else ()
     folder = _with_stacks(folder, tuple(stack for stack, _ in described))
     _check_files(folder, options, verdicts)
-    stacks, runs, measured = [], [], {}
+    stacks: list[StackFacts] = []
+    runs, measured = list[Run](), {}
     given = {stack.name: contract for stack, contract in described}
     for stack in folder.stacks:
         contract = given.get(stack.name) or read_contract(stack, folder.side_cars)
         case = Case(folder, options.consumer, stack=stack, contract=contract)
-        case, examined = _examine(case, options, verdicts, runtime, scratch)
+        with TemporaryDirectory(prefix="kvdoctor-") as calls:
+            left = Left(scratch / f"{stack.name}.npz" if scratch else None, Path(calls))
+            case, examined = _examine(case, options, verdicts, runtime, left)
+            stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
+            measured[stack.name] = _measured(examined)
+            before = len(verdicts.findings)
+            run_checks(case, "contract", options.selection, verdicts)
+            verdicts.not_checked += _undecided(case)
+            if case.runs:
+                faults = tuple(
+                    f.name for f in verdicts.findings[before:] if f.severity == "error" and f.name != HAS_OWN_RUN
+                )
+                case = _placed(replace(case, declared_faults=faults), options, runtime, left.calls)
+                run_checks(case, "runs", options.selection, verdicts)
         runs += list(case.runs)
-        stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
-        measured[stack.name] = _measured(examined)
-        before = len(verdicts.findings)
-        run_checks(case, "contract", options.selection, verdicts)
-        verdicts.not_checked += _undecided(case)
-        if case.runs:
-            faults = tuple(
-                f.name for f in verdicts.findings[before:] if f.severity == "error" and f.name != HAS_OWN_RUN
-            )
-            run_checks(replace(case, declared_faults=faults), "runs", options.selection, verdicts)
     report = _report("step-test", folder, options, verdicts, stacks)
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
     return replace(report, runs=tuple(runs), measured=measured, environment=environment)
@@ -157,9 +171,7 @@ def _with_stacks(folder: ModelFolder, described: tuple[StackFiles, ...]) -> Mode
     return replace(folder, stacks=tuple(by_name.values()))
 
 
-def _examine(
-    case: Case, options: Options, verdicts: Verdicts, runtime: Runtime, scratch: Path | None
-) -> tuple[Case, Examined]:
+def _examine(case: Case, options: Options, verdicts: Verdicts, runtime: Runtime, left: Left) -> tuple[Case, Examined]:
     """Put all experiments to one stack, if it can be driven."""
     assert case.stack is not None  # noqa: S101 - made with both by step_test
     assert case.contract is not None  # noqa: S101
@@ -184,7 +196,8 @@ def _examine(
         experiments=tuple(e.name for e in load() if (e.name == frozen_past.NAME) == frozen),
         seed=options.seed,
         provider=options.provider,
-        keep_logits=scratch / f"{case.stack.name}.npz" if scratch else None,
+        keep_logits=left.logits,
+        keep_calls=left.calls,
     )
     examined = runtime.examine(job)
     for crash in dict.fromkeys(crash.strip().splitlines()[-1] for crash in examined.crashes):
@@ -198,6 +211,20 @@ def _examine(
     refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in examined.refusals)
     contract = with_observed(case.contract, runs)
     return replace(case, contract=contract, runs=runs, refusals=refusals), examined
+
+
+def _placed(case: Case, options: Options, runtime: Runtime, calls: Path) -> Case:
+    """The case with the places of what its findings rest on: the judged loop, else other sizes that alone go wrong."""
+    judged, bad = case.judged, [run for run in case.runs if run.outcome in ("failed", "differs")]
+    if judged is None or case.declared_faults or case.contract is None or case.stack is None:
+        return case
+    meant = [judged] if judged in bad else [run for run in bad if run.experiment in OTHER_USES]
+    if not meant:
+        return case
+    from kvdoctor.place.search import Scene, with_place
+
+    scene = Scene(case.stack, case.contract, runtime, options.provider, calls)
+    return replace(case, runs=tuple(with_place(run, scene) if run in meant else run for run in case.runs))
 
 
 def _obstacles(stack: StackFiles, contract: CacheContract) -> Iterator[str]:

@@ -35,7 +35,8 @@ class Advice:
 class Fault:
     """What a check found, before the frame adds the check's own code and name.
 
-    `follows` are the consequences, which are not reported as faults of their own.
+    `follows` are the consequences, which are not reported as faults of their own; `because` says what the place of the
+    fault showed.
     """
 
     severity: Severity
@@ -48,6 +49,7 @@ class Fault:
     follows: tuple[str, ...] = ()
     file: str | None = None
     confidence: Confidence = "confirmed"
+    because: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Finding:
     follows: tuple[str, ...]
     repair: Advice
     fingerprint: str = ""
+    because: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,5 +209,6 @@ def _finding(one: Check, fault: Fault, stack: str | None) -> Finding:
         cause=fault.cause,
         follows=fault.follows,
         repair=fault.advice,
+        because=fault.because,
         fingerprint=hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()[:16],
     )

@@ -20,7 +20,11 @@ MOST_DEATHS = 5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Experiments on one stack. `keep_logits` is a private scratch file for the logits of each experiment."""
+    """Experiments on one stack.
+
+    `keep_logits` is a private scratch file for the logits of each experiment, `keep_calls` a private folder for the
+    feeds of the first call of each judged one that fails or differs.
+    """
 
     stack: str
     folder: Path
@@ -29,11 +33,13 @@ class Job:
     seed: int = 0
     provider: str = "CPUExecutionProvider"
     keep_logits: Path | None = None
+    keep_calls: Path | None = None
 
     def line(self, experiments: tuple[str, ...]) -> str:
         """The job as the worker reads it, for the experiments that are left."""
         job = to_plain(self) | {"folder": str(self.folder), "experiments": experiments, "threads": thread_count()}
         job["keep_logits"] = str(self.keep_logits) if self.keep_logits else None
+        job["keep_calls"] = str(self.keep_calls) if self.keep_calls else None
         return json.dumps(job) + "\n"
 
 
@@ -111,6 +117,22 @@ class Runtime:
                 break
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)
         return examined
+
+    def trial(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a trial: one call on a changed graph.
+
+        Raises:
+            WorkerDied: the worker did not live through it; a fresh one is there for what comes next.
+        """
+        self._worker.send(json.dumps({**job, "threads": thread_count()}) + "\n")
+        try:
+            answers = [event for event in self._worker.events() if event["event"] in ("tried", "crash")]
+        except WorkerDied:
+            self._restart(Examined())
+            raise
+        return (
+            answers[-1] if answers and answers[-1]["event"] == "tried" else {"error": "the trial crashed", "names": []}
+        )
 
     def _restart(self, examined: Examined) -> None:
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)

@@ -68,6 +68,30 @@ class Node:
     op: str
 
 
+Blame = Literal["feed", "graph", "optimisation", "buffer-reuse", "kernel", "precision"]
+"""Whom a fault is laid to: the sizes or values fed, the graph itself, an optimisation of the runtime, its reuse of
+buffers, the provider's kernel, or rounding that adds up without a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a graph a judged run fails, or first parts from the run without a cache.
+
+    `scope` is the path of branches and functions that the node stands in, `layer` counts from 0. `shapes` are the
+    tensors that came in, by the names of the graph; `provenance` says of each axis or value concerned where it came
+    from, in words; `frozen_by` is the constant that holds it where one does. `words` give the reason for the blame.
+    """
+
+    node: Node | None
+    scope: str
+    layer: int | None
+    shapes: dict[str, Seen]
+    provenance: tuple[str, ...]
+    frozen_by: str | None
+    blame: Blame
+    words: str
+
+
 @dataclass(frozen=True, slots=True)
 class Cause:
     """The hypothesis that an experiment decided for: the name of its check, and what no other hypothesis predicts."""
@@ -81,6 +105,7 @@ class Run:
     """One experiment on one stack, as it went. `died_by` names the signal or limit that ended the process.
 
     `passes_with` says what makes the failed call pass: the runtime's optimisations off, or its reuse of buffers.
+    `place` is looked for where the run is what a finding rests on; `no_place` is the reason why none was found.
     """
 
     stack: str
@@ -98,4 +123,6 @@ class Run:
     controls: tuple[Control, ...] = ()
     died_by: str | None = None
     cause: Cause | None = None
+    place: Place | None = None
+    no_place: str | None = None
     node_names: tuple[str, ...] = ()

@@ -26,6 +26,8 @@ def evidence(finding: Finding) -> Iterator[tuple[str, str]]:
     yield "where", where
     yield "promised", finding.promised
     yield "observed", finding.observed
+    for reason in finding.because:
+        yield "because", reason
     for consequence in finding.follows:
         yield "so", consequence
     if finding.confidence == "suspected":
