@@ -341,7 +341,7 @@ class _Performance:
             return
         self.kept = True
         save_call(folder / f"{self.experiment.name}.npz", call.feeds)
-        stop = sum(step.new_tokens for step in self.steps) + call.new
+        stop = call.new + (call.past if call.phase == "decode" else 0)
         if reference and self.deal is not None and stop <= self.deal.scenario.total:
             save_call(folder / f"{self.experiment.name}-reference.npz", self.deal.reference(stop).feeds)
 

@@ -22,8 +22,11 @@ FEW = 64
 SHOWN = 4
 """Numbers shown of a difference between integers."""
 
+MASKING = 1e3
+"""Numbers of this size are those of a mask."""
+
 Take = Sequence[Sequence[int] | None]
-"""For each axis None, or [parts, count]: of each of so many equal parts the last `count` entries."""
+"""For each axis None, or [parts, start, count]: of each of so many equal parts the entries from `start` on."""
 
 
 def trial(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,9 +86,9 @@ def _compare(job: Mapping[str, Any]) -> dict[str, Any]:
     left = _run(job, job["left"], inject)
     pairs = []
     for one, other, take in job["pairs"]:
-        expected = _taken(right[other].array(), take)
-        actual = left[one].array()
-        pairs.append(_difference(actual, expected) if actual.shape == expected.shape else None)
+        expected, actual = _taken(right[other].array(), take), left[one].array()
+        same = actual.shape == expected.shape
+        pairs.append({"dtype": left[one].dtype, **_difference(actual, expected)} if same else None)
     return {"pairs": pairs}
 
 
@@ -93,25 +96,34 @@ def _taken(array: Array, take: Take) -> Array:
     """The rows of an array that a shorter call must have as well."""
     for axis, rule in enumerate(take):
         if rule is not None:
-            parts, count = rule
+            parts, start, count = rule
             split = array.reshape(*array.shape[:axis], parts, -1, *array.shape[axis + 1 :])
-            last = np.take(split, range(split.shape[axis + 1] - count, split.shape[axis + 1]), axis=axis + 1)
-            array = last.reshape(*array.shape[:axis], parts * count, *array.shape[axis + 1 :])
+            some = np.take(split, range(start, start + count), axis=axis + 1)
+            array = some.reshape(*array.shape[:axis], parts * count, *array.shape[axis + 1 :])
     return np.ascontiguousarray(array)
 
 
 def _difference(actual: Array, expected: Array) -> dict[str, Any]:
-    """The largest difference as a fraction of the spread of what is expected; -1 where one side alone is not finite."""
+    """The largest difference as a fraction of the spread of what is expected; -1 where one side alone is not finite.
+
+    What a mask adds is far larger than what it hides: numbers from `MASKING` on are held against themselves.
+    """
     got, want = actual.astype(np.float64), expected.astype(np.float64)
     both = np.isfinite(got) & np.isfinite(want)
     alike = both | (got == want) | (np.isnan(got) & np.isnan(want))
-    apart = np.abs(got[both] - want[both])
-    scale = (
-        max(float(np.std(want[both])), 1e-3 * float(np.abs(want[both]).max(initial=0.0)), 1e-12) if both.any() else 1.0
-    )
-    relative = float(apart.max(initial=0.0)) / scale if alike.all() else -1.0
+    size = np.abs(want)
+    plain = both & (size < MASKING)
+    scale = np.where(plain, _spread(want[plain]), np.maximum(size, 1.0))
+    apart = np.abs(got[both] - want[both]) / scale[both]
+    relative = float(apart.max(initial=0.0)) if alike.all() else -1.0
     facts: dict[str, Any] = {"relative": float(f"{relative:.3g}")}
     if actual.dtype.kind in "iub" and relative != 0:
         facts["got"] = [int(number) for number in actual.ravel()[:SHOWN]]
         facts["wanted"] = [int(number) for number in expected.ravel()[:SHOWN]]
     return facts
+
+
+def _spread(values: Array) -> float:
+    if not values.size:
+        return 1.0
+    return max(float(np.std(values)), 1e-3 * float(np.abs(values).max()), 1e-12)

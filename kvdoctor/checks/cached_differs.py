@@ -15,6 +15,7 @@ lengths without any cache; a difference within four times that noise is no fault
 from collections.abc import Iterator
 
 from kvdoctor.case import UNDECIDED, Case, broken_promise, leading_cause
+from kvdoctor.checks.placed import because
 from kvdoctor.checks.step_fails import SHORT_STATE, explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run
@@ -111,4 +112,5 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
         observed=f"{place}: logits {seen}{_looked_into(case, run)}",
         cause=cause + (f": {promise}" if promise else ""),
         advice=SHORT_STATE if promise else EXPORT_AGAIN,
+        because=because(run),
     )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvdoctor.case import Case, leading_cause
+from kvdoctor.checks.placed import because, placed
 from kvdoctor.checks.step_fails import explained_elsewhere
 from kvdoctor.findings import Advice, Fault, Severity
 from kvdoctor.trace import Run
@@ -46,6 +47,7 @@ def decided(case: Case, run: Run, words: Words, severity: Severity, *follows: st
         cause=words.cause,
         advice=Advice("re-export", words.advice),
         follows=follows,
+        because=because(placed(case)),
     )
 
 

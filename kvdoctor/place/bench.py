@@ -124,6 +124,17 @@ class Bench:
         found: list[Any] = self._trial(job)["pairs"]
         return found
 
+    def sizes(self, flat: Flat, source: Path, values: Iterable[str], feeds: Path) -> dict[str, tuple[int, ...]]:
+        """The shapes of values, without holding the values.
+
+        Raises:
+            TrialFailed: the runtime failed.
+            NoPlace: the worker died, or time is up.
+        """
+        wanted = [value for value in dict.fromkeys(values) if is_tensor(flat, value)]
+        told = self.run(self.variant(flat, source, shapes=wanted), feeds)
+        return {value: tuple(facts["values"]) for value, facts in told.items()}
+
     def known(self, flat: Flat, source: Path, values: Iterable[str], feeds: Path, whole: Iterable[str] = ()) -> Known:
         """Sizes of values, and types and numbers of those that are short or wanted `whole`.
 
@@ -133,10 +144,7 @@ class Bench:
             TrialFailed: the runtime failed.
             NoPlace: the worker died, or time is up.
         """
-        wanted, known = [value for value in dict.fromkeys(values) if is_tensor(flat, value)], Known()
-        sizes = self.run(self.variant(flat, source, shapes=wanted), feeds)
-        for value, told in sizes.items():
-            known.shapes[value] = tuple(told["values"])
+        known = Known(self.sizes(flat, source, values, feeds))
         short = {value for value, shape in known.shapes.items() if len(shape) < 2 and prod(shape) <= SHORT}
         short |= {value for value in whole if value in known.shapes}
         for value, told in self.run(self.variant(flat, source, values=sorted(short)), feeds).items():

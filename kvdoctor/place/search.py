@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.place.bench import SECONDS, Bench, NoPlace, TrialFailed
+from kvdoctor.place.differing import Differing, Phase
 from kvdoctor.place.failing import Failing
 from kvdoctor.place.sizes import Sizes
 from kvdoctor.runtimes import Runtime
@@ -42,11 +43,13 @@ def with_place(run: Run, scene: Scene) -> Run:
 
 def _found(run: Run, scene: Scene, bench: Bench) -> Place:
     feeds = scene.calls / f"{run.experiment}.npz"
+    if run.outcome == "differs" and not feeds.is_file():
+        raise NoPlace("the logits come in another shape, so that values cannot be held against one another")
     if not feeds.is_file():
         raise NoPlace("the feeds of the call were not kept")
     if run.outcome == "failed":
         return _failed(run, scene, bench, feeds)
-    raise NoPlace("not looked for yet")
+    return _differs(run, scene, bench, feeds)
 
 
 def _failed(run: Run, scene: Scene, bench: Bench, feeds: Path) -> Place:
@@ -65,6 +68,29 @@ def _failed(run: Run, scene: Scene, bench: Bench, feeds: Path) -> Place:
     if scene.provider != "CPUExecutionProvider" and _runs(bench, file, feeds, run.level, "CPUExecutionProvider"):
         return replace(place, blame="kernel", words=f"the same call passes on the CPU, not on {scene.provider}")
     return place
+
+
+def _differs(run: Run, scene: Scene, bench: Bench, feeds: Path) -> Place:
+    reference = scene.calls / f"{run.experiment}-reference.npz"
+    index = next((i for i, step in enumerate(run.steps) if step.step == run.failed_step), None)
+    if index is None or not reference.is_file():
+        raise NoPlace("there is no run without a cache that ends with the same token")
+    step = run.steps[index]
+    left, right = (
+        Phase(name, file_of(scene, name), branches_taken(scene, name))
+        for name in (("decode" if step.phase == "decode" else "prefill"), "prefill")
+    )
+    return Differing(
+        bench=bench,
+        contract=scene.contract,
+        step=step,
+        before=run.steps[index - 1] if index else None,
+        total=step.new_tokens + (step.past_length if step.phase == "decode" else 0),
+        left=left,
+        right=right,
+        feeds=(feeds, reference),
+        provider=scene.provider,
+    ).place()
 
 
 def _elsewhere(blame: str, words: str) -> Place:

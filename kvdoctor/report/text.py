@@ -171,6 +171,8 @@ class _Page:
         self.table(*wording.steps_table(run, stack.contract))
         if run.error:
             self.pairs([("runtime", shortened(run.error, 1200 if self.verbosity > 0 else 320))])
+        if self.verbosity > 0:
+            self.pairs(wording.place_rows(run))
 
     def cost(self, stack: StackFacts, report: Report) -> None:
         measured = report.measured.get(stack.name, {}).get("step_seconds", {})
