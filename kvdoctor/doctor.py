@@ -216,7 +216,7 @@ def _examine(case: Case, options: Options, verdicts: Verdicts, runtime: Runtime,
 def _placed(case: Case, options: Options, runtime: Runtime, calls: Path) -> Case:
     """The case with the places of what its findings rest on: the judged loop, else other sizes that alone go wrong."""
     judged, bad = case.judged, [run for run in case.runs if run.outcome in ("failed", "differs")]
-    if judged is None or case.declared_faults or case.contract is None or case.stack is None:
+    if judged is None or case.contract is None or case.stack is None:
         return case
     meant = [judged] if judged in bad else [run for run in bad if run.experiment in OTHER_USES]
     if not meant:

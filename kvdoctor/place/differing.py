@@ -11,7 +11,7 @@ from kvdoctor.place.failing import written_out
 from kvdoctor.place.flat import Flat
 from kvdoctor.place.pairs import Graph
 from kvdoctor.place.parting import Parted, Parting, Sides, Take
-from kvdoctor.place.words import layer_of, node_of, scope_of
+from kvdoctor.place.words import layer_in, layers, node_of, scope_of
 from kvdoctor.trace import Blame, Place, Seen, Step
 
 CONTENT = ("token_ids", "token_and_position", "embeddings", "encoder_states", "past")
@@ -55,7 +55,7 @@ class Differing:
             return self._outside(parting.pairs[sides.logits[0]][1])
         if parted.node is None:
             return self._cache(parting)
-        return self._described(sides.left.flat, parted)
+        return self._described(sides.left.flat, parted, self._exchanged(parting, parted))
 
     def _sides(self) -> Sides:
         flat = written_out(self.bench, self.left.file, self.left.taken)
@@ -126,13 +126,24 @@ class Differing:
                 found[slot.past] = (value, rules)
         return found
 
-    def _described(self, flat: Flat, parted: Parted) -> Place:
+    def _exchanged(self, parting: Parting, parted: Parted) -> tuple[str, str] | None:
+        """Where a past goes into the node: that past, and the one that holds the entries which belong there."""
+        caches = parting.sides.caches
+        past = next((name for name in (parted.node.reads if parted.node else ()) if name in caches), None)
+        if past is None:
+            return None
+        holders = parting.holders(parted.value, caches[past][1])
+        return None if past in holders or not holders else (past, holders[0])
+
+    def _described(self, flat: Flat, parted: Parted, exchanged: tuple[str, str] | None) -> Place:
         node = parted.node
         assert node is not None  # noqa: S101 - asked only where there is one
         off = "not finite alike" if parted.relative < 0 else f"off by {parted.relative:g} of its spread"
         root = flat.label(parted.root) if parted.root is not None else None
         blame: Blame = "graph" if parted.sudden or root is not None else "precision"
-        if root is not None and parted.numbers is not None:
+        if exchanged is not None:
+            words = f"{exchanged[0]} does not hold the entries that belong here, {exchanged[1]} does"
+        elif root is not None and parted.numbers is not None:
             got, wanted = parted.numbers
             words = f"{root} is {got} where the run without a cache has {wanted}: put right, the logits are right"
         elif root is not None:
@@ -143,15 +154,16 @@ class Differing:
         else:
             words = f"no node stands out: differences grow from node to node, here {off}"
         words = words.replace("with put right", "put right")
-        lines = [f"{' and '.join(map(flat.label, parted.equal))}, which goes in, is the same in both runs"]
-        if not parted.equal:
-            lines = ["what goes in has no partner in the run without a cache"]
+        lines = []
+        same = [flat.label(name) for name in parted.equal if exchanged is None or name != exchanged[0]]
+        if same:
+            lines = [f"{' and '.join(same)} {'go' if len(same) > 1 else 'goes'} in, the same as in the other run"]
         lines.append(f"{parted.compared} of {parted.values} values have a partner in the run without a cache")
         seen = {flat.label(name): self._fed(flat, name) for name in node.proto.input if name}
         return Place(
             node=node_of(node),
             scope=scope_of(node),
-            layer=layer_of(node.origin.name, *node.origin.output, *map(flat.label, node.reads)),
+            layer=layer_in(flat, node, layers(self.contract)),
             shapes={name: one for name, one in seen.items() if one is not None},
             provenance=tuple(lines),
             frozen_by=None,
@@ -165,8 +177,9 @@ class Differing:
     def _cache(self, parting: Parting) -> Place:
         """The cache that was fed is wrong already: which slots, and whether they hold what belongs to others."""
         wrong = parting.differing_caches()
-        swaps = parting.swapped(wrong)
-        lines = [f"{name} holds the entries that belong into {other}" for name, other in swaps.items()]
+        caches = parting.sides.caches
+        holders = [(name, parting.holders(name, caches[name][1])) for name in wrong[:2]]
+        lines = [f"the entries that belong into {name} are in {found[0]}" for name, found in holders if found]
         returned = f", as step {self.before.step} returned it" if self.before else ""
         slot = next((slot for slot in self.contract.slots if slot.past == wrong[0]), None)
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""

@@ -255,7 +255,7 @@ class _Writer:
             elif outer:
                 results[name] = names[outer]
         call = {a.name: a for a in function.attribute_proto} | {a.name: a for a in _attributes(proto, around.call)}
-        scope = f'{around.scope}function {function.name} called by "{proto.name}", '
+        scope = f'{around.scope}function {function.name} called by "{proto.name or proto.output[0]}", '
         within = _Around(scope, call, results)
         self.calling.append((_domain(proto.domain), proto.op_type))
         self.nodes(function.node, inner, within)

@@ -289,6 +289,19 @@ def _sized(o: "Origins", back: "_Back") -> list[Source]:
     return o._number(back.node.proto.input[0], back.axis, back.seen)
 
 
+def _einsum(o: "Origins", back: "_Back") -> list[Source] | None:
+    equation = back.node.attribute("equation")
+    text = equation.s.decode("utf-8", "replace").replace(" ", "") if equation is not None else ""
+    terms, _, result = text.partition("->")
+    if "." in text or back.axis >= len(result):
+        return None
+    letter = result[back.axis]
+    given = zip(back.node.proto.input, terms.split(","), strict=False)
+    places = [(name, term.index(letter)) for name, term in given if letter in term]
+    moving = [place for place in places if place[0] not in o.flat.constants] or places
+    return [source for name, axis in moving for source in o._axis(name, axis, back.seen)]
+
+
 _Rule = Callable[[Origins, _Back], "list[Source] | None"]
 _RULES: dict[str, _Rule] = {
     "Concat": _concat,
@@ -296,6 +309,7 @@ _RULES: dict[str, _Rule] = {
     "Reshape": _reshape,
     "Expand": _expand,
     "MatMul": _matmul,
+    "Einsum": _einsum,
     "Gather": _gather,
     "Slice": _slice,
     "Squeeze": _squeezed,

@@ -1,9 +1,9 @@
 """Which values of two graphs are the same thing: the graph with the cache, and the one of the run without.
 
 Where one graph serves both, every value is its own partner. Two branches or two files are numbered alike: a value is
-known by its operator, its attributes and what goes in; constants by their content. What depends on lengths alone (masks,
-positions, targets of a Reshape) may be computed in another way and is left open, and so may constants where all else
-is alike; the present of a slot is the same thing on both sides; where the inputs have lost their partners, a large
+known by its operator, its attributes and what goes in; constants by their content. What depends on lengths alone, as
+masks, positions and targets of a Reshape do, may be computed otherwise and is left open, and so may constants where all
+else is alike; the present of a slot is the same thing on both sides; where the inputs have lost their partners, a large
 weight that only one node uses finds the next.
 """
 

@@ -115,21 +115,17 @@ class Parting:
         """The pasts that were fed and are not what the other run keeps."""
         return [name for name in self.sides.caches if self._differs(name)]
 
-    def swapped(self, wrong: list[str]) -> dict[str, str]:
-        """For each wrong past the one whose right entries it holds."""
-        sides, caches = self.sides, self.sides.caches
-        tried = [(one, two) for one in wrong for two in caches if one != two]
-        if not tried:
-            return {}
-        left = self.bench.variant(sides.left.flat, sides.left.source, values=wrong)
-        others = [value for value, _ in caches.values()]
-        right = self.bench.variant(sides.right.flat, sides.right.source, values=others)
-        pairs = [(left.outputs[one], right.outputs[caches[two][0]], caches[two][1]) for one, two in tried]
+    def holders(self, value: str, take: Take) -> list[str]:
+        """The pasts that hold the first entries of what the other run has for a value."""
+        sides = self.sides
+        names, other = list(sides.caches), self.pairs[value][0]
+        left = self.bench.variant(sides.left.flat, sides.left.source, values=names)
+        right = self.bench.variant(sides.right.flat, sides.right.source, values=[other])
+        pairs = [(left.outputs[name], right.outputs[other], take) for name in names]
         told = self.bench.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs)
-        alike = [
-            pair for pair, facts in zip(tried, told, strict=True) if facts and 0 <= facts["relative"] <= sides.passes
+        return [
+            name for name, facts in zip(names, told, strict=True) if facts and 0 <= facts["relative"] <= sides.passes
         ]
-        return dict(reversed(alike))
 
     def _comparable(self, listed: list[tuple[str, str]]) -> dict[str, tuple[str, Take]]:
         """The pairs whose sizes show which entries correspond."""
@@ -177,7 +173,7 @@ class Parting:
         """Whether a value is much farther off than what it is made of."""
         node = self.sides.left.flat.producers.get(name)
         reads = [self.found[n]["relative"] for n in (node.reads if node else ()) if n in self.found]
-        own = self.found[name]["relative"]
+        own = float(self.found[name]["relative"])
         return own < 0 or own > SUDDEN * max([n for n in reads if 0 <= n <= self.sides.passes], default=0.0)
 
     def _root(self, first: str) -> str | None:

@@ -10,6 +10,7 @@ from kvdoctor.place.bench import SECONDS, Bench, NoPlace, TrialFailed
 from kvdoctor.place.differing import Differing, Phase
 from kvdoctor.place.failing import Failing
 from kvdoctor.place.sizes import Sizes
+from kvdoctor.place.words import layers
 from kvdoctor.runtimes import Runtime
 from kvdoctor.stacks import StackFiles
 from kvdoctor.trace import Place, Run, Step
@@ -64,7 +65,9 @@ def _failed(run: Run, scene: Scene, bench: Bench, feeds: Path) -> Place:
         return _elsewhere("optimisation", f"the call fails from optimisation level {_lowest(bench, file, feeds)!r} on")
     flat, node = Failing(bench, file, feeds, branches_taken(scene, phase)).node()
     axes = {port.name: port.axes for port in scene.contract.graph(phase).inputs}
-    place = Sizes(bench, flat, file, node, load_call(feeds), axes, _carried(run, scene.contract)).place(feeds)
+    carried = _carried(run, scene.contract)
+    sizes = Sizes(bench, flat, file, node, load_call(feeds), axes, carried, layers(scene.contract))
+    place = sizes.place(feeds)
     if scene.provider != "CPUExecutionProvider" and _runs(bench, file, feeds, run.level, "CPUExecutionProvider"):
         return replace(place, blame="kernel", words=f"the same call passes on the CPU, not on {scene.provider}")
     return place

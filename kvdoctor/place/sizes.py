@@ -12,7 +12,7 @@ from kvdoctor.place.bench import Bench, Known, TrialFailed
 from kvdoctor.place.conflicts import Suspect, conflict
 from kvdoctor.place.flat import Flat, FlatNode
 from kvdoctor.place.origins import Origins, Source
-from kvdoctor.place.words import layer_of, node_of, origin_words, scope_of
+from kvdoctor.place.words import layer_in, node_of, origin_words, scope_of
 from kvdoctor.trace import Blame, Place, Seen
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ SHORT = 64
 class Sizes:
     """A failing node in its graph and the call it fails in. `axes` are what the axes of its inputs count.
 
-    `carried` says of fed presents which step returned them.
+    `carried` says of fed presents which step returned them, `layers` of pasts to which layer they belong.
     """
 
     bench: Bench
@@ -38,6 +38,7 @@ class Sizes:
     feeds: "Mapping[str, Array]"
     axes: Mapping[str, tuple[Axis, ...]] = field(default_factory=dict)
     carried: Mapping[str, str] = field(default_factory=dict)
+    layers: Mapping[str, int] = field(default_factory=dict)
 
     def place(self, feeds: Path) -> Place:
         """Everything that is known of the place.
@@ -59,7 +60,7 @@ class Sizes:
         return Place(
             node=node_of(self.node),
             scope=scope_of(self.node),
-            layer=layer_of(self.node.origin.name, *self.node.origin.output),
+            layer=layer_in(self.flat, self.node, self.layers),
             shapes={self.flat.label(name): self._seen(known, name) for name in self.node.proto.input if name},
             provenance=tuple(dict.fromkeys(self._line(origins, *one) for one in told)),
             frozen_by=frozen,
@@ -108,8 +109,7 @@ class Sizes:
 
         That length alone is changed first, then all that a longer past, more tokens, ... would change.
         """
-        kinds = self.axes.get(source.name, ())
-        kind = kinds[source.axis] if source.axis < len(kinds) else None
+        kind = self._kind(source)
         variant = self.bench.variant(self.flat, self.source, shapes=[suspect.value])
         for feeds in (self._resized(source, source.size + 1), self._longer(kind) if kind else None):
             if feeds is not None:
@@ -139,7 +139,7 @@ class Sizes:
         what = f"number {suspect.axis} of {name}" if suspect.is_number else f"axis {suspect.axis} of {name}"
         direct = [s for s in sources if not s.through and s.kind.startswith("fed") and s.name == suspect.value]
         held = [s for s in sources if not s.through and s.kind in ("constant", "weight")]
-        words = "as fed" if direct else "in the graph" if held else origin_words(sources)
+        words = "as fed" if direct else "in the graph" if held else origin_words(size, sources)
         returned = {self.carried[s.name] for s in sources if s.kind == "fed length" and s.name in self.carried}
         return f"{what} is {size} {words}" + (f", as {sorted(returned)[0]}" if direct and returned else "")
 
@@ -151,21 +151,36 @@ class Sizes:
             return "graph", f"no rule is known here for what {self.node.op} takes"
         for suspect, sources in told:
             fed = [source for source in sources if source.kind == "fed length"]
-            if suspect.fits is None or suspect.is_number or len(sources) != 1 or not fed:
+            if suspect.fits is None or suspect.is_number or len(sources) != 1 or not fed or self._kind(fed[0]):
                 continue
             size = fed[0].size + suspect.fits - (origins.shape(suspect.value) or ())[suspect.axis]
             if size >= 0 and self._passes(self._resized(fed[0], size)):
-                returned = self.carried.get(fed[0].name)
-                how = f"; {returned}" if returned else ""
-                return "feed", f"{clash}: with axis {fed[0].axis} of {fed[0].name} fed as {size} the call passes{how}"
-        empty = [s for _, sources in told for s in sources if s.kind == "fed length" and s.size == 0]
+                return "feed", f"{clash}: with axis {fed[0].axis} of {fed[0].name} fed as {size} the call passes"
         if frozen is not None:
             return "graph", f"{clash}: the graph holds {frozen}"
-        if empty:
-            shape = list(self.feeds[empty[0].name].shape)
-            returned = self.carried.get(empty[0].name)
-            return "feed", f"{clash}: {empty[0].name} was fed as {shape}" + (f", {returned}" if returned else "")
-        return "graph", f"{clash}, and no other length of one input makes the call pass"
+        odd = [s for _, sources in told for s in sources if s.kind == "fed length" and self._odd(s)]
+        if odd:
+            shape, returned = list(self.feeds[odd[0].name].shape), self.carried.get(odd[0].name)
+            return "feed", f"{clash}: {odd[0].name} was fed as {shape}" + (f", {returned}" if returned else "")
+        return "graph", f"{clash}, and the lengths that were fed agree with one another"
+
+    def _kind(self, source: Source) -> Axis | None:
+        """What a fed axis counts."""
+        kinds = self.axes.get(source.name, ())
+        return kinds[source.axis] if source.axis < len(kinds) else None
+
+    def _odd(self, source: Source) -> bool:
+        """Whether a length that was fed is another one than that of what else counts the same."""
+        kind = self._kind(source)
+        if kind not in ("batch", "past", "new", "total", "encoder"):
+            return False
+        tokens, caches = list[int](), list[int]()
+        for name, axes in self.axes.items():
+            for axis, counted in enumerate(axes):
+                if counted == kind and name != source.name and name in self.feeds:
+                    (caches if name in self.layers else tokens).append(self.feeds[name].shape[axis])
+        sizes = tokens or caches
+        return bool(sizes) and source.size not in sizes
 
     def _passes(self, feeds: "dict[str, Array]") -> bool:
         """Whether the whole graph runs on other feeds."""

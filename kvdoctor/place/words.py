@@ -1,9 +1,10 @@
 """How places are put into words. Names from the model stand as they are; renderers make them harmless."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from kvdoctor.place.flat import FlatNode
+from kvdoctor.contract import CacheContract
+from kvdoctor.place.flat import Flat, FlatNode
 from kvdoctor.place.origins import Source
 from kvdoctor.trace import Node
 
@@ -29,13 +30,27 @@ def layer_of(*names: str) -> int | None:
     return next((int(match[1]) for match in found if match), None)
 
 
-def origin_words(sources: Sequence[Source]) -> str:
+def layers(contract: CacheContract) -> dict[str, int]:
+    """The layer of each past."""
+    return {slot.past: slot.layer for slot in contract.slots if slot.layer is not None}
+
+
+def layer_in(flat: Flat, node: FlatNode, pasts: Mapping[str, int]) -> int | None:
+    """The layer of a node: by its name, else the last one whose past it is computed from."""
+    named = layer_of(node.origin.name, *node.origin.output)
+    if named is not None:
+        return named
+    read = {name for one in flat.before(node.reads) for name in one.reads} | set(node.reads)
+    return max((layer for name, layer in pasts.items() if name in read), default=None)
+
+
+def origin_words(size: int, sources: Sequence[Source]) -> str:
     """Why a size or number is what it is."""
     fed = [s for s in sources if s.kind in ("fed length", "fed value")]
     others = [s for s in sources if s not in fed]
     if not sources:
         return "where it comes from could not be told"
-    fed = [s for s in fed if s.size == 0] or fed
+    fed = [s for s in fed if s.size == size == 0] or fed
     words = []
     for kind, verb in (("fed length", "was fed length"), ("fed value", "was fed number")):
         for numbers, names in _alike([s for s in fed if s.kind == kind]).items():
