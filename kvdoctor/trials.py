@@ -126,4 +126,4 @@ def _difference(actual: Array, expected: Array) -> dict[str, Any]:
 def _spread(values: Array) -> float:
     if not values.size:
         return 1.0
-    return max(float(np.std(values)), 1e-3 * float(np.abs(values).max()), 1e-12)
+    return max(float(np.std(values)), 0.1 * float(np.sqrt(np.mean(values**2))), 1e-12)

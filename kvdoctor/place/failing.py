@@ -36,7 +36,7 @@ class Failing:
 
     def _first(self, flat: Flat) -> FlatNode:
         """The first node that fails."""
-        wanted = [value for value in flat.results.values() if value in flat.producers]
+        wanted = flat.ends
         for _ in range(MOST_ROUNDS):
             node = self._fails_in(flat, wanted)
             if node is None:

@@ -80,6 +80,14 @@ class Flat:
         """The nodes by the names they have here."""
         return {str(node.proto.name): node for node in self.nodes}
 
+    @property
+    def ends(self) -> list[str]:
+        """The computed outputs of the graph, and what nothing reads: the runtime computes that as well."""
+        read = {name for node in self.nodes for name in node.reads}
+        results = [value for value in self.results.values() if value in self.producers]
+        loose = [name for node in self.nodes if read.isdisjoint(node.makes) for name in node.makes]
+        return list(dict.fromkeys([*results, *loose]))
+
     @cached_property
     def keeps_calls(self) -> bool:
         """Whether a node or a body still calls a local function."""

@@ -88,7 +88,7 @@ class _Numbering:
         inputs = tuple(self._key(name) for name in node.proto.input)
         attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.proto.attribute))
         key: Key = (node.domain, node.op, _digest(attributes, inputs))
-        said = tuple(("constant",) if key[0] == "constant" else key for key in inputs)
+        said = tuple(("open",) if key[0] == "constant" else key for key in inputs)
         loose: Key = (node.domain, node.op, _digest(attributes, said))
         anchor = self._anchor(node)
         if self.other is not None and key not in self.other.firsts:

@@ -52,9 +52,10 @@ class Sides:
 class Parted:
     """What the comparison found.
 
-    `node` is where the runs part and `value` what it makes, off by `relative` of its spread; `root` is the value behind
-    it which, put right, makes the logits right, None where no single one does; `numbers` are short integers of that one
-    on both sides. `compared` of `values` values had a partner. `equal` are those that go in and do not differ.
+    `node` is where the runs part and `value` what it makes, off by `relative` of its spread; `sudden` says that what
+    was said and goes in is not. `root` is the value behind it which, put right, makes the logits right, None where no
+    single one does; `numbers` are short integers of that one on both sides. `compared` of `values` values of what was
+    said had a partner. `equal` are those that go in and do not differ.
     """
 
     node: FlatNode | None
@@ -106,8 +107,8 @@ class Parting:
             sudden=self._sudden(first),
             root=root,
             numbers=(numbers["got"], numbers["wanted"]) if "got" in numbers else None,
-            compared=len(order),
-            values=sum(len(node.makes) for node in left.flat.nodes),
+            compared=sum(name in left.spoken and name in left.flat.producers for name in order),
+            values=sum(name in left.spoken for node in left.flat.nodes for name in node.makes),
             equal=tuple(n for n in (node.reads if node else ()) if n in self.found and not self._differs(n)),
         )
 
@@ -141,16 +142,18 @@ class Parting:
         return fit
 
     def _first(self, order: list[str]) -> str | None:
-        """Compare portion after portion, until one holds a difference of what was said."""
-        spoken = self.sides.left.spoken
+        """Compare portion after portion, until one holds a sudden difference of what was said; else the first one."""
+        spoken, gradual = self.sides.left.spoken, None
         needed = [(index, 8 * prod(self.sizes.get(name, (1,)))) for index, name in enumerate(order)]
         for portion in chunks(needed, MOST_BYTES, MOST_VALUES):
             names = [order[index] for index in portion]
             self._compare(names)
             for name in names:
                 if name in spoken and self._differs(name) and "got" not in self.found[name]:
-                    return name
-        return None
+                    if self._sudden(name):
+                        return name
+                    gradual = gradual or name
+        return gradual
 
     def _counts(self, name: str) -> bool:
         """Whether a value is wrong, and not only another length: integers must belong to single tokens."""
@@ -170,28 +173,27 @@ class Parting:
         return facts is not None and not 0 <= facts["relative"] <= self.sides.passes
 
     def _sudden(self, name: str) -> bool:
-        """Whether a value is much farther off than what it is made of."""
-        node = self.sides.left.flat.producers.get(name)
-        reads = [self.found[n]["relative"] for n in (node.reads if node else ()) if n in self.found]
+        """Whether a value is much farther off than what was said that goes in."""
+        node, spoken = self.sides.left.flat.producers.get(name), self.sides.left.spoken
+        given = [self.found[n] for n in (node.reads if node else ()) if n in spoken and n in self.found]
+        reads = [facts["relative"] for facts in given if "got" not in facts]
         own = float(self.found[name]["relative"])
-        return own < 0 or own > SUDDEN * max([n for n in reads if 0 <= n <= self.sides.passes], default=0.0)
+        return min(reads, default=0.0) >= 0 and (own < 0 or own > SUDDEN * max(reads, default=0.0))
 
     def _root(self, first: str) -> str | None:
-        """Of a value and what it is made of: the last one back which, put right, makes the logits right."""
+        """Of a value and all it is made of that differs: the first one that, put right, makes the logits right."""
         if first == self.sides.logits[0]:
             return None
-        flat, root, tried = self.sides.left.flat, None, 0
-        waiting, seen = [first], {first}
-        while waiting and tried < MOST_PATCHES:
-            name = waiting.pop(0)
-            tried += 1
-            if self._mended(name):
-                root, waiting = name, []
-            node = flat.producers.get(name)
-            reads = [n for n in (node.reads if node else ()) if n not in seen and n in self.pairs and self._counts(n)]
-            seen.update(reads)
+        flat, found = self.sides.left.flat, {first}
+        waiting = [first]
+        while waiting:
+            node = flat.producers.get(waiting.pop())
+            reads = {n for n in (node.reads if node else ()) if n in self.pairs and self._counts(n)} - found
+            found |= reads
             waiting += reads
-        return root
+        ordered = [name for node in flat.nodes for name in node.makes if name in found]
+        tried = [*[n for n in found if n not in flat.producers], *ordered][:MOST_PATCHES]
+        return next((name for name in dict.fromkeys([*tried, first]) if self._mended(name)), None)
 
     def _mended(self, name: str) -> bool:
         """Whether the logits are right where one value is replaced by what the other run has."""

@@ -184,9 +184,8 @@ class Sizes:
 
     def _passes(self, feeds: "dict[str, Array]") -> bool:
         """Whether the whole graph runs on other feeds."""
-        wanted = [value for value in self.flat.results.values() if value in self.flat.producers]
         try:
-            self.bench.run(self.bench.variant(self.flat, self.source, shapes=wanted), self.bench.feeds(feeds))
+            self.bench.run(self.bench.variant(self.flat, self.source, shapes=self.flat.ends), self.bench.feeds(feeds))
         except TrialFailed:
             return False
         return True
@@ -208,9 +207,9 @@ def _moves(sources: list[Source]) -> bool:
 
 
 def _frozen(told: list[tuple[Suspect, list[Source]]]) -> str | None:
-    """The constant or weight behind the first size that nothing fed has a part in."""
-    for _, sources in told:
-        if sources and not _moves(sources):
-            source = sources[0]
-            return f"{source.name} {source.text}".strip() if source.kind == "constant" else source.name
+    """The constant or weight behind the first size that nothing fed has a part in, or that is a part of a size."""
+    alone = [sources[0] for _, sources in told if sources and not _moves(sources)]
+    parts = [source for _, sources in told for source in sources if source.kind == "constant" and source.size > 1]
+    for source in (*alone, *parts):
+        return f"{source.name} {source.text}".strip() if source.kind == "constant" else source.name
     return None

@@ -11,7 +11,7 @@ from kvdoctor.trace import Node
 LAYER = re.compile(r"(?:^|[./_])(?:layers?|h|blocks?|decoder_layers?)[./_]?(\d+)(?=[./_]|$)")
 """How exporters number layers in names: `/model/layers.0/...`, `transformer.h.3.`, `block.1`."""
 
-MOST_THROUGH = 3
+MOST_THROUGH = 2
 
 
 def node_of(node: FlatNode) -> Node:
@@ -56,7 +56,8 @@ def origin_words(size: int, sources: Sequence[Source]) -> str:
         for numbers, names in _alike([s for s in fed if s.kind == kind]).items():
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             words.append(f"{names[0]}{more} {verb}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}")
-    for source in others[:2] if not fed else ():
+    baked = [s for s in others if s.kind == "constant" and s.size > 1]
+    for source in baked[:1] if fed else others[:2]:
         holds = f" {source.text}" if source.text and source.kind == "constant" else ""
         what = "the constant" if source.kind == "constant" else "the weight"
         words.append(f"{what} {source.name}{holds} has {source.size}")
