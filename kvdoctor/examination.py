@@ -1,11 +1,11 @@
 """One stack under examination: drives experiments in the worker process and notes what came back."""
 
-import re
 import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from kvdoctor.feeds import (
     synthetic_cross_caches,
     synthetic_encoder_states,
 )
+from kvdoctor.kept_calls import save_call
 from kvdoctor.parity import compare, error_growth, judge, slot_difference
 from kvdoctor.plain import to_plain
 from kvdoctor.samples import Samples
@@ -36,6 +37,7 @@ from kvdoctor.sessions import (
     Refused,
     Sessions,
     StepFailed,
+    mentioned,
     run_bound,
     runtime_version,
     to_runtime,
@@ -68,6 +70,7 @@ class Examination:
     encoded: dict[Scenario, Encoded] = field(default_factory=dict)
     logits: dict[str, Array] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    kept_calls: Path | None = None
 
     def run(self, experiment: Experiment) -> Run:
         """Put one experiment to the model."""
@@ -217,6 +220,7 @@ class _Performance:
         self.controls: list[Control] = []
         self.logits: list[Array] = []
         self.noise = 0.0
+        self.kept = False
         self.deal: Deal | None = None
 
     def perform(self) -> Run:
@@ -238,9 +242,9 @@ class _Performance:
         except WrongLogits as error:
             return self._result("differs", failed_step=max(len(self.steps) - 1, 0), reason=str(error))
         finally:
-            self._keep()
+            self._leave()
 
-    def _keep(self) -> None:
+    def _leave(self) -> None:
         """Leave in the scratch file what the experiment keeps, as far as it came."""
         keeps = self.experiment.keeps
         if self.exam.keep_logits and keeps is not None and self.deal is not None:
@@ -269,6 +273,8 @@ class _Performance:
         try:
             if answer is not None and self.exam.logits_name(call.phase) in answer.outputs:
                 step = replace(step, difference=self._difference(call, answer), slots=_slots(call, answer))
+                if step.difference and judge(step.difference, self.exam.contract.exactness, self.noise) == "fail":
+                    self._keep(call, reference=True)
                 if self.exam.keep_logits:
                     self.logits.append(answer.logits)
         finally:
@@ -377,8 +383,20 @@ class _Performance:
         if call is None:
             return self._result("failed", error=error, failed_step=0)
         self._note(call, None)
+        self._keep(call)
         located = self._locate(call) if self.experiment.judged else {}
         return self._result("failed", failed_step=len(self.steps) - 1, error=error, **located)
+
+    def _keep(self, call: Call, reference: bool = False) -> None:
+        """Leave the feeds of the first bad call, and of the call without a cache that ends with the same token."""
+        folder = self.exam.kept_calls
+        if folder is None or self.kept or not self.experiment.judged:
+            return
+        self.kept = True
+        save_call(folder / f"{self.experiment.name}.npz", call.feeds)
+        stop = call.new + (call.past if call.phase == "decode" else 0)
+        if reference and self.deal is not None and stop <= self.deal.scenario.total:
+            save_call(folder / f"{self.experiment.name}-reference.npz", self.deal.reference(stop).feeds)
 
     def _locate(self, call: Call) -> dict[str, Any]:
         """What the same call shows in other sessions: unoptimised, names in the text are candidates for a place."""
@@ -386,8 +404,7 @@ class _Performance:
         try:
             self.exam.run_session(call, self.exam.sessions.at(file, "off"))
         except StepFailed as error:
-            names = tuple(re.findall(r"[Nn]ame:\s?'([^']*)'", str(error)))
-            return {"node_names": names, **self._without_reuse(call, file)}
+            return {"node_names": mentioned(error), **self._without_reuse(call, file)}
         except Exception:  # the file opens at another level only: no place to name
             return {}
         reason = "the same call passes with graph optimisation off: an optimisation of the runtime is at fault"

@@ -25,6 +25,7 @@ class Job:
 
     `prompt` are token ids to begin with, and `inputs` an .npz file of encoder inputs, in place of made-up ones.
     `seen` is told of each experiment that begins: its name, which it is, counted from 1, and of how many.
+    `keep_calls` is a private folder for the feeds of the first call of each judged experiment that fails or differs.
     `settings` are entries for the runtime's sessions; where a job is not `timed`, what is to be timed runs once.
     """
 
@@ -40,6 +41,7 @@ class Job:
     seen: Callable[[str, int, int], None] | None = None
     settings: dict[str, str] = field(default_factory=dict)
     timed: bool = True
+    keep_calls: Path | None = None
 
     def line(self, experiments: tuple[str, ...]) -> str:
         """The job as the worker reads it, for the experiments that are left."""
@@ -56,6 +58,7 @@ class Job:
             "inputs": str(self.inputs) if self.inputs else None,
             "settings": self.settings,
             "timed": self.timed,
+            "keep_calls": str(self.keep_calls) if self.keep_calls else None,
         }
         return json.dumps(job) + "\n"
 
@@ -142,6 +145,22 @@ class Runtime:
                 break
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)
         return examined
+
+    def trial(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a trial: one call on a changed graph.
+
+        Raises:
+            WorkerDied: the worker did not live through it; a fresh one is there for what comes next.
+        """
+        self._worker.send(json.dumps({**job, "threads": thread_count()}) + "\n")
+        try:
+            answers = [event for event in self._worker.events() if event["event"] in ("tried", "crash")]
+        except WorkerDied:
+            self._restart(Examined())
+            raise
+        return (
+            answers[-1] if answers and answers[-1]["event"] == "tried" else {"error": "the trial crashed", "names": []}
+        )
 
     def _restart(self, examined: Examined) -> None:
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)

@@ -40,6 +40,8 @@ PAYLOAD: Final[dict[int, int]] = {4: I32, 5: VARINT, 6: LEN, 7: VARINT, 9: LEN, 
 MODEL_FIELDS: Final = dict.fromkeys((1, 5), VARINT) | dict.fromkeys((2, 3, 4, 6, 7, 8, 14, 20, 25, 26), LEN)
 
 _NESTED_TAGS = {name: {number << 3 | LEN: kind for number, kind in fields.items()} for name, fields in NESTED.items()}
+# Of these fields the bytes in the file are those of external data: float_data, raw_data, double_data.
+_PLAIN_TAGS: Final = frozenset(number << 3 | LEN for number in (4, 9, 10))
 _PAYLOAD_TAGS: Final = frozenset(number << 3 | wire for number, one in PAYLOAD.items() for wire in (one, LEN))
 _MODEL_TAGS: Final = {number << 3 | wire for number, wire in MODEL_FIELDS.items()} | {None}  # None: torn within a tag
 
@@ -91,14 +93,18 @@ def payload_left_out(tensor: TensorProto) -> bool:
     return PAYLOAD.keys().isdisjoint(field.number for field, _ in tensor.ListFields())
 
 
-def read_skeleton(path: Path) -> Skeleton:
+def read_skeleton(path: Path, located: bool = False) -> Skeleton:
     """Read a model file without its large tensor payloads.
+
+    Where it is `located`, the tensors that lack theirs point to the place in the file where they lie, as external data
+    do (offset and length in bytes): such a model can be run from the folder of the file. Payloads in a form that
+    external data cannot have (varints, text) stay.
 
     Raises:
         UnreadableError: the file cannot be opened, or is no ONNX model, or is damaged.
     """
     try:
-        return _read(path)
+        return _read(path, located)
     except PermissionError:
         raise UnreadableError("no permission to read the file", "change its permissions") from None
     except (OSError, ValueError, OverflowError) as error:
@@ -106,7 +112,7 @@ def read_skeleton(path: Path) -> Skeleton:
         raise UnreadableError(f"cannot be read: {what}", "check the path and the disk") from error
 
 
-def _read(path: Path) -> Skeleton:
+def _read(path: Path, located: bool) -> Skeleton:
     # A FIFO or a device must not even be opened: that can wait for ever.
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
@@ -120,7 +126,7 @@ def _read(path: Path) -> Skeleton:
             if found := re.match(pattern, head, re.DOTALL | re.MULTILINE):
                 size = found.groupdict().get("bytes")
                 raise UnreadableError(reason + (f" to a file of {int(size):,} bytes" if size else ""), advice)
-        walk = _Walk(Source(file))
+        walk = _Walk(Source(file), path.name if located else None)
         walk.run()
     if walk.source.size > MAX_FILE:
         reason = f"{walk.source.size:,} bytes, more than the 2 GiB that protobuf can hold"
@@ -129,10 +135,11 @@ def _read(path: Path) -> Skeleton:
 
 
 class _Walk:
-    """One pass over the framing of a model; collects what is kept."""
+    """One pass over the framing of a model; collects what is kept. `location` is what located tensors point to."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, location: str | None = None) -> None:
         self.source = source
+        self.location = location
         self.pieces: list[bytes] = []
         self.kept = self.inline_bytes = self.left_out = 0
 
@@ -176,20 +183,34 @@ class _Walk:
 
     def _tensor(self, start: int, end: int) -> None:
         spans: list[tuple[int, int]] = []
+        fields: list[tuple[int, int, int]] = []
         payload = 0
         for tag, at, value, stop in self.source.fields(start, end):
             if tag in _PAYLOAD_TAGS:
                 payload += stop - value
+                fields.append((tag, value, stop))
                 # Values that are not packed are one field each; neighbours become one span.
                 first = spans.pop()[0] if spans and spans[-1][1] == at else at
                 spans.append((first, stop))
-        if sum(stop - first for first, stop in spans) > SMALL_PAYLOAD:
+        movable = self.location is None or (len(fields) == 1 and fields[0][0] in _PLAIN_TAGS)
+        if sum(stop - first for first, stop in spans) > SMALL_PAYLOAD and movable:
+            if self.location is not None:
+                self._point(*fields[0][1:])
             for first, stop in spans:
                 self._keep(start, first)
                 start = stop
             self.inline_bytes += payload
             self.left_out += 1
         self._keep(start, end)
+
+    def _point(self, start: int, end: int) -> None:
+        """Say in the tensor under way where its bytes lie."""
+        facts = {"location": self.location or "", "offset": str(start), "length": str(end - start)}
+        tensor = TensorProto(data_location=TensorProto.EXTERNAL)
+        for key, value in facts.items():
+            tensor.external_data.add(key=key, value=value)
+        self.pieces.append(tensor.SerializeToString())
+        self.kept += len(self.pieces[-1])
 
     def _keep(self, start: int, end: int) -> None:
         self.kept += end - start

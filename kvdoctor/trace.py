@@ -90,6 +90,30 @@ class Node:
     op: str
 
 
+Blame = Literal["feed", "graph", "optimisation", "buffer-reuse", "kernel", "precision"]
+"""Whom a fault is laid to: the sizes or values fed, the graph itself, an optimisation of the runtime, its reuse of
+buffers, the provider's kernel, or rounding that adds up without a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a graph a judged run fails, or first parts from the run without a cache.
+
+    `scope` is the path of branches and functions that the node stands in, `layer` counts from 0. `shapes` are the
+    tensors that came in, by the names of the graph; `provenance` says of each axis or value concerned where it came
+    from, in words; `frozen_by` is the constant that holds it where one does. `words` give the reason for the blame.
+    """
+
+    node: Node | None
+    scope: str
+    layer: int | None
+    shapes: dict[str, Seen]
+    provenance: tuple[str, ...]
+    frozen_by: str | None
+    blame: Blame
+    words: str
+
+
 @dataclass(frozen=True, slots=True)
 class Cause:
     """The hypothesis that an experiment decided for: the name of its check, and what no other hypothesis predicts."""
@@ -130,6 +154,7 @@ class Run:
     `growth` is None where too few steps can be compared. `unrounded` is what the same experiment shows without what the
     model rounds, None where it rounds nothing or that was not tried: what differs there differs here for more than
     rounding, however small it is beside it, and the outcome says so.
+    `place` is looked for where the run is what a finding rests on; `no_place` is the reason why none was found.
     """
 
     stack: str
@@ -149,6 +174,8 @@ class Run:
     cause: Cause | None = None
     growth: ErrorGrowth | None = None
     unrounded: Unrounded | None = None
+    place: Place | None = None
+    no_place: str | None = None
     node_names: tuple[str, ...] = ()
 
     @property

@@ -6,8 +6,10 @@ numpy and onnxruntime only, so that it starts in an environment that holds nothi
 
 Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits",
          "prompt": [token ids], "inputs": a file of arrays, "settings", "timed"}
+        "keep_calls"}
+        or a trial, as trials.py takes it: one call on a changed graph
 Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, note,
-obstacle, crash, done.
+obstacle, crash, tried, done.
 """
 
 import json
@@ -31,6 +33,7 @@ from kvdoctor.experiments import load
 from kvdoctor.plain import from_plain, to_plain
 from kvdoctor.samples import Samples, read_arrays
 from kvdoctor.sessions import Announce, ProviderMissing, Sessions
+from kvdoctor.trials import trial
 
 
 def examine(job: dict[str, Any], announce: Announce) -> None:
@@ -41,6 +44,7 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
     exam = Examination(
         job["stack"], contract, sessions, job["seed"], announce, bool(job["keep_logits"]), samples, job["timed"]
     )
+    exam.kept_calls = Path(job["keep_calls"]) if job.get("keep_calls") else None
     for experiment in load():
         if experiment.name in job["experiments"]:
             announce("start", experiment=experiment.name)
@@ -73,7 +77,11 @@ def main() -> None:
     announce("hello", **versions, providers=ort.get_available_providers())
     for line in _jobs():
         try:
-            examine(json.loads(line), announce)
+            job = json.loads(line)
+            if "trial" in job:
+                announce("tried", **trial(job))
+            else:
+                examine(job, announce)
         except Exception:  # a fault of ours must reach the parent as a fact, not as a dead pipe
             announce("crash", text=traceback.format_exc())
         announce("done")

@@ -12,17 +12,19 @@ PACKAGE = Path(__file__).parent.parent / "kvdoctor"
 
 ROOMS = (
     *("errors", "plain", "uses", "contract", "trace", "parity", "samples", "feeds", "experiments"),
-    *("sessions", "examination", "worker", "child", "runtimes"),
+    "kept_calls",
+    *("sessions", "examination", "trials", "worker", "child", "runtimes"),
     *("out_folder", "wire", "onnx_schema", "skeleton", "external_data", "graph", "cache_operators", "exactness"),
     *("flow", "dataflow", "dialects", "axes", "roles", "configs", "stacks", "lost_state", "lacks", "model_folder"),
-    *("slots", "reading", "given", "given_samples", "twins"),
+    *("slots", "reading", "given", "given_samples", "twins", "place"),
     *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
-    *("export", "reference", "doctor"),
+    *("options", "obstacles", "open_questions"),
+    *("export", "reference", "stack_test", "doctor"),
     *("repairs", "re_exporting", "environment", "progress", "cli_options", "cli", "__main__"),
 )
 """From early to late: a room imports earlier ones only."""
 
-LIGHT = ("plain", "contract", "trace", "parity", "samples", "feeds", "experiments")
+LIGHT = ("plain", "contract", "trace", "parity", "samples", "feeds", "experiments", "kept_calls")
 """What the worker loads in an environment with nothing but onnxruntime and numpy."""
 
 FRAMEWORK_DOORS = ("export/transformers.py",)
@@ -65,7 +67,7 @@ def test_imports_point_to_earlier_rooms(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_onnxruntime_is_imported_behind_its_door_only(path: Path) -> None:
-    if room(path) in ("worker", "sessions"):
+    if room(path) in ("worker", "sessions", "trials"):
         return
     assert not [name for name in imported(path, also_for_types=True) if name.split(".")[0] == "onnxruntime"]
     assert not [name for name in imported(path) if name in ("kvdoctor.worker", "kvdoctor.sessions")] or room(path) in (

@@ -26,6 +26,7 @@ from kvdoctor.case import (
     rounding_words,
 )
 from kvdoctor.checks.caused import Words, caused
+from kvdoctor.checks.placed import because
 from kvdoctor.checks.step_fails import SHORT_STATE, explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run
@@ -180,4 +181,5 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
         observed=f"{place}: logits {seen}{_over_the_steps(run)}{_looked_into(case, run)}",
         cause=cause + (f": {promise}" if promise else ""),
         advice=SHORT_STATE if promise else EXPORT_AGAIN,
+        because=because(run),
     )

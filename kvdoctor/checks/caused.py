@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvdoctor.case import Case, cause_in_use, leading_cause, off_by
+from kvdoctor.checks.placed import because, placed
 from kvdoctor.checks.step_fails import explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, Fault, Severity
 from kvdoctor.trace import Run
@@ -66,6 +67,7 @@ def decided(case: Case, run: Run, words: Words, severity: Severity, *follows: st
         cause=words.cause,
         advice=Advice("re-export", words.advice),
         follows=follows,
+        because=because(placed(case)),
     )
 
 

@@ -175,6 +175,8 @@ class _Page:
             self.pairs(parity_text.facts(run))
         if run.error:
             self.pairs([("runtime", shortened(run.error, 1200 if self.verbosity > 0 else 320))])
+        if self.verbosity > 0:
+            self.pairs(wording.place_rows(run))
 
     def cost(self, stack: StackFacts, report: Report) -> None:
         measured = report.measured.get(stack.name, {}).get("step_seconds", {})

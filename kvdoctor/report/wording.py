@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kvdoctor.case import first_and_count
-from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.findings import Finding
 from kvdoctor.report import contract_words
 from kvdoctor.report.document import FileFacts, Report, StackFacts
@@ -26,6 +26,8 @@ def evidence(finding: Finding) -> Iterator[tuple[str, str]]:
     yield "where", where
     yield "promised", finding.promised
     yield "observed", finding.observed
+    for reason in finding.because:
+        yield "because", reason
     for consequence in finding.follows:
         yield "so", consequence
     if finding.confidence == "suspected":
@@ -41,6 +43,25 @@ def outcome(run: Run) -> str:
     """`failed at step 2`, `passed`, ..."""
     at = run.failed_step
     return f"{run.outcome} at step {at}" if run.outcome in ("failed", "differs") and at is not None else run.outcome
+
+
+def place_rows(run: Run) -> Iterator[tuple[str, str]]:
+    """All that is known of the place of a run's fault: (label, text)."""
+    if run.no_place is not None:
+        yield "place", f"not found: {run.no_place}"
+    if run.place is None:
+        return
+    place = run.place
+    node = f'{place.node.op} "{place.node.name}"' if place.node else "no single node"
+    layer = f", layer {place.layer}" if place.layer is not None else ""
+    yield "place", node + layer + (f", in {place.scope}" if place.scope else "")
+    for name, seen in place.shapes.items():
+        yield "came in", f"{name} {describe(seen.dtype, seen.shape)}"
+    for line in place.provenance:
+        yield "from", line
+    if place.frozen_by is not None:
+        yield "frozen by", place.frozen_by
+    yield "blame", f"{place.blame}: {place.words}"
 
 
 def detail(run: Run, why: str = "") -> str:
