@@ -123,6 +123,31 @@ def step_test(scratch: Path) -> Iterator[Row]:
         shutil.rmtree(folder)
 
 
+def place(scratch: Path) -> Iterator[Row]:
+    """Where a large decoder goes wrong: the whole step-test, its search included, against that of a sound one."""
+    sound = _model("100m-inside", scratch)
+    well = kvdoctor("step-test", "--format", "json", str(sound))
+    base = middle(well, MEMORY_REPEATS, peak_mib)
+    for name, fault in (("100m-fails", "a step that fails"), ("100m-differs", "logits that differ")):
+        folder = _model(name, scratch)
+        ill = kvdoctor("step-test", "--format", "json", str(folder), code=1)
+        what = f"place of {fault}, 100 million parameters"
+        pair = interleaved(ill, well, SOME_REPEATS)
+        row = (f"{what}: time", f"{pair.ours:.2f} s", "a sound one, no search", f"{pair.theirs:.2f} s")
+        yield Row(*row, f"+{pair.more:.2f} s", "+60 s", pair.more > 60)
+        mine = middle(ill, MEMORY_REPEATS, peak_mib)
+        row = (f"{what}: memory", f"{mine:.0f} MiB", "a sound one, no search", f"{base:.0f} MiB")
+        yield Row(*row, f"{mine / base:.2f}", "2.00", mine > 2 * base)
+        if name == "100m-differs":
+            by_hand = python(str(HERE / "mark_all.py"), str(folder / "model.onnx"))
+            cost, size = middle(by_hand, MEMORY_REPEATS), middle(by_hand, MEMORY_REPEATS, peak_mib)
+            row = (f"{what}: time", f"{pair.ours:.2f} s", "onnx.load, every value an output", f"{cost:.2f} s")
+            yield Row(*row, f"{pair.ours / cost:.2f}")
+            row = (f"{what}: memory", f"{mine:.0f} MiB", "onnx.load, every value an output", f"{size:.0f} MiB")
+            yield Row(*row, f"{mine / size:.2f}")
+        shutil.rmtree(folder)
+
+
 def fixture(scratch: Path) -> Iterator[Row]:
     """What a team waits for in CI on a model that costs nothing to run."""
     ours = kvdoctor("step-test", "--format", "json", str(FIXTURE), code=1)
@@ -158,6 +183,7 @@ BENCHMARKS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "inspect": inspect,
     "contract": contract,
     "step-test": step_test,
+    "place": place,
     "fixture": fixture,
     "re-export": re_export,
 }

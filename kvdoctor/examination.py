@@ -401,12 +401,15 @@ class _Performance:
     def _locate(self, call: Call) -> dict[str, Any]:
         """What the same call shows in other sessions: unoptimised, names in the text are candidates for a place."""
         file = self.exam.contract.graph(call.phase).file
+        names: tuple[str, ...] | None = None
         try:
             self.exam.run_session(call, self.exam.sessions.at(file, "off"))
         except StepFailed as error:
-            return {"node_names": mentioned(error), **self._without_reuse(call, file)}
+            names = mentioned(error)
         except Exception:  # the file opens at another level only: no place to name
             return {}
+        if names is not None:  # out of the handler, whose traceback would keep the session alive
+            return {"node_names": names, **self._without_reuse(call, file)}
         reason = "the same call passes with graph optimisation off: an optimisation of the runtime is at fault"
         return {"reason": reason, "passes_with": "no-optimisation"}
 

@@ -95,7 +95,12 @@ class Sessions:
         return self.opened[file, level]
 
     def without_reuse(self, file: str) -> Any:
-        """Give a session that plans no buffer for two values: declared shapes that lie do no harm there."""
+        """Give a session that plans no buffer for two values: declared shapes that lie do no harm there.
+
+        The unoptimised one is closed before: three sessions at once would be three times the weights.
+        """
+        if self.levels.get(file) != "off":
+            self.opened.pop((file, "off"), None)
         return self._open(file, self.levels.get(file, "all"), reuse=False)
 
     def _open_highest(self, file: str) -> None:

@@ -163,8 +163,9 @@ class Origins:
         inputs = [name for name in node.proto.input if name]
         if node.op in PASSES:
             return inputs[:1]
-        if node.op == "Where":
-            return [name for name in inputs[1:] if number in (self.numbers(name) or ())][:1]
+        if node.op in ("Where", "Min", "Max"):
+            chosen = inputs[1:] if node.op == "Where" else inputs
+            return [name for name in chosen if number in (self.numbers(name) or ())][:1]
         return inputs
 
     def _text(self, value: str) -> str:
