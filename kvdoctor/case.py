@@ -103,7 +103,7 @@ def leading_cause(case: Case) -> tuple[str, Run] | None:
     ahead, why, judged = case.run("later-token"), case.run("why"), case.judged
     if ahead is not None and ahead.cause is not None:
         return ahead.cause.name, ahead
-    if why is not None and why.cause is not None and judged is not None and judged.outcome == "differs":
+    if why is not None and why.cause is not None and judged is not None and judged.shows == "differs":
         return why.cause.name, why
     return None
 
@@ -134,6 +134,39 @@ def growth_words(run: Run) -> str | None:
             return f"grows with the steps, from {found[min(found) + 1]:.1e} to {found[max(found)]:.1e}"
         case _:
             return f"sets in at step {run.growth.step}"
+
+
+def rounding_words(run: Run) -> str:
+    """What the same experiment shows where nothing is rounded: both figures."""
+    twin = run.unrounded
+    if twin is None:
+        return ""
+    if twin.outcome not in ("passed", "differs"):
+        return f"without what it rounds, the same graph gives no clearer answer ({twin.outcome})"
+    if twin.outcome == "passed":
+        return (
+            f"without what it rounds, the same graph is within {twin.worst:.1e} of the spread: rounding alone moves "
+            f"the logits, by up to {_worst(run):.1e}"
+        )
+    return (
+        f"without what it rounds, the same graph is off by {twin.worst:.2g} of the spread: more than rounding, which "
+        "alone would leave 2e-4"
+    )
+
+
+def off_by(run: Run, step: Step | None) -> str | None:
+    """How far the logits of a step are off, and how far where nothing is rounded; None where neither is known."""
+    here = step.difference if step is not None else None
+    if here is not None and not here.finite:
+        return "not finite"
+    words = [f"off by {here.relative:g} of their spread"] if here is not None else []
+    if run.hidden and run.unrounded is not None:
+        words.append(f"off by {run.unrounded.at(step):g} where nothing is rounded")
+    return ", ".join(words) or None
+
+
+def _worst(run: Run) -> float:
+    return max((s.difference.relative for s in run.steps if s.difference is not None), default=0.0)
 
 
 def first_and_count(names: tuple[str, ...]) -> str:

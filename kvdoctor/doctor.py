@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.case import UNDECIDED, Case, Consumer
+from kvdoctor.case import UNDECIDED, Case, Consumer, rounding_words
 from kvdoctor.child import Limits
 from kvdoctor.contract import CacheContract
 from kvdoctor.facts import environment, file_facts, stack_facts
@@ -31,6 +31,7 @@ from kvdoctor.report.document import (
     worst_first,
 )
 from kvdoctor.runtimes import Examined, Job, Runtime
+from kvdoctor.second_look import second_look
 from kvdoctor.stacks import StackFiles
 from kvdoctor.trace import Node, Run
 
@@ -197,7 +198,12 @@ def _examine(
     runs = tuple(_located(run, case) for run in examined.runs)
     refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in examined.refusals)
     contract = with_observed(case.contract, runs)
-    return replace(case, contract=contract, runs=runs, refusals=refusals), examined
+    case = replace(case, contract=contract, runs=runs, refusals=refusals)
+    look = second_look(case, runtime, options.limits, job)
+    verdicts.not_checked += look.notes
+    examined.unrounded_seconds = look.examined.seconds
+    examined.peak_bytes = max(examined.peak_bytes, look.examined.peak_bytes)
+    return look.case, examined
 
 
 def _obstacles(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
@@ -263,7 +269,10 @@ def _undecided(case: Case) -> Iterator[NotChecked]:
         unclear = run.outcome in ("ambiguous", "inconclusive") and run.experiment in names
         if case.stack and (unclear or (run is judged and run.outcome in UNDECIDED)):
             reason = UNDECIDED[run.outcome].format(reason=run.reason)
-            yield NotChecked(case.stack.name, "KV301", f"logits parity of {run.experiment}: {reason}", run is judged)
+            if run.by_rounding:
+                reason += f"; {rounding_words(run)}"
+            open_end = run is judged and not run.by_rounding
+            yield NotChecked(case.stack.name, "KV301", f"logits parity of {run.experiment}: {reason}", open_end)
 
 
 def _located(run: Run, case: Case) -> Run:
@@ -331,4 +340,5 @@ def _measured(examined: Examined) -> dict[str, Any]:
         "seconds": examined.seconds,
         "step_seconds": examined.timings,
         "peak_bytes": examined.peak_bytes,
+        **({"unrounded_seconds": examined.unrounded_seconds} if examined.unrounded_seconds else {}),
     }

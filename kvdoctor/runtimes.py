@@ -20,7 +20,10 @@ MOST_DEATHS = 5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Experiments on one stack. `keep_logits` is a private scratch file for the logits of each experiment."""
+    """Experiments on one stack. `keep_logits` is a private scratch file for the logits of each experiment.
+
+    `settings` are entries for the runtime's sessions; where a job is not `timed`, what is to be timed runs once.
+    """
 
     stack: str
     folder: Path
@@ -29,6 +32,8 @@ class Job:
     seed: int = 0
     provider: str = "CPUExecutionProvider"
     keep_logits: Path | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    timed: bool = True
 
     def line(self, experiments: tuple[str, ...]) -> str:
         """The job as the worker reads it, for the experiments that are left."""
@@ -57,6 +62,7 @@ class Examined:
     notes: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    unrounded_seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
 
 

@@ -67,6 +67,7 @@ class Sessions:
     provider: str
     threads: int
     announce: Announce
+    settings: dict[str, str] = field(default_factory=dict)
     opened: dict[tuple[str, str], Any] = field(default_factory=dict)
     levels: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
@@ -119,6 +120,8 @@ class Sessions:
         options.log_severity_level = FATAL_ONLY
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
+        for key, value in self.settings.items():
+            options.add_session_config_entry(key, value)
         session = ort.InferenceSession(str(self.folder / file), options, providers=[self.provider])
         if self.provider not in session.get_providers():
             # The runtime falls back to the CPU without a word.

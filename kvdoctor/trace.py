@@ -99,11 +99,37 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
+class Unrounded:
+    """What an experiment shows on a twin of the model that computes in float32 and rounds nothing on its way.
+
+    `relative` are the differences of its steps to the twin's own reference run, as fractions of the spread. `own`
+    is the outcome by the model's own runs.
+    """
+
+    outcome: Outcome
+    relative: tuple[float, ...] = ()
+    failed_step: int | None = None
+    reason: str | None = None
+    own: Outcome = "passed"
+
+    @property
+    def worst(self) -> float:
+        """The largest difference."""
+        return max(self.relative, default=0.0)
+
+    def at(self, step: "Step | None") -> float:
+        """The difference at a step; the largest where that step was not run."""
+        return self.relative[step.step] if step is not None and step.step < len(self.relative) else self.worst
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One experiment on one stack, as it went. `died_by` names the signal or limit that ended the process.
 
     `passes_with` says what makes the failed call pass: the runtime's optimisations off, or its reuse of buffers.
-    `growth` is None where too few steps can be compared.
+    `growth` is None where too few steps can be compared. `unrounded` is what the same experiment shows without what the
+    model rounds, None where it rounds nothing or that was not tried: what differs there differs here for more than
+    rounding, however small it is beside it, and the outcome says so.
     """
 
     stack: str
@@ -122,4 +148,21 @@ class Run:
     died_by: str | None = None
     cause: Cause | None = None
     growth: ErrorGrowth | None = None
+    unrounded: Unrounded | None = None
     node_names: tuple[str, ...] = ()
+
+    @property
+    def by_rounding(self) -> bool:
+        """Whether the logits are off, or cannot be told apart, by nothing but what the model rounds."""
+        unclear = self.outcome in ("ambiguous", "differs", "inconclusive")
+        return unclear and self.unrounded is not None and self.unrounded.outcome == "passed"
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the logits are off by more than rounding, but not by more than rounding moves them."""
+        return self.unrounded is not None and self.unrounded.outcome == "differs" and self.unrounded.own != "differs"
+
+    @property
+    def shows(self) -> Outcome:
+        """The outcome, but for what is rounding alone."""
+        return "passed" if self.by_rounding else self.outcome

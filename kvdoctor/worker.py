@@ -4,7 +4,8 @@ It reads jobs from standard input, one JSON object a line, runs whole experiment
 JSON object a line. It announces every step before it runs it, so that its death has an address. Standard library,
 numpy and onnxruntime only, so that it starts in an environment that holds nothing else.
 
-Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits"}
+Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits",
+         "settings", "timed"}
 Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, note,
 obstacle, crash, done.
 """
@@ -33,9 +34,9 @@ from kvdoctor.sessions import Announce, ProviderMissing, Sessions
 
 def examine(job: dict[str, Any], announce: Announce) -> None:
     """Carry out one job."""
-    sessions = Sessions(Path(job["folder"]), job["provider"], job["threads"], announce)
+    sessions = Sessions(Path(job["folder"]), job["provider"], job["threads"], announce, job["settings"])
     contract = from_plain(CacheContract, job["contract"])
-    exam = Examination(job["stack"], contract, sessions, job["seed"], announce, bool(job["keep_logits"]))
+    exam = Examination(job["stack"], contract, sessions, job["seed"], announce, bool(job["keep_logits"]), job["timed"])
     for experiment in load():
         if experiment.name in job["experiments"]:
             announce("start", experiment=experiment.name)

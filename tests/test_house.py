@@ -13,10 +13,21 @@ PACKAGE = Path(__file__).parent.parent / "kvdoctor"
 ROOMS = (
     *("errors", "plain", "contract", "trace", "parity", "feeds", "experiments"),
     *("sessions", "examination", "worker", "child", "runtimes"),
-    *("wire", "onnx_schema", "skeleton", "external_data", "graph", "cache_operators", "flow", "dataflow", "dialects"),
-    *("axes", "roles", "configs", "stacks", "lacks", "model_folder", "slots", "reading", "given"),
-    *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "doctor"),
-    *("out_folder", "repairs", "re_exporting", "environment", "cli_options", "cli", "__main__"),
+    *(
+        "out_folder",
+        "wire",
+        "onnx_schema",
+        "skeleton",
+        "external_data",
+        "graph",
+        "cache_operators",
+        "exactness",
+        "flow",
+        "dataflow",
+    ),
+    *("dialects", "axes", "roles", "configs", "stacks", "lacks", "model_folder", "slots", "reading", "given", "twins"),
+    *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look", "doctor"),
+    *("repairs", "re_exporting", "environment", "cli_options", "cli", "__main__"),
 )
 """From early to late: a room imports earlier ones only."""
 

@@ -71,7 +71,7 @@ def fails_only_so(case: Case, outcome: str) -> Iterator[tuple[Run, str, Severity
     judged = case.judged
     for experiment, (use, severity) in OTHER_USES.items():
         other = case.run(experiment)
-        if other is not None and other.outcome == outcome and judged is not None and judged.outcome == "passed":
+        if other is not None and other.shows == outcome and judged is not None and judged.shows == "passed":
             yield other, use, severity
 
 

@@ -133,11 +133,11 @@ class _Page:
         done = [run for run in runs if run.outcome != "skipped"]
         judged = [run for run in done if run.experiment in known and known[run.experiment].judged]
         # Of a loop that feeds an emptied cache back the findings speak, also where they are notes only.
-        sound = judged and all(run.outcome == "passed" or run.experiment == "plain-loop" for run in judged)
+        sound = judged and all(run.shows == "passed" or run.experiment == "plain-loop" for run in judged)
         sick = any(f.stack == stack.name and f.severity != "note" for f in report.findings)
         open_ends = any(entry.stack == stack.name and entry.essential for entry in report.not_checked)
         if sound and not (sick or open_ends or self.verbosity > 0):
-            judged = [run for run in judged if run.outcome == "passed"]
+            judged = [run for run in judged if run.shows == "passed"]
             names = ", ".join(run.experiment for run in judged if known[run.experiment].shown)
             self.line(f"{stack.name} ({stack.layout}): {names} passed", "bold green")
             self.cost(stack, report)

@@ -50,13 +50,17 @@ def detail(run: Run, why: str = "") -> str:
         return place if not why else f"{why}"
     differences = [step.difference for step in run.steps if step.difference]
     worst = max((difference.relative for difference in differences), default=None)
+    twin = run.unrounded.worst if run.unrounded is not None and run.unrounded.relative else None
+    unrounded = f", {twin:.1e} where nothing is rounded" if twin is not None else ""
     if run.outcome in ("passed", "ambiguous") and worst is not None:
-        return f"logits within {worst:.1e}"
+        return f"logits within {worst:.1e}{unrounded}"
+    if twin is not None and worst is None:
+        return f"logits {'within' if run.outcome != 'differs' else 'off by'} {twin:.1e} where nothing is rounded"
     if run.outcome == "differs":
         finite = all(difference.finite for difference in differences)
         gap = run.reason or "logits not finite"
         if worst is not None and finite and run.reason is None:
-            gap = f"logits off by {worst:.2g}"
+            gap = f"logits off by {worst:.2g}{unrounded}"
         return f"{gap}; {why}" if why else gap
     return run.reason or why
 
