@@ -88,6 +88,28 @@ def as_float16(source: Path, target: Path) -> None:
     onnx.save(model, target)
 
 
+def as_static_int8(source: Path, target: Path) -> None:
+    """Rounds what every MatMul with weights takes to 8 bits, by a scale that the graph holds."""
+    model = onnx.load(source)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    scale, zero = (
+        helper.make_tensor("step", TensorProto.FLOAT, [], [0.05]),
+        helper.make_tensor("middle", TensorProto.UINT8, [], [128]),
+    )
+    model.graph.initializer.extend([scale, zero])
+    nodes = []
+    for node in model.graph.node:
+        if node.op_type in ("MatMul", "Gemm") and node.input[1] in weights:
+            rounded = [f"{node.output[0]}_{word}" for word in ("whole", "back")]
+            nodes.append(helper.make_node("QuantizeLinear", [node.input[0], "step", "middle"], rounded[:1]))
+            nodes.append(helper.make_node("DequantizeLinear", [rounded[0], "step", "middle"], rounded[1:]))
+            node.input[0] = rounded[1]
+        nodes.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    onnx.save(model, target)
+
+
 def as_bfloat16_weights(source: Path, target: Path) -> None:
     """Stores large weights as bfloat16, which a Cast widens: what a graph computes in stays float32."""
     import numpy as np

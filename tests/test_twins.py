@@ -20,6 +20,7 @@ from rounded import (
     as_float16,
     as_fused_int8,
     as_int8,
+    as_static_int8,
     healthy,
     made,
     neighbours_mixed,
@@ -38,7 +39,7 @@ from kvdoctor.twins import NoTwin, Twin, write_twin
 from kvdoctor.twins.widen import apply as widen
 
 DECODERS = ["gpt2", "llama-gqa"]
-ROUNDINGS = [as_float16, as_int8, as_fused_int8, as_bfloat16_weights]
+ROUNDINGS = [as_float16, as_int8, as_fused_int8, as_static_int8, as_bfloat16_weights]
 EXACT = 2e-5
 """Fraction of the spread within which a right twin is; a hundredth of what float16 leaves."""
 
