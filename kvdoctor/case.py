@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.findings import Advice
@@ -11,6 +11,9 @@ from kvdoctor.graph import Declared, GraphView
 from kvdoctor.model_folder import ModelFolder
 from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.trace import Run, Seen, Step
+
+if TYPE_CHECKING:
+    from kvdoctor.caller.holding import Held
 
 Consumer = Literal["plain", "held"]
 
@@ -30,7 +33,7 @@ class Case:
     Checks that ask about a file get `file`; those that ask about the contract get `stack` and `contract`; those that
     ask about runs get `runs` as well, and `declared_faults`, the names of the errors found in the contract, which are
     None until then. `refusals` are files that the runtime did not open: (file, its text by level, the level that opens
-    it).
+    it). `caller` is what holding the caller's own steps against the contract brought, where a trace was given.
     """
 
     folder: ModelFolder
@@ -42,6 +45,7 @@ class Case:
     declared_faults: tuple[str, ...] | None = None
     refusals: tuple[tuple[str, dict[str, str], str | None], ...] = ()
     crashes: tuple[str, ...] = ()
+    caller: "Held | None" = None
 
     def run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""

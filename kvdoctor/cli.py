@@ -55,6 +55,11 @@ def inspect(path: str, **given: Any) -> NoReturn:
     metavar="FILE",
     help="Take the cache contract from here: `kvdoctor contract MODEL --format json`, edited by hand.",
 )
+@click.option(
+    "--trace",
+    metavar="FILE",
+    help="What your own loop fed and got, step by step (docs/trace.md): it is held against the contract and run again.",
+)
 @shared_options
 @run_options
 def step_test(path: str, **given: Any) -> NoReturn:
@@ -193,6 +198,7 @@ def _options(given: dict[str, Any]) -> "Options":
         limits=Limits(given.get("timeout", 300.0), given.get("max_memory")),
         hash_files=given["hash_files"],
         contract=given.get("contract"),
+        trace=given.get("trace"),
         load=Load(given.get("batch"), given.get("context"), given.get("encoder_length")),
     )
 

@@ -6,7 +6,7 @@ ModelFolder -> GraphView -> CacheContract -> Experiment -> Trace -> checks -> Re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvdoctor.case import UNDECIDED, Case, Consumer
 from kvdoctor.child import Limits
@@ -32,7 +32,10 @@ from kvdoctor.report.document import (
 )
 from kvdoctor.runtimes import Examined, Job, Runtime
 from kvdoctor.stacks import StackFiles
-from kvdoctor.trace import Node, Run
+from kvdoctor.trace import REPLAY, Node, Run
+
+if TYPE_CHECKING:
+    from kvdoctor.caller.holding import Held
 
 COMPILED = "EPContext"
 """The operator that holds a graph in the binary form of a device. Source: ONNX Runtime, EP context design."""
@@ -53,6 +56,7 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     hash_files: bool = False
     contract: str | None = None
+    trace: str | None = None
     load: Load = field(default_factory=Load)
 
     def as_arguments(self) -> dict[str, Any]:
@@ -65,6 +69,7 @@ class Options:
             "ignore": list(self.selection.ignore),
             "provider": self.provider,
             **({"contract": self.contract} if self.contract is not None else {}),
+            **({"trace": self.trace} if self.trace is not None else {}),
             **load,
         }
 
@@ -112,11 +117,13 @@ def step_test(
     described = given_stacks(options.contract, folder) if options.contract is not None else ()
     folder = _with_stacks(folder, tuple(stack for stack, _ in described))
     _check_files(folder, options, verdicts)
-    stacks, runs, measured = [], [], {}
+    stacks, runs, measured, told = [], [], {}, []
     given = {stack.name: contract for stack, contract in described}
+    contracts = {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
+    callers = _callers(options, contracts, verdicts) if options.trace is not None else {}
     for stack in folder.stacks:
-        contract = given.get(stack.name) or read_contract(stack, folder.side_cars)
-        case = Case(folder, options.consumer, stack=stack, contract=contract)
+        contract = contracts[stack.name]
+        case = Case(folder, options.consumer, stack=stack, contract=contract, caller=callers.get(stack.name))
         case, examined = _examine(case, options, verdicts, runtime, scratch)
         runs += list(case.runs)
         stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
@@ -129,7 +136,11 @@ def step_test(
                 f.name for f in verdicts.findings[before:] if f.severity == "error" and f.name != HAS_OWN_RUN
             )
             run_checks(replace(case, declared_faults=faults), "runs", options.selection, verdicts)
+        if case.caller is not None:
+            run_checks(case, "caller", options.selection, verdicts)
+            told.append(_told(case, options.trace or ""))
     report = _report("step-test", folder, options, verdicts, stacks)
+    report = replace(report, notes=(*report.notes, *told))
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
     return replace(report, runs=tuple(runs), measured=measured, environment=environment)
 
@@ -177,13 +188,15 @@ def _examine(
     if obstacle:
         return case, Examined()
 
+    chosen = [e.name for e in load() if (e.name == frozen_past.NAME) == frozen]
     job = Job(
         stack=case.stack.name,
         folder=case.folder.root.absolute(),
         contract=case.contract,
-        experiments=tuple(e.name for e in load() if (e.name == frozen_past.NAME) == frozen),
+        experiments=(*chosen, *((REPLAY,) if case.caller is not None else ())),
         seed=options.seed,
         provider=options.provider,
+        trace=Path(options.trace).absolute() if case.caller is not None and options.trace is not None else None,
         keep_logits=scratch / f"{case.stack.name}.npz" if scratch else None,
     )
     examined = runtime.examine(job)
@@ -198,6 +211,27 @@ def _examine(
     refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in examined.refusals)
     contract = with_observed(case.contract, runs)
     return replace(case, contract=contract, runs=runs, refusals=refusals), examined
+
+
+def _callers(options: Options, contracts: dict[str, CacheContract], verdicts: Verdicts) -> "dict[str, Held]":
+    """The caller's own steps, held against the contract of the stack that they called."""
+    from kvdoctor.caller.holding import hold_fitting
+
+    drivable = {name: contract for name, contract in contracts.items() if contract.slots and not contract.missing}
+    if not drivable:
+        reason = "the trace was not held against a contract: none is complete"
+        verdicts.not_checked.append(NotChecked(None, "KV208", reason, essential=True))
+        return {}
+    return hold_fitting(options.trace or "", drivable)
+
+
+def _told(case: Case, path: str) -> str:
+    """What the trace showed, in one line."""
+    from kvdoctor.caller import telling
+
+    assert case.caller is not None  # noqa: S101 - asked only where a trace was held
+    assert case.stack is not None  # noqa: S101
+    return telling.line(case.caller, case.run(REPLAY), path, case.stack.name)
 
 
 def _obstacles(stack: StackFiles, contract: CacheContract) -> Iterator[str]:

@@ -20,7 +20,10 @@ MOST_DEATHS = 5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Experiments on one stack. `keep_logits` is a private scratch file for the logits of each experiment."""
+    """Experiments on one stack. `keep_logits` is a private scratch file for the logits of each experiment.
+
+    `trace` is the file of the caller's own steps, which are run again as the last experiment.
+    """
 
     stack: str
     folder: Path
@@ -29,11 +32,13 @@ class Job:
     seed: int = 0
     provider: str = "CPUExecutionProvider"
     keep_logits: Path | None = None
+    trace: Path | None = None
 
     def line(self, experiments: tuple[str, ...]) -> str:
         """The job as the worker reads it, for the experiments that are left."""
         job = to_plain(self) | {"folder": str(self.folder), "experiments": experiments, "threads": thread_count()}
         job["keep_logits"] = str(self.keep_logits) if self.keep_logits else None
+        job["trace"] = str(self.trace) if self.trace else None
         return json.dumps(job) + "\n"
 
 

@@ -4,7 +4,8 @@ It reads jobs from standard input, one JSON object a line, runs whole experiment
 JSON object a line. It announces every step before it runs it, so that its death has an address. Standard library,
 numpy and onnxruntime only, so that it starts in an environment that holds nothing else.
 
-Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits"}
+Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits",
+         "trace"}
 Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, note,
 obstacle, crash, done.
 """
@@ -24,6 +25,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from kvdoctor.caller.reading import read_trace
+from kvdoctor.caller.replay import replaying
 from kvdoctor.contract import CacheContract
 from kvdoctor.examination import Examination
 from kvdoctor.experiments import load
@@ -36,7 +39,10 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
     sessions = Sessions(Path(job["folder"]), job["provider"], job["threads"], announce)
     contract = from_plain(CacheContract, job["contract"])
     exam = Examination(job["stack"], contract, sessions, job["seed"], announce, bool(job["keep_logits"]))
-    for experiment in load():
+    experiments = load()
+    if job["trace"]:
+        experiments += (replaying(read_trace(job["trace"]), contract),)
+    for experiment in experiments:
         if experiment.name in job["experiments"]:
             announce("start", experiment=experiment.name)
             begin = time.perf_counter()

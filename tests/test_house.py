@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "kvdoctor"
 
 ROOMS = (
-    *("errors", "plain", "contract", "trace", "parity", "feeds", "experiments"),
+    *("errors", "plain", "contract", "trace", "parity", "feeds", "experiments", "caller"),
     *("sessions", "examination", "worker", "child", "runtimes"),
     *("wire", "onnx_schema", "skeleton", "external_data", "graph", "cache_operators", "flow", "dataflow", "dialects"),
     *("axes", "roles", "configs", "stacks", "lacks", "model_folder", "slots", "reading", "given"),
@@ -20,7 +20,7 @@ ROOMS = (
 )
 """From early to late: a room imports earlier ones only."""
 
-LIGHT = ("plain", "contract", "trace", "parity", "feeds", "experiments")
+LIGHT = ("errors", "plain", "contract", "trace", "parity", "feeds", "experiments", "caller")
 """What the worker loads in an environment with nothing but onnxruntime and numpy."""
 
 
@@ -76,7 +76,7 @@ def test_frameworks_are_never_imported(path: Path) -> None:
 
 @pytest.mark.parametrize("name", LIGHT)
 def test_what_the_worker_needs_is_light(name: str) -> None:
-    files = [PACKAGE / f"{name}.py"] if (PACKAGE / f"{name}.py").exists() else list((PACKAGE / name).glob("*.py"))
+    files = [PACKAGE / f"{name}.py"] if (PACKAGE / f"{name}.py").exists() else list((PACKAGE / name).rglob("*.py"))
     for path in files:
         for module in imported(path, also_for_types=True):
             root = module.split(".")[0]
