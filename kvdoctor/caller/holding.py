@@ -1,6 +1,6 @@
 """The walk over a trace: each step held against the contract, up to the first that breaks it. numpy only."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
@@ -47,19 +47,35 @@ def hold(trace: Trace, contract: CacheContract) -> Held:
         UsageError: values of the trace cannot be read.
     """
     blind: dict[str, None] = {}
-    steps = sequences = 0
-    untrue, cached, failed = None, False, None
-    for moment, breaks in walk(trace, contract, blind):
-        steps, sequences = steps + 1, sequences + (moment.before is None)
-        if breaks:
-            return Held(steps, sequences, breaks, moment.step, untrue, tuple(blind), None, cached)
-        cached = cached or moment.before is not None
-        untrue = untrue or first_untrue(moment)
-        failed = moment.step if moment.step.error is not None else None
-    return Held(steps, sequences, (), None, untrue, tuple(blind), failed, cached)
+    walked = list(walk(trace, contract, blind))
+    moments = [moment for moment, _ in walked]
+    at = broken_at(walked)
+    right = moments[:at] if at is not None else moments
+    last = moments[-1].step if moments else None
+    return Held(
+        steps=len(walked),
+        sequences=sum(moment.before is None for moment in moments),
+        breaks=walked[at][1] if at is not None else (),
+        step=moments[at].step if at is not None else None,
+        untrue=next(filter(None, map(first_untrue, right)), None),
+        blind=tuple(blind),
+        failed=last if at is None and last is not None and last.error is not None else None,
+        cached=any(moment.before is not None for moment in right),
+    )
 
 
-def walk(trace: Trace, contract: CacheContract, blind: dict[str, None]) -> Iterator[tuple[Moment, tuple[Break, ...]]]:
+Walked = tuple[Moment, tuple[Break, ...]]
+"""A step and what it breaks."""
+
+
+def broken_at(walked: Sequence[Walked]) -> int | None:
+    """The index of the step that breaks the contract: the last one of a walk, else the first with a mild break."""
+    broken = [index for index, (_, breaks) in enumerate(walked) if breaks]
+    hard = [index for index in broken if not all(one.mild for one in walked[index][1])]
+    return next(iter(hard or broken), None)
+
+
+def walk(trace: Trace, contract: CacheContract, blind: dict[str, None]) -> Iterator[Walked]:
     """Each step of the decoder with what it breaks, up to the first that breaks something or failed."""
     before: Before | None = None
     encoded: TraceStep | None = None
@@ -75,7 +91,7 @@ def walk(trace: Trace, contract: CacheContract, blind: dict[str, None]) -> Itera
             moment = replace(moment, before=None, phase=_first_phase(phase, contract))
         breaks = first_breaks(moment)
         yield moment, breaks
-        if breaks or step.error is not None:
+        if not all(one.mild for one in breaks) or step.error is not None:
             return
         before = _after(moment)
 

@@ -44,7 +44,8 @@ class Break:
     """How a step breaks the contract: the inputs, what they should have been and were, and who mends it how.
 
     `graph_returned` tells of a present that is not as the graph promises and was fed back as it came: the loop is plain
-    and the graph at fault. `suspected`: shapes alone cannot tell it from a right loop.
+    and the graph at fault. `suspected`: shapes alone cannot tell it from a right loop. `mild`: a graph may not even
+    read the input, so that what comes behind is looked at as well.
     """
 
     kind: Kind
@@ -55,6 +56,7 @@ class Break:
     advice: str
     graph_returned: str | None = None
     suspected: str | None = None
+    mild: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,9 @@ class Moment:
 
     @property
     def new(self) -> int:
-        """New tokens of the step."""
+        """New tokens of the step; one where a token is fed with its position."""
+        if any(True for _ in self.ports("token_and_position")):
+            return 1
         sizes = (size_of(port.axes, fed.shape, "new") for port, fed in self.ports(*TOKENS))
         return next((size for size in sizes if size is not None), self.contract.new_tokens or 1)
 

@@ -10,9 +10,9 @@ from functools import partial
 
 import numpy as np
 
-from kvdoctor.caller.holding import phase_of, walk
-from kvdoctor.caller.moment import Break, Moment, size_of
-from kvdoctor.caller.recorded import Recorded, Trace, TraceStep
+from kvdoctor.caller.holding import broken_at, phase_of, walk
+from kvdoctor.caller.moment import Break, Moment
+from kvdoctor.caller.recorded import Recorded, Trace, TraceStep, same
 from kvdoctor.contract import CacheContract, PhaseName, Role
 from kvdoctor.experiments import Decision, Experiment, always
 from kvdoctor.feeds import NUMPY_TYPES, Answer, Array, Call, Deal, Encoded, Past, Scenario, Value, as_array
@@ -20,6 +20,7 @@ from kvdoctor.parity import compare, judge
 from kvdoctor.trace import REPLAY, Cause
 
 DIFFERS = "caller-runtime-differs"
+SPOILT = "caller-loop-spoils"
 MOST_REPLAYED = 64
 """Steps without a fault that are run again: what goes wrong goes wrong early, and a step costs as much as any."""
 AFTER = 4
@@ -31,17 +32,20 @@ FREE: tuple[Role, ...] = (
 )
 """Inputs that the contract leaves to the caller: without their values, other numbers come back."""
 
+DECIDING: tuple[Role, ...] = ("logits_to_keep", "setting", "block_table", "beam_input")
+"""Inputs whose values decide what shapes come back."""
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One step to run again: from which token of its sequence on, and how many; `right` until one is broken."""
+    """One step to run again: from which token of its sequence on, and how many; `right` until one has `breaks`."""
 
     step: TraceStep
     phase: PhaseName
-    starts: bool
     start: int
     new: int
     right: bool
+    breaks: tuple[Break, ...]
 
 
 def replaying(trace: Trace, contract: CacheContract) -> Experiment:
@@ -73,28 +77,26 @@ def replaying(trace: Trace, contract: CacheContract) -> Experiment:
 
 def _plan(trace: Trace, contract: CacheContract) -> Iterator[Planned]:
     """The steps to run: all that keep the contract, the first that breaks it, and some behind it."""
-    last: Moment | None = None
-    broken: tuple[Break, ...] = ()
-    number = 0
-    for last, broken in walk(trace, contract, {}):
-        number += 1
-        begin = last.before.tokens if last.before is not None else 0
-        if broken and last.new > begin:
+    walked = list(walk(trace, contract, {}))
+    at = broken_at(walked)
+    stop = MOST_REPLAYED if at is None else at + 1 + AFTER
+    for index, (moment, breaks) in enumerate(walked[:stop]):
+        begin = moment.before.tokens if moment.before is not None else 0
+        if index == at and moment.new > begin:
             begin = 0  # all ids
-        yield Planned(last.step, last.phase, last.before is None, begin, last.new, not broken)
-        if number >= MOST_REPLAYED:
-            return
-    if last is None or not broken:
+        yield Planned(moment.step, moment.phase, begin, moment.new, at is None or index < at, breaks)
+    if at is None or at + 1 < len(walked):
         return
+    last = walked[at][0]
     place = next(i for i, step in enumerate(trace) if step.place == last.step.place)
     begin = (last.before.tokens if last.before is not None else 0) + last.new
-    for step in trace[place + 1 : place + 1 + AFTER]:
+    for number, step in enumerate(trace[place + 1 : place + 1 + AFTER], len(walked)):
         phase = phase_of(step, contract, last.before)
         if phase == "encode":
             return
-        later = Moment(contract, phase, replace(step, number=number), None)
-        yield Planned(later.step, phase, False, begin, later.new, False)
-        number, begin = number + 1, begin + later.new
+        later = Moment(contract, phase, replace(step, number=number))
+        yield Planned(later.step, phase, begin, later.new, False, ())
+        begin += later.new
 
 
 def _sizes(first: Planned, contract: CacheContract) -> tuple[int, int | None]:
@@ -124,11 +126,13 @@ def _replay(deal: Deal, planned: tuple[Planned, ...], source: TraceStep | None) 
         if not entry.right and not broken:
             # What the same tokens give when they are fed rightly: the broken step is held against it.
             right = yield replace(_right(state, entry), kind="probe")
-            expected = None if right.failed else right.logits
-            broken = True
-        answer = yield replace(call, expected=expected)
-        if entry.right and cause is None:
-            cause = _otherwise(entry, answer, exact, deal.contract)
+            expected, broken = None if right.failed else right.logits, True
+            answer = yield replace(call, expected=expected)
+            cause = cause or _spoilt(entry, answer, right)
+        else:
+            answer = yield replace(call, expected=expected)
+        if entry.right:
+            cause = cause or _otherwise(entry, answer, exact, deal.contract)
         _carry(state, entry, call, answer)
         state.exact = exact
     return cause
@@ -149,12 +153,20 @@ def _call(state: _Replay, entry: Planned) -> tuple[Call, bool]:
         elif port is not None and port.role == "past" and not begins:
             feeds[name], derived = _past(state, name, tensor)
             exact = exact and derived
+        elif port is not None and port.role == "branch_switch" and _by_other_branch(entry):
+            other: PhaseName = "decode" if entry.phase == "prefill" else "prefill"
+            feeds[name] = np.full(tensor.shape, contract.phases[other].switch)
         else:
             ignored = begins and port is not None and port.role == "past" and contract.first_step == "no-past-branch"
             alike = made is not None and tuple(made.shape) == tensor.shape
             exact = exact and (ignored or (alike and port is not None and port.role not in FREE))
             feeds[name] = _fitted(None if made is None else as_array(made), tensor)
     return replace(usual, feeds=feeds), exact
+
+
+def _by_other_branch(entry: Planned) -> bool:
+    """Whether what came back tells that the switch was fed wrongly."""
+    return any(one.kind in ("cached-too-early", "cached-too-late") for one in entry.breaks)
 
 
 def _usual(deal: Deal, entry: Planned, past: Past | None) -> Call:
@@ -168,8 +180,9 @@ def _usual(deal: Deal, entry: Planned, past: Past | None) -> Call:
 def _past(state: _Replay, name: str, tensor: Recorded) -> "tuple[Value | Array, bool]":
     """A past in the shape that was fed: what came back and is due, what came back, or what was fed before."""
     sources = [source[name] for source in (state.past, state.plain, state.fed) if source and name in source]
+    slot = state.deal.slots[name]
     for value in sources:
-        if tuple(value.shape) == tensor.shape:
+        if tuple(value.shape) == tensor.shape and tensor.dtype == slot.dtype:
             return value, True
     return _fitted(as_array(sources[0]) if sources else None, tensor), False
 
@@ -227,9 +240,9 @@ def _tokens(deal: Deal, planned: tuple[Planned, ...]) -> Array:
     for entry in planned:
         for port in deal.contract.graph(entry.phase).inputs:
             tensor = entry.step.fed.get(port.name)
-            if port.role == "token_ids" and tensor is not None and tensor.has_values and entry.right:
-                ids = tensor.array().reshape(-1, entry.new)
-                if len(ids) == len(tokens) and size_of(port.axes, tensor.shape, "new") == entry.new:
+            if port.role == "token_ids" and tensor is not None and tensor.has_values and not tensor.empty:
+                ids = tensor.array().reshape(-1, tensor.shape[-1] if tensor.shape else 1)
+                if ids.shape == (len(tokens), entry.new):
                     tokens[:, entry.start : entry.start + entry.new] = ids
     return tokens
 
@@ -255,9 +268,24 @@ def _logits(entry: Planned, contract: CacheContract) -> Array | None:
     return got.array()
 
 
+def _spoilt(entry: Planned, answer: Answer, right: Answer) -> Cause | None:
+    """A present that a broken step returns otherwise than a right one: it will harm later, if its logits do not."""
+    for name, value in right.outputs.items():
+        mine = answer.outputs.get(name)
+        if name != answer.logits_name and mine is not None and not same(as_array(mine), as_array(value)):
+            return Cause(SPOILT, f"{name} of step {entry.step.number} is not that of a right feed")
+    return None
+
+
 def _otherwise(entry: Planned, answer: Answer, exact: bool, contract: CacheContract) -> Cause | None:
     """The first output that came back here in another shape than in the trace, or, from the same feed, otherwise."""
-    for name, got in entry.step.got.items():
+    # Where an input that was not told decides what is returned, shapes cannot be compared.
+    told = all(
+        t.has_values
+        for p in contract.graph(entry.phase).inputs
+        if p.role in DECIDING and (t := entry.step.fed.get(p.name)) is not None
+    )
+    for name, got in entry.step.got.items() if told else ():
         here = answer.outputs.get(name)
         if here is None or (name == answer.logits_name and len(got.shape) != len(here.shape)):
             continue

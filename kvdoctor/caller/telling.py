@@ -74,15 +74,25 @@ def _numbers(run: Run) -> Iterator[str]:
 
 
 def _off(run: Run, broken: int) -> str:
-    for step in run.steps:
-        if step.step == broken and step.difference is not None:
-            if not step.difference.finite:
-                return f", and the logits of step {broken} are not finite"
-            return (
-                f", and the logits of step {broken} are {step.difference.relative:.2g} of their spread off those of a "
-                "right feed"
-            )
-    return ": the mistake makes no error"
+    """How far a broken step is from one that is rightly fed."""
+    found = next((step.difference for step in run.steps if step.step == broken), None)
+    if found is None:
+        return ""
+    if not found.finite:
+        return f", and the logits of step {broken} are not finite"
+    text = f", and the logits of step {broken} are {found.relative:.2g} of their spread off those of a right feed"
+    if run.outcome == "passed":
+        text = f", and the logits of step {broken} are those of a right feed"
+    return text + (f"; {run.reason}" if run.cause is not None and run.reason else "")
+
+
+def harmless(held: "Held", one: "Break", run: Run | None) -> bool:
+    """Whether running a broken step again showed that what was fed, as it was fed, changes nothing."""
+    if held.step is None or held.step.error is not None or run is None or run.outcome != "passed":
+        return False
+    compared = any(step.step == held.step.number and step.difference is not None for step in run.steps)
+    told = all(name in held.step.fed and held.step.fed[name].has_values for name in one.inputs)
+    return compared and (told or one.mild)
 
 
 def _place(run: Run) -> str:

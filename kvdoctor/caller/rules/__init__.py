@@ -24,8 +24,10 @@ RULES: tuple[Callable[[Moment], Iterator[Break]], ...] = (
 
 def first_breaks(moment: Moment) -> tuple[Break, ...]:
     """What the first rule that is broken says; nothing for a step that keeps the contract as far as it can be seen."""
+    mild: tuple[Break, ...] = ()
     for rule in RULES:
         found = tuple(rule(moment))
-        if found:
+        if any(not one.mild for one in found):
             return found
-    return ()
+        mild = mild or found
+    return mild

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvdoctor.caller.moment import Break, Moment, first_length, shown, tokens
+from kvdoctor.caller.moment import Break, Moment, first_length, shown, size_of, tokens
 from kvdoctor.caller.recorded import same
 from kvdoctor.contract import CacheContract, PhaseName, describe
 
@@ -32,12 +32,13 @@ def _switch(moment: Moment) -> Iterator[Break]:
     contract = moment.contract
     for port, fed in moment.ports("branch_switch"):
         value = moment.values(port.name)
-        if value is None or not value.size:
+        by_outputs = _shown_by_outputs(moment) if value is None else None
+        if (value is None or not value.size) and by_outputs is None:
             return
-        cached = bool(np.all(value)) == contract.phases["decode"].switch
+        cached = moment.before is None if by_outputs else bool(np.all(value)) == contract.phases["decode"].switch
         promised = f"{port.name} {describe(port.dtype, port.shape)}: {_word(contract, 'prefill')} on the first step, "
         promised += f"{_word(contract, 'decode')} on every later one"
-        observed = f"{port.name} {fed}, {str(bool(np.all(value))).lower()}"
+        observed = f"{port.name} {fed}, {by_outputs or str(bool(np.all(value))).lower()}"
         if moment.before is None and cached:
             yield Break(
                 kind="cached-too-early",
@@ -58,6 +59,26 @@ def _switch(moment: Moment) -> Iterator[Break]:
                 f"{_word(contract, 'prefill')}): it ignores the cache",
                 advice=f"feed {port.name} {_word(contract, 'decode')} from the second step on",
             )
+
+
+def _shown_by_outputs(moment: Moment) -> str | None:
+    """What came back that only the other branch returns, where the value of the switch is not in the trace.
+
+    On the first step a placeholder without elements, later a present of the new tokens alone.
+    """
+    for slot in moment.contract.slots:
+        got = moment.step.got.get(slot.present or "")
+        if got is None or slot.filled_by != slot.present:
+            continue
+        if moment.before is None and slot.emptied and got.empty:
+            return f"and {slot.present} came back as {got}, as from the cached branch"
+        if slot not in moment.contract.growing or not moment.past or slot.past not in moment.step.fed:
+            continue
+        fed = size_of(slot.axes, moment.step.fed[slot.past].shape, "past")
+        alone = size_of(slot.axes, got.shape, "past") == moment.new
+        if moment.before is not None and fed == moment.past and alone:
+            return f"and {slot.present} came back as {got}, as from the branch without a past"
+    return None
 
 
 def _dropped(moment: Moment, text: str) -> Break:

@@ -25,7 +25,8 @@ def lengths(moment: Moment) -> Iterator[Break]:
     """Inputs of another size than past, new and encoder states make."""
     for port in moment.graph.inputs:
         fed = moment.step.fed[port.name]
-        if port.role in OTHER_RULES or len(port.axes) != len(fed.shape):
+        states = port.role == "encoder_states" and moment.before is not None
+        if port.role in OTHER_RULES or states or len(port.axes) != len(fed.shape):
             continue
         due = _due(port, fed, moment)
         wrong = [i for i, size in enumerate(due) if size is not None and size != fed.shape[i]]

@@ -6,6 +6,7 @@ from kvdoctor.caller.moment import Break, Moment
 from kvdoctor.caller.recorded import Recorded, same
 from kvdoctor.contract import Port
 
+CROSS = "cross-attention"
 WORDS = {"encoder_states": "the encoder states", "encoder_mask": "the mask of the encoder's input"}
 
 
@@ -21,9 +22,15 @@ def encoder(moment: Moment) -> Iterator[Break]:
                 observed=f"{port.name} {fed}",
                 cause=f"{word} have no elements" if port.role == "encoder_states" else f"{word} has no elements",
                 advice=f"feed {word} as on the first step",
+                mild=_need_not_be_read(moment, port),
             )
             continue
         yield from _changed(moment, port, fed)
+
+
+def _need_not_be_read(moment: Moment, port: Port) -> bool:
+    """Whether the cross-attention cache holds all that a step needs of the encoder states."""
+    return moment.before is not None and port.role == "encoder_states" and bool(moment.contract.of_kind(CROSS))
 
 
 def _changed(moment: Moment, port: Port, fed: Recorded) -> Iterator[Break]:
@@ -33,10 +40,10 @@ def _changed(moment: Moment, port: Port, fed: Recorded) -> Iterator[Break]:
     first, whose = known
     verb, text = ("change" if port.role == "encoder_states" else "changes"), None
     if first.shape != fed.shape and not _repeated(first.shape, fed.shape):
-        text = f"{port.name} {fed}, and {first} {whose}"
-    elif first.shape == fed.shape and first.has_values:
+        text = f"{port.name} {fed}"
+    elif first.shape == fed.shape:
         values = moment.values(port.name)
-        if values is not None and not same(values, first.array()):
+        if values is not None and first.has_values and not same(values, first.array()):
             text = f"{port.name} {fed} with other values than {whose}"
     if text is not None:
         yield Break(
@@ -46,6 +53,7 @@ def _changed(moment: Moment, port: Port, fed: Recorded) -> Iterator[Break]:
             observed=text,
             cause=f"{WORDS[port.role]} {verb} within a sequence",
             advice="run the encoder once, and feed what it gave at every step",
+            mild=_need_not_be_read(moment, port),
         )
 
 

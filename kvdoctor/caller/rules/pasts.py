@@ -106,6 +106,9 @@ def _by_shape(moment: Moment, slot: Slot, fed: Recorded, due: Due) -> _Wrong:
     crossed = next((o for o, t in moment.slots if o is not slot and _swapped(moment, slot, o, fed, t)), None)
     if crossed is not None:
         return _crossed(slot, crossed, fed, due, "as their shapes show")
+    if sorted(fed.shape) == sorted(size or 0 for size in due.shape):
+        cause = f"the axes of {slot.past} stand in another order"
+        return _Wrong("wrong-size", slot, fed, due, cause, "feed it as it was returned, or in the declared layout")
     returned = before.last.got.get(slot.present or "")
     if slot.carry == "hold" or 0 in _beside_length(slot, fed.shape):
         back = returned is not None and returned.shape == fed.shape
@@ -124,8 +127,11 @@ def _by_shape(moment: Moment, slot: Slot, fed: Recorded, due: Due) -> _Wrong:
             cause = f"the cache is dropped: its past has length 0, and {tokens(held)} are in it"
             return _Wrong("cache-dropped", slot, fed, due, cause, _feed(slot, step))
         if previous is not None and _length(slot, previous.shape) == length:
-            cause = f"the past of step {step} is fed again: it did not grow by the {tokens(before.new)} of that step"
-            return _Wrong("past-stale", slot, fed, due, cause, _feed(slot, step))
+            again = holds_values_of(slot, fed, Due(previous.shape, previous, ""), moment)
+            if again or not (fed.has_values and previous.has_values):
+                what = f"the past of step {step} is fed again" if again else f"the past is as long as at step {step}"
+                cause = f"{what}: it did not grow by the {tokens(before.new)} of that step"
+                return _Wrong("past-stale", slot, fed, due, cause, _feed(slot, step))
         cause = f"the past has length {length}, where {tokens(held)} are in the cache"
         return _Wrong("past-length", slot, fed, due, cause, _feed(slot, step))
     return _Wrong(

@@ -27,7 +27,7 @@ def all_ids(moment: Moment) -> Iterator[Break]:
         yield Break(
             kind="all-ids-with-cache",
             inputs=(port.name,),
-            promised=f"{port.name}: the new tokens alone, since {tokens(before.tokens)} are in the cache",
+            promised=f"{port.name}: the new tokens alone; the cache holds {tokens(before.tokens)}",
             observed=f"{port.name} {fed} on a cache of {tokens(before.tokens)}",
             cause="all ids so far are fed together with the cache, so that those in the cache count twice",
             advice="feed the last token only once there is a cache; or all ids and no cache",
