@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.findings import Advice
@@ -12,6 +12,9 @@ from kvdoctor.model_folder import ModelFolder
 from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.trace import Run, Seen, Step
 from kvdoctor.uses import Required
+
+if TYPE_CHECKING:
+    from kvdoctor.caller.holding import Held
 
 Consumer = Literal["plain", "held"]
 
@@ -34,7 +37,8 @@ class Case:
     Checks that ask about a file get `file`; those that ask about the contract get `stack` and `contract`; those that
     ask about runs get `runs` as well, and `declared_faults`, the names of the errors found in the contract, which are
     None until then. `refusals` are files that the runtime did not open: (file, its text by level, the level that opens
-    it). `required` are the uses that must work; `timings` seconds by label.
+    it). `required` are the uses that must work; `timings` seconds by label. `caller` is what holding the caller's own
+    steps against the contract brought, where a trace was given.
     """
 
     folder: ModelFolder
@@ -47,6 +51,7 @@ class Case:
     refusals: tuple[tuple[str, dict[str, str], str | None], ...] = ()
     required: tuple[Required, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
+    caller: "Held | None" = None
 
     def run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""

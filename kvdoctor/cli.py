@@ -65,6 +65,11 @@ def inspect(path: str, **given: Any) -> NoReturn:
     help="Hold the logits against this PyTorch checkpoint: a folder, or a model of the hub (asks for the network).",
 )
 @click.option("--offline", is_flag=True, help="Never use the network.")
+@click.option(
+    "--trace",
+    metavar="FILE",
+    help="What your own loop fed and got, step by step (docs/trace.md): it is held against the contract and run again.",
+)
 @shared_options
 @run_options
 def step_test(path: str, **given: Any) -> NoReturn:
@@ -215,6 +220,7 @@ def _options(given: dict[str, Any], told: "Told | None" = None) -> "Options":
         progress=told,
         reference=given.get("reference"),
         offline=given.get("offline", False),
+        trace=given.get("trace"),
         load=Load(given.get("batch"), given.get("context"), given.get("encoder_length")),
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvdoctor.case import Case
 from kvdoctor.contract import CacheContract
@@ -34,7 +34,10 @@ from kvdoctor.report.document import (
 from kvdoctor.runtimes import Examined, Runtime
 from kvdoctor.stack_test import Left, examine, held_against, placed
 from kvdoctor.stacks import StackFiles
-from kvdoctor.trace import Run
+from kvdoctor.trace import REPLAY, Run
+
+if TYPE_CHECKING:
+    from kvdoctor.caller.holding import Held
 
 __all__ = ("Options", "gate", "inspect", "step_test")
 
@@ -88,13 +91,15 @@ def step_test(
     checkpoint = Checkpoint(options.reference, options.offline) if options.reference is not None else None
     scratch = scratch or (checkpoint.scratch if checkpoint is not None else None)
     stacks: list[StackFacts] = []
-    runs, measured = list[Run](), {}
+    runs, measured, told = list[Run](), {}, list[str]()
     given = {stack.name: contract for stack, contract in described}
     contracts = {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
     options = _with_samples(options, tuple(contracts.values()))
+    callers = _callers(options, contracts, verdicts) if options.trace is not None else {}
     for stack in folder.stacks:
         contract = contracts[stack.name]
         case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
+        case = replace(case, caller=callers.get(stack.name))
         with TemporaryDirectory(prefix="kvdoctor-") as calls:
             left = Left(scratch / f"{stack.name}.npz" if scratch else None, Path(calls))
             case, examined = examine(case, options, verdicts, runtime, left)
@@ -104,8 +109,12 @@ def step_test(
             before = len(verdicts.findings)
             case = placed(_by_contract(case, options, verdicts), options, runtime, left.calls)
             _by_runs(case, options, verdicts, before)
+        if case.caller is not None:
+            run_checks(case, "caller", options.selection, verdicts)
+            told.append(_told(case, options.trace or ""))
         runs += case.runs
     report = _report("step-test", folder, options, verdicts, stacks)
+    report = replace(report, notes=(*report.notes, *told))
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
     if checkpoint is not None:
         checkpoint.close()
@@ -162,6 +171,27 @@ def _with_samples(options: Options, contracts: tuple[CacheContract, ...]) -> Opt
     from kvdoctor.given_samples import given_samples
 
     return replace(options, prompt=given_samples(options.prompt, options.inputs, contracts).prompt)
+
+
+def _callers(options: Options, contracts: dict[str, CacheContract], verdicts: Verdicts) -> "dict[str, Held]":
+    """The caller's own steps, held against the contract of the stack that they called."""
+    from kvdoctor.caller.holding import hold_fitting
+
+    drivable = {name: contract for name, contract in contracts.items() if contract.slots and not contract.missing}
+    if not drivable:
+        reason = "the trace was not held against a contract: none is complete"
+        verdicts.not_checked.append(NotChecked(None, "KV208", reason, essential=True))
+        return {}
+    return hold_fitting(options.trace or "", drivable)
+
+
+def _told(case: Case, path: str) -> str:
+    """What the trace showed, in one line."""
+    from kvdoctor.caller import telling
+
+    assert case.caller is not None  # noqa: S101 - asked only where a trace was held
+    assert case.stack is not None  # noqa: S101
+    return telling.line(case.caller, case.run(REPLAY), path, case.stack.name)
 
 
 def _check_files(folder: ModelFolder, options: Options, verdicts: Verdicts) -> None:

@@ -27,6 +27,7 @@ class Options:
     contract: str | None = None
     required: tuple[Required, ...] = ()
     thorough: bool = False
+    trace: str | None = None
     prompt: tuple[int, ...] = ()
     inputs: str | None = None
     reference: str | None = None
@@ -46,6 +47,7 @@ class Options:
             **({"contract": self.contract} if self.contract is not None else {}),
             **({"require": list(self.required)} if self.required else {}),
             **({"thorough": True} if self.thorough else {}),
+            **({"trace": self.trace} if self.trace is not None else {}),
             **({"prompt_ids": list(self.prompt)} if self.prompt else {}),
             **({"inputs": self.inputs} if self.inputs is not None else {}),
             **({"reference": self.reference, "offline": self.offline} if self.reference is not None else {}),

@@ -26,6 +26,7 @@ class Job:
     `prompt` are token ids to begin with, and `inputs` an .npz file of encoder inputs, in place of made-up ones.
     `seen` is told of each experiment that begins: its name, which it is, counted from 1, and of how many.
     `keep_calls` is a private folder for the feeds of the first call of each judged experiment that fails or differs.
+    `trace` is the file of the caller's own steps, which are run again as the last experiment.
     `settings` are entries for the runtime's sessions; where a job is not `timed`, what is to be timed runs once.
     """
 
@@ -42,6 +43,7 @@ class Job:
     settings: dict[str, str] = field(default_factory=dict)
     timed: bool = True
     keep_calls: Path | None = None
+    trace: Path | None = None
 
     def line(self, experiments: tuple[str, ...]) -> str:
         """The job as the worker reads it, for the experiments that are left."""
@@ -59,6 +61,7 @@ class Job:
             "settings": self.settings,
             "timed": self.timed,
             "keep_calls": str(self.keep_calls) if self.keep_calls else None,
+            "trace": str(self.trace) if self.trace else None,
         }
         return json.dumps(job) + "\n"
 

@@ -89,6 +89,8 @@ def _twin_job(job: Job, twin: Twin, names: tuple[str, ...]) -> Job:
         contract=twin.contract,
         experiments=names,
         keep_logits=None,
+        keep_calls=None,
+        trace=None,
         settings=SETTINGS,
         timed=False,
     )

@@ -12,7 +12,7 @@ from kvdoctor.reading import with_observed
 from kvdoctor.reference import CannotCompare, Checkpoint, hold
 from kvdoctor.runtimes import Examined, Job, Runtime
 from kvdoctor.second_look import second_look
-from kvdoctor.trace import Node, Run
+from kvdoctor.trace import REPLAY, Node, Run
 from kvdoctor.uses import USES
 
 if TYPE_CHECKING:
@@ -45,16 +45,19 @@ def examine(case: Case, options: Options, verdicts: Verdicts, runtime: Runtime, 
     if obstacle:
         return case, Examined()
 
+    chosen = [e.name for e in load() if (e.name == frozen_past.NAME) == frozen and _is_asked(e, options)]
+    traced = case.caller is not None and options.trace is not None
     job = Job(
         stack=case.stack.name,
         folder=case.folder.root.absolute(),
         contract=case.contract,
-        experiments=tuple(e.name for e in load() if (e.name == frozen_past.NAME) == frozen and _is_asked(e, options)),
+        experiments=(*chosen, *((REPLAY,) if traced else ())),
         seed=options.seed,
         provider=options.provider,
         prompt=options.prompt,
         inputs=Path(options.inputs).absolute() if options.inputs is not None else None,
         seen=options.progress,
+        trace=Path(options.trace).absolute() if traced and options.trace is not None else None,
         keep_logits=left.logits,
         keep_calls=left.calls,
     )

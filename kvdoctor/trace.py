@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+REPLAY = "caller-replay"
+"""The experiment that runs the caller's own steps again."""
+
 Outcome = Literal["passed", "failed", "differs", "ambiguous", "inconclusive", "skipped", "died"]
 
 

@@ -5,8 +5,7 @@ JSON object a line. It announces every step before it runs it, so that its death
 numpy and onnxruntime only, so that it starts in an environment that holds nothing else.
 
 Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits",
-         "prompt": [token ids], "inputs": a file of arrays, "settings", "timed"}
-        "keep_calls"}
+         "keep_calls", "prompt": [token ids], "inputs": a file of arrays, "trace": a file, "settings", "timed"}
         or a trial, as trials.py takes it: one call on a changed graph
 Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, note,
 obstacle, crash, tried, done.
@@ -27,6 +26,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from kvdoctor.caller.reading import read_trace
+from kvdoctor.caller.replay import replaying
 from kvdoctor.contract import CacheContract
 from kvdoctor.examination import Examination
 from kvdoctor.experiments import load
@@ -45,7 +46,10 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
         job["stack"], contract, sessions, job["seed"], announce, bool(job["keep_logits"]), samples, job["timed"]
     )
     exam.kept_calls = Path(job["keep_calls"]) if job.get("keep_calls") else None
-    for experiment in load():
+    experiments = load()
+    if job["trace"]:
+        experiments += (replaying(read_trace(job["trace"]), contract),)
+    for experiment in experiments:
         if experiment.name in job["experiments"]:
             announce("start", experiment=experiment.name)
             begin = time.perf_counter()

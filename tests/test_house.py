@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "kvdoctor"
 
 ROOMS = (
     *("errors", "plain", "uses", "contract", "trace", "parity", "samples", "feeds", "experiments"),
-    "kept_calls",
+    *("kept_calls", "caller"),
     *("sessions", "examination", "trials", "worker", "child", "runtimes"),
     *("out_folder", "wire", "onnx_schema", "skeleton", "external_data", "graph", "cache_operators", "exactness"),
     *("flow", "dataflow", "dialects", "axes", "roles", "configs", "stacks", "lost_state", "lacks", "model_folder"),
@@ -24,7 +24,7 @@ ROOMS = (
 )
 """From early to late: a room imports earlier ones only."""
 
-LIGHT = ("plain", "contract", "trace", "parity", "samples", "feeds", "experiments", "kept_calls")
+LIGHT = ("errors", "plain", "contract", "trace", "parity", "samples", "feeds", "experiments", "kept_calls", "caller")
 """What the worker loads in an environment with nothing but onnxruntime and numpy."""
 
 FRAMEWORK_DOORS = ("export/transformers.py",)
@@ -87,7 +87,7 @@ def test_frameworks_are_imported_behind_their_doors_only(path: Path) -> None:
 
 @pytest.mark.parametrize("name", LIGHT)
 def test_what_the_worker_needs_is_light(name: str) -> None:
-    files = [PACKAGE / f"{name}.py"] if (PACKAGE / f"{name}.py").exists() else list((PACKAGE / name).glob("*.py"))
+    files = [PACKAGE / f"{name}.py"] if (PACKAGE / f"{name}.py").exists() else list((PACKAGE / name).rglob("*.py"))
     for path in files:
         for module in imported(path, also_for_types=True):
             root = module.split(".")[0]
