@@ -5,6 +5,7 @@ A worker that dies is replaced, and the fresh one goes on with the experiments t
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,20 @@ class Runtime:
                 break
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)
         return examined
+
+    def ask(self, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Give the events of a job of another kind. Where the worker dies, the next job finds a fresh one.
+
+        Raises:
+            WorkerDied: it ended before the job did.
+            KvdoctorError: it does not even start.
+        """
+        self._worker.send(json.dumps({**job, "threads": thread_count()}) + "\n")
+        try:
+            yield from self._worker.events()
+        except WorkerDied:
+            self._restart(Examined())
+            raise
 
     def _restart(self, examined: Examined) -> None:
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)

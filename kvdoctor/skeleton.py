@@ -20,6 +20,7 @@ from kvdoctor.onnx_schema import ModelProto, TensorProto
 from kvdoctor.wire import I32, I64, LEN, MAX_FILE, VARINT, WINDOW, Source, WireError, encode_varint
 
 SMALL_PAYLOAD: Final = 1024  # bytes; payloads up to this size stay: shapes and axes are needed to read a graph
+MAX_WHOLE: Final = 4 * 2**20  # bytes of one tensor, of the element types that a caller wants whole
 MAX_KEPT: Final = 512 * 2**20  # bytes; more without weights is no decoder, and parsing takes a multiple in memory
 MAX_DEPTH: Final = 100  # messages within messages; the recursion limit of the protobuf parsers
 # The fields on the way from a model to its tensors.
@@ -41,6 +42,7 @@ MODEL_FIELDS: Final = dict.fromkeys((1, 5), VARINT) | dict.fromkeys((2, 3, 4, 6,
 
 _NESTED_TAGS = {name: {number << 3 | LEN: kind for number, kind in fields.items()} for name, fields in NESTED.items()}
 _PAYLOAD_TAGS: Final = frozenset(number << 3 | wire for number, one in PAYLOAD.items() for wire in (one, LEN))
+_DATA_TYPE_TAG: Final = 2 << 3 | VARINT
 _MODEL_TAGS: Final = {number << 3 | wire for number, wire in MODEL_FIELDS.items()} | {None}  # None: torn within a tag
 
 _AGAIN: Final = "download or copy the file again, or export the model again"
@@ -91,14 +93,16 @@ def payload_left_out(tensor: TensorProto) -> bool:
     return PAYLOAD.keys().isdisjoint(field.number for field, _ in tensor.ListFields())
 
 
-def read_skeleton(path: Path) -> Skeleton:
+def read_skeleton(path: Path, whole: frozenset[int] = frozenset()) -> Skeleton:
     """Read a model file without its large tensor payloads.
+
+    Tensors of the element types `whole` (TensorProto.DataType) keep payloads of up to MAX_WHOLE bytes.
 
     Raises:
         UnreadableError: the file cannot be opened, or is no ONNX model, or is damaged.
     """
     try:
-        return _read(path)
+        return _read(path, whole)
     except PermissionError:
         raise UnreadableError("no permission to read the file", "change its permissions") from None
     except (OSError, ValueError, OverflowError) as error:
@@ -106,7 +110,7 @@ def read_skeleton(path: Path) -> Skeleton:
         raise UnreadableError(f"cannot be read: {what}", "check the path and the disk") from error
 
 
-def _read(path: Path) -> Skeleton:
+def _read(path: Path, whole: frozenset[int]) -> Skeleton:
     # A FIFO or a device must not even be opened: that can wait for ever.
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
@@ -120,7 +124,7 @@ def _read(path: Path) -> Skeleton:
             if found := re.match(pattern, head, re.DOTALL | re.MULTILINE):
                 size = found.groupdict().get("bytes")
                 raise UnreadableError(reason + (f" to a file of {int(size):,} bytes" if size else ""), advice)
-        walk = _Walk(Source(file))
+        walk = _Walk(Source(file), whole)
         walk.run()
     if walk.source.size > MAX_FILE:
         reason = f"{walk.source.size:,} bytes, more than the 2 GiB that protobuf can hold"
@@ -131,8 +135,8 @@ def _read(path: Path) -> Skeleton:
 class _Walk:
     """One pass over the framing of a model; collects what is kept."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, source: Source, whole: frozenset[int]) -> None:
+        self.source, self.whole = source, whole
         self.pieces: list[bytes] = []
         self.kept = self.inline_bytes = self.left_out = 0
 
@@ -176,14 +180,16 @@ class _Walk:
 
     def _tensor(self, start: int, end: int) -> None:
         spans: list[tuple[int, int]] = []
-        payload = 0
+        payload, limit = 0, SMALL_PAYLOAD
         for tag, at, value, stop in self.source.fields(start, end):
+            if self.whole and tag == _DATA_TYPE_TAG and self.source.varint(value, end, tag)[0] in self.whole:
+                limit = MAX_WHOLE
             if tag in _PAYLOAD_TAGS:
                 payload += stop - value
                 # Values that are not packed are one field each; neighbours become one span.
                 first = spans.pop()[0] if spans and spans[-1][1] == at else at
                 spans.append((first, stop))
-        if sum(stop - first for first, stop in spans) > SMALL_PAYLOAD:
+        if sum(stop - first for first, stop in spans) > limit:
             for first, stop in spans:
                 self._keep(start, first)
                 start = stop

@@ -4,9 +4,10 @@ It reads jobs from standard input, one JSON object a line, runs whole experiment
 JSON object a line. It announces every step before it runs it, so that its death has an address. Standard library,
 numpy and onnxruntime only, so that it starts in an environment that holds nothing else.
 
-Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits"}
+Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits"};
+        with "record" one experiment is told call by call, with "script" calls are played (see replaying.py)
 Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, note,
-obstacle, crash, done.
+obstacle, crash, scripted, playing, played, done.
 """
 
 import json
@@ -28,6 +29,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.examination import Examination
 from kvdoctor.experiments import load
 from kvdoctor.plain import from_plain, to_plain
+from kvdoctor.replaying import record, replay
 from kvdoctor.sessions import Announce, ProviderMissing, Sessions
 
 
@@ -68,7 +70,9 @@ def main() -> None:
     announce("hello", **versions, providers=ort.get_available_providers())
     for line in _jobs():
         try:
-            examine(json.loads(line), announce)
+            job = json.loads(line)
+            carry_out = record if "record" in job else replay if "script" in job else examine
+            carry_out(job, announce)
         except Exception:  # a fault of ours must reach the parent as a fact, not as a dead pipe
             announce("crash", text=traceback.format_exc())
         announce("done")

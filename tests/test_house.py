@@ -11,16 +11,16 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "kvdoctor"
 
 ROOMS = (
-    *("errors", "plain", "contract", "trace", "parity", "feeds", "experiments"),
-    *("sessions", "examination", "worker", "child", "runtimes"),
+    *("errors", "plain", "contract", "trace", "parity", "feeds", "script", "experiments"),
+    *("sessions", "examination", "replaying", "worker", "child", "runtimes"),
     *("wire", "onnx_schema", "skeleton", "external_data", "graph", "cache_operators", "flow", "dataflow", "dialects"),
     *("axes", "roles", "configs", "stacks", "lacks", "model_folder", "slots", "reading", "given"),
     *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "doctor"),
-    *("out_folder", "repairs", "re_exporting", "environment", "cli_options", "cli", "__main__"),
+    *("out_folder", "repairs", "re_exporting", "repro", "reproducing", "environment", "cli_options", "cli", "__main__"),
 )
 """From early to late: a room imports earlier ones only."""
 
-LIGHT = ("plain", "contract", "trace", "parity", "feeds", "experiments")
+LIGHT = ("plain", "contract", "trace", "parity", "feeds", "script", "experiments")
 """What the worker loads in an environment with nothing but onnxruntime and numpy."""
 
 
@@ -65,6 +65,7 @@ def test_onnxruntime_is_imported_behind_its_door_only(path: Path) -> None:
     assert not [name for name in imported(path, also_for_types=True) if name.split(".")[0] == "onnxruntime"]
     assert not [name for name in imported(path) if name in ("kvdoctor.worker", "kvdoctor.sessions")] or room(path) in (
         "examination",
+        "replaying",
     )
 
 

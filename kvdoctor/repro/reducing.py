@@ -1,0 +1,283 @@
+"""From the smallest candidate to the largest: the first that shows the failure is handed over.
+
+Every cut is a guess that a run confirms: layers led past, outputs dropped, sizes made smaller. The last candidate is
+the whole model without its weights; where even that does not show the failure, it hangs on the weights themselves.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.onnx_schema import GraphProto, ModelProto
+from kvdoctor.repro.candidate import Candidate
+from kvdoctor.repro.sizes import Sizes, smaller
+from kvdoctor.repro.spine import last_on, spine
+from kvdoctor.repro.surgery import PROBE, end_at, keep_outputs, lead_past, scopes
+from kvdoctor.script import Given, Returned, Script
+from kvdoctor.trace import Run
+
+MOST_RUNS, MOST_SECONDS = 60, 120.0
+SMALL = 16 << 10
+"""Bytes of noise below which sizes stay what they are."""
+
+LARGEST = 200 << 20
+"""Bytes of noise above which a reproducer is nothing to send."""
+
+STRENGTHS = (1.0, 2.0, 0.5)
+"""How strong the noise is in matrices: too weak, and attention sees nothing; too strong, and it sees one token."""
+
+Sees = Callable[[Candidate], bool]
+
+
+@dataclass
+class Reduction:
+    """The search for the smallest candidate, within bounds of runs and seconds."""
+
+    sees: Sees
+    run: Run
+    runs: int = 0
+    began: float = field(default_factory=time.monotonic)
+    too_large: int | None = None
+
+    def smallest(self, whole: Candidate) -> Candidate | None:
+        """The first candidate that shows the failure, made smaller where layers can be left out."""
+        for candidate in self._candidates(whole):
+            if self._shows(candidate):
+                return self._with_fewer_layers(candidate) if whole.script.kind == "differs" else candidate
+        return None
+
+    @property
+    def spent(self) -> bool:
+        """Whether the bounds are reached."""
+        return self.runs >= MOST_RUNS or time.monotonic() - self.began > MOST_SECONDS
+
+    def _shows(self, candidate: Candidate) -> bool:
+        size = candidate.weight_bytes()
+        if size > LARGEST:
+            self.too_large = size
+            return False
+        if self.spent:
+            return False
+        self.runs += 1
+        return self.sees(candidate)
+
+    def _candidates(self, whole: Candidate) -> Iterator[Candidate]:
+        cuts = [whole] if whole.script.kind in ("differs", "refused") else [*_sliced(whole, self.run), whole]
+        strengths = STRENGTHS if whole.script.kind == "differs" else STRENGTHS[:1]
+        for cut in cuts:
+            for strength in strengths:
+                for sizes in _sizes_for(cut):
+                    yield replace(cut, sizes=sizes, strength=strength)
+
+    def _with_fewer_layers(self, candidate: Candidate) -> Candidate:
+        """Leave out one layer after the other, as long as the failure stays."""
+        layers = sorted({slot.layer for slot in candidate.contract.slots if slot.layer is not None})
+        left = list(layers)
+        block = max(len(layers) // 2, 1)
+        while block:
+            for start in range(len(layers) - block, -1, -block):
+                gone = [layer for layer in layers[start : start + block] if layer in left]
+                if not gone or len(gone) == len(left):
+                    continue
+                fewer = without_layers(candidate, gone, left)
+                if fewer is not None and self._shows(fewer):
+                    candidate = fewer
+                    left = [layer for layer in left if layer not in gone]
+            block //= 2
+        return candidate
+
+
+def _sizes_for(candidate: Candidate) -> Iterator[Sizes]:
+    sizes = smaller(candidate.contract)
+    if sizes and candidate.weight_bytes() > SMALL:
+        yield sizes
+    yield Sizes()
+
+
+def _sliced(whole: Candidate, run: Run) -> Iterator[Candidate]:
+    """Candidates around the failing node: the call alone, the loop without earlier layers, the loop."""
+    if run.node is None or not whole.script.calls:
+        cut = _kept(whole, {})
+        yield from [cut] if cut is not None else []
+        return
+    alone = _alone(whole, run)
+    for start in (alone, whole) if alone is not None else (whole,):
+        for past_layers in (True, False):
+            cut = _around(start, run.node.name, past_layers)
+            if cut is not None:
+                yield cut
+
+
+def _alone(whole: Candidate, run: Run) -> Candidate | None:
+    """The failing call by itself, fed noise of the shapes that the loop brought; not where those are the fault."""
+    fed = run.steps[-1].fed if run.steps else {}
+    last = whole.script.calls[-1]
+    feeds = dict(last.feeds)
+    for index, (name, value) in enumerate(last.feeds.items()):
+        if isinstance(value, Returned):
+            seen = fed.get(name)
+            if seen is None or seen.empty:
+                return None
+            feeds[name] = Given(seen.dtype, seen.shape, seed=100 + index)
+    if feeds == last.feeds:
+        return None
+    script = replace(whole.script, calls=(*whole.script.calls[:-1], replace(last, feeds=feeds))).trimmed()
+    return replace(whole, script=script, cuts=(*whole.cuts, "the failing call alone, its past made up"))
+
+
+def _around(start: Candidate, node: str, past_layers: bool) -> Candidate | None:
+    """Only what the failing node needs, and what fills the past that it needs."""
+    models = {file: _copy(model) for file, model in start.models.items()}
+    file = start.script.calls[-1].file
+    cuts = [*start.cuts, f"all that node {node!r} does not need"]
+    if past_layers:
+        if not _lead_past_layers(models, start.contract, file, node):
+            return None
+        cuts.append("the layers in front of it")
+    if not end_at(models[file], node):
+        return None
+    return _kept(replace(start, models=models, cuts=tuple(cuts)), {file: {PROBE}})
+
+
+def _kept(start: Candidate, ends: dict[str, set[str]]) -> Candidate | None:
+    """Drop outputs that nothing is fed by; `ends` are outputs that stay, by file."""
+    keep = {file: set(ends.get(file, ())) for file in start.models}
+    last = start.script.calls[-1].file if start.script.calls else ""
+    if not ends and last in keep:
+        keep[last] |= {output.name for output in start.models[last].graph.output[:1]}
+    while True:
+        models = {file: _copy(model) for file, model in start.models.items()}
+        for file, outputs in keep.items():
+            if outputs:
+                keep_outputs(models[file], outputs)
+            else:
+                del models[file]
+        smaller_one = replace(start, models=models)
+        known = {file: names for file, names in smaller_one.inputs.items()}
+        script = start.script.fitting({file: known.get(file, set()) for file in start.models})
+        wanted = {(script.calls[v.call].file, v.output) for _, _, v in script.inputs() if isinstance(v, Returned)}
+        if all(output in keep[file] for file, output in wanted):
+            return replace(smaller_one, script=script)
+        for file, output in wanted:
+            keep[file].add(output)
+
+
+def _lead_past_layers(models: dict[str, ModelProto], contract: CacheContract, file: str, node: str) -> bool:
+    """Lead past what stands between the first layer and the layer of the node, in every graph and branch."""
+    changed = False
+    for name, model in models.items():
+        for graph in list(scopes(model)):
+            chain = _spine_of(model, graph, contract, name)
+            begins = [
+                i
+                for i in (_begin(model, graph, chain, s.present, s.filled_by) for s in contract.growing)
+                if i is not None
+            ]
+            if not chain or not begins:
+                continue
+            ends = [o for n in graph.node if name == file and n.name == node for o in n.output if o]
+            ends = ends or [
+                v
+                for v in (_inside(model, graph, s.filled_by) for s in contract.slots if s.kind == "cross-attention")
+                if v
+            ]
+            reached = [i for i in (last_on(graph, chain, end) for end in ends) if i is not None]
+            if reached and max(reached) > min(begins):
+                lead_past(graph, chain[min(begins)], chain[max(reached)])
+                changed = True
+    return changed
+
+
+def without_layers(candidate: Candidate, gone: list[int], left: list[int]) -> Candidate | None:
+    """The candidate without some layers: what follows them takes what they took."""
+    models = {file: _copy(model) for file, model in candidate.models.items()}
+    contract = candidate.contract
+    slots = {s.past for s in contract.slots if s.layer in gone}
+    outputs = {name for s in contract.slots if s.layer in gone for name in (s.present, s.filled_by) if name}
+    for file, model in models.items():
+        for graph in list(scopes(model)):
+            chain = _spine_of(model, graph, contract, file)
+            starts = {
+                layer: begin
+                for layer in left
+                if (begin := _layer_begin(model, graph, chain, contract, layer)) is not None
+            }
+            if len(starts) < len(left):
+                return None
+            for layer in sorted(gone, key=lambda one: starts[one], reverse=True):
+                later = [starts[other] for other in left if starts[other] > starts[layer]]
+                end = min(later, default=_last_residual(graph, chain))
+                if end <= starts[layer]:
+                    return None
+                lead_past(graph, chain[starts[layer]], chain[end])
+        keep_outputs(model, {value.name for value in model.graph.output} - outputs)
+    inputs = {name for model in models.values() for name in (value.name for value in model.graph.input)}
+    if slots & inputs:
+        return None
+    words = f"{len(gone)} layer{'s' * (len(gone) > 1)} ({', '.join(map(str, gone))})"
+    return replace(
+        candidate,
+        models=models,
+        contract=replace(contract, slots=tuple(s for s in contract.slots if s.past not in slots)),
+        cuts=(*candidate.cuts, words),
+    )
+
+
+def _last_residual(graph: GraphProto, chain: list[str]) -> int:
+    """The value in front of the projection to the vocabulary: the last but what the last product makes."""
+    made = {name: node.op_type for node in graph.node for name in node.output}
+    products = [i for i, name in enumerate(chain) if made.get(name) in ("MatMul", "Gemm", "Einsum", "FusedMatMul")]
+    return products[-1] - 1 if products else -1
+
+
+def _layer_begin(
+    model: ModelProto, graph: GraphProto, chain: list[str], contract: CacheContract, layer: int
+) -> int | None:
+    mine = [s for s in contract.growing if s.layer == layer]
+    found = [_begin(model, graph, chain, s.present, s.filled_by) for s in mine]
+    return min((index for index in found if index is not None), default=None)
+
+
+def _begin(model: ModelProto, graph: GraphProto, chain: list[str], *outputs: str | None) -> int | None:
+    """Where on the spine the layer begins that returns one of some outputs."""
+    for output in outputs:
+        value = _inside(model, graph, output)
+        found = last_on(graph, chain, value) if value is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def _spine_of(model: ModelProto, graph: GraphProto, contract: CacheContract, file: str) -> list[str]:
+    ports = [g for g in contract.graphs.values() if g.file == file]
+    roles = ("token_ids", "token_and_position", "embeddings")
+    sources = {port.name for g in ports for port in g.inputs if port.role in roles}
+    ends = [value for g in ports for p in g.outputs if p.role == "logits" and (value := _inside(model, graph, p.name))]
+    return spine(graph, sources, ends[0]) if ends else []
+
+
+def _inside(model: ModelProto, graph: GraphProto, output: str | None) -> str | None:
+    """The value of a graph or branch that stands behind an output of the model."""
+    if output is None:
+        return None
+    if graph is model.graph:
+        return output if any(value.name == output for value in graph.output) else None
+    names = {value.name for value in graph.output}
+    for node in model.graph.node:
+        if node.op_type == "If" and output in node.output:
+            index = list(node.output).index(output)
+            value = graph.output[index].name if index < len(graph.output) else None
+            return value if value in names else None
+    return None
+
+
+def _copy(model: ModelProto) -> ModelProto:
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    return copy
+
+
+def script_of(script: Script) -> Script:
+    """The calls that a failure needs."""
+    return script.trimmed()
