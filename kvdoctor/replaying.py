@@ -80,7 +80,8 @@ class Recording(Examination):
                 for start in range(logits.shape[1] - wanted.shape[1] + 1):
                     part = logits[row : row + wanted.shape[0], start : start + wanted.shape[1]]
                     if np.array_equal(part, wanted, equal_nan=True):
-                        return to_plain(Comparison(len(self.calls) - 1, index, row, start, wanted.shape[1]))
+                        found = Comparison(len(self.calls) - 1, index, row, start, wanted.shape[1])
+                        return dict(to_plain(found))
         return None
 
 

@@ -8,21 +8,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvdoctor.contract import Axis, CacheContract
 from kvdoctor.doctor import Options, step_test
+from kvdoctor.experiments import load
 from kvdoctor.findings import SEVERITIES, Finding
 from kvdoctor.model_folder import ModelFolder, open_folder
+from kvdoctor.onnx_schema import ModelProto
 from kvdoctor.out_folder import Pending, refuse_unfit, whole_folder
+from kvdoctor.parity import TOLERANCES
+from kvdoctor.report.document import Report, Reproducer
 from kvdoctor.repro.candidate import Candidate
-from kvdoctor.repro.reducing import LARGEST, Reduction
+from kvdoctor.repro.reducing import LARGEST, Reduction, Target
+from kvdoctor.repro.sizes import with_free_axis
+from kvdoctor.repro.surgery import name_nodes, operator_of
 from kvdoctor.repro.weights import INTEGERS
-from kvdoctor.repro.witness import Difference, Shown, Witness, of_kind
+from kvdoctor.repro.witness import Difference, Shown, Witness
 from kvdoctor.repro.writing import Handover, write
-from kvdoctor.report.document import Report, Reproducer, StackFacts
 from kvdoctor.runtimes import Runtime
 from kvdoctor.script import Script
 from kvdoctor.skeleton import read_skeleton
 from kvdoctor.stacks import StackFiles
-from kvdoctor.trace import Run
+from kvdoctor.trace import Run, Step
 
 SHOWN_BY = {
     "cross-cache-emptied": ("plain-loop",),
@@ -38,6 +44,16 @@ SHOWN_BY = {
 OTHERWISE = ("plain-loop", "held-loop", "one-token-prompt", "batch", "other-encoder-length", "chunk", "long-past")
 WRONG = ("failed", "differs", "died")
 
+FROZEN: "dict[str, tuple[Axis, tuple[str, ...]]]" = {
+    "past-axis-frozen": ("past", ("dummy-past-runs", "plain-loop")),
+    "batch-axis-frozen": ("batch", ("batch",)),
+    "sequence-axis-frozen": ("new", ("plain-loop", "chunk")),
+}
+"""Checks that read a fixed size off the file: the axis, and the experiments that feed another size."""
+
+ALONE = {"step-fails", "chunk-fails", "empty-past-rejected", *FROZEN}
+"""Checks whose failing call has a past as it should be: any other past of that shape will do as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -50,12 +66,21 @@ class Request:
 
 @dataclass(frozen=True)
 class Failure:
-    """What is to be reproduced: a finding, the stack, and the run that shows it; None where a file is refused."""
+    """What is to be reproduced: a finding and its stack, and the experiment that shows it under a contract.
+
+    `run` is how that went; None where a file is refused, or where a contract that promises more was made up for it.
+    """
 
     finding: Finding
-    facts: StackFacts
     stack: StackFiles
-    run: Run | None
+    contract: CacheContract
+    experiments: tuple[str, ...]
+    run: Run | None = None
+
+    @property
+    def question(self) -> str:
+        """What the experiment asks, in words."""
+        return next((e.question for e in load() if e.name in self.experiments), "")
 
 
 class NotShown(Exception):
@@ -102,11 +127,15 @@ def _failure(findings: tuple[Finding, ...], report: Report, folder: ModelFolder)
         if facts is None or stack is None or facts.contract is None:
             continue
         if finding.name == "session-refused":
-            return Failure(finding, facts, stack, None)
+            return Failure(finding, stack, facts.contract, ())
         runs = {run.experiment: run for run in report.runs if run.stack == stack.name}
-        for name in (*SHOWN_BY.get(finding.name, ()), *OTHERWISE):
+        first = SHOWN_BY.get(finding.name, ())
+        for name in (*first, *(OTHERWISE if finding.name not in FROZEN else ())):
             if name in runs and runs[name].outcome in WRONG:
-                return Failure(finding, facts, stack, runs[name])
+                return Failure(finding, stack, facts.contract, (name,), runs[name])
+        if finding.name in FROZEN:
+            axis, experiments = FROZEN[finding.name]
+            return Failure(finding, stack, with_free_axis(facts.contract, axis), experiments)
     names = ", ".join(dict.fromkeys(f"{finding.code} {finding.name}" for finding in findings))
     raise NotShown(f"{names} is read off the files, and no run of the model shows it; send the report instead")
 
@@ -121,15 +150,18 @@ def _reproduced(
     (request, options), (runtime, scratch) = asked, means
     witness = Witness(runtime, failure.stack.name, options.provider, options.seed, scratch)
     whole, yardstick = _original(failure, folder, witness)
-    experiment = failure.run.experiment if failure.run is not None else ""
-    reduction = Reduction(lambda candidate: witness.sees(candidate, yardstick, experiment), failure.run)
+    whole, yardstick, node = _placed(whole, yardstick, witness)
+    experiment = failure.experiments[0] if failure.experiments else ""
+    target = Target(node[0], _steps(failure))
+    reduction = Reduction(lambda candidate: witness.sees(candidate, yardstick, experiment), target)
     found = reduction.smallest(whole)
     if found is None:
         raise NotShown(_why_not(reduction))
     with whole_folder(Path(request.out)) as pending:
         found = _final(found, failure, witness, options)
-        handover = Handover(failure.finding, failure.run, folder, report, options, found, yardstick)
-        reproducer = write(pending.path, handover, request)
+        report = replace(report, environment={**report.environment, "onnxruntime": runtime.versions["onnxruntime"]})
+        handover = Handover(failure.finding, failure.question, node, folder, report, options, found, yardstick)
+        reproducer = write(pending.path, handover, request.out)
         _prove(pending, options)
         pending.kept = True
     return replace(
@@ -144,25 +176,61 @@ def _original(failure: Failure, folder: ModelFolder, witness: Witness) -> tuple[
     Raises:
         NotShown: the failure does not come again.
     """
-    contract = failure.facts.contract
-    assert contract is not None  # noqa: S101 - chosen with one
     root, run = folder.root.absolute(), failure.run
-    if run is None:
-        file = failure.finding.file or failure.stack.main.name
-        script = Script("refused", (), files=(file,))
-    else:
-        recorded = witness.record(root, contract, run)
-        kind = {"failed": "fails", "died": "dies"}.get(run.outcome, "differs")
-        script = recorded if kind == "differs" else of_kind(recorded, kind, comparisons=())
+    if run is not None and run.outcome == "differs":
+        script = witness.record(root, failure.contract, failure.experiments[0])
+        whole = Candidate(root, _skeletons(folder, script), script, failure.contract)
+        return whole, witness.differs(root, failure.contract, failure.experiments[0])
+    for script in _scripts(failure, root, witness):
+        shown = witness.play(root, script)
+        if shown.outcome in ("failed", "died", "refused"):
+            return Candidate(root, _skeletons(folder, script), script, failure.contract), shown
+    raise NotShown("the failure does not come again when the same calls are made a second time")
+
+
+def _scripts(failure: Failure, root: Path, witness: Witness) -> Iterator[Script]:
+    """What may end in the failure: opening a file, or the calls of an experiment up to its failure."""
+    if not failure.experiments:
+        yield Script("refused", (), files=(failure.finding.file or failure.stack.main.name,))
+    for experiment in failure.experiments:
+        recorded = witness.record(root, failure.contract, experiment)
+        died = failure.run is not None and failure.run.outcome == "died"
+        if recorded.calls:
+            yield replace(recorded, kind="dies" if died else "fails", comparisons=()).trimmed()
+
+
+def _skeletons(folder: ModelFolder, script: Script) -> dict[str, ModelProto]:
     files = {call.file for call in script.calls} | set(script.files)
-    models = {file.name: read_skeleton(file.path, INTEGERS).model for file in folder.files if file.name in files}
-    whole = Candidate(root, models, script, contract)
-    if script.kind == "differs" and run is not None:
-        return whole, witness.differs(root, contract, run.experiment)
-    shown = witness.play(root, script)
-    if shown.outcome not in ("failed", "died", "refused"):
-        raise NotShown("the failure does not come again when the same calls are made a second time")
-    return whole, shown
+    return {file.name: read_skeleton(file.path, INTEGERS).model for file in folder.files if file.name in files}
+
+
+def _placed(
+    whole: Candidate, yardstick: Shown | Difference, witness: Witness
+) -> tuple[Candidate, Shown | Difference, tuple[str, str]]:
+    """Name and operator of the failing node; a node without a name is given one, and asked for again."""
+    if not isinstance(yardstick, Shown) or not whole.script.calls:
+        return whole, yardstick, ("", "")
+    model = whole.models[whole.script.calls[-1].file]
+    if operator := operator_of(model, yardstick.node):
+        return whole, yardstick, (yardstick.node, operator)
+    for each in whole.models.values():
+        name_nodes(each)
+    if whole.weight_bytes() <= LARGEST and yardstick.outcome == "failed":
+        with tempfile.TemporaryDirectory(dir=witness.scratch) as scratch:
+            again = witness.look_at(whole, Path(scratch))
+        operator = operator_of(model, again.node)
+        if operator and (again.outcome, again.title, again.words) == (
+            yardstick.outcome,
+            yardstick.title,
+            yardstick.words,
+        ):
+            return whole, again, (again.node, operator)
+    return whole, yardstick, ("", "")
+
+
+def _steps(failure: Failure) -> tuple[Step, ...]:
+    """The steps of the run, where the past that they were fed may be made up."""
+    return failure.run.steps if failure.run is not None and failure.finding.name in ALONE else ()
 
 
 def _final(found: Candidate, failure: Failure, witness: Witness, options: Options) -> Candidate:
@@ -171,19 +239,25 @@ def _final(found: Candidate, failure: Failure, witness: Witness, options: Option
     Raises:
         NotShown: its logits do not differ in the calls as they were written down.
     """
-    if found.script.kind != "differs" or failure.run is None:
+    if found.script.kind != "differs":
         return found
     with tempfile.TemporaryDirectory(dir=witness.scratch) as folder:
         found.write(Path(folder), options.seed)
-        script = witness.record(Path(folder), found.fitted_contract(), failure.run, exact=True)
-    return replace(found, script=script.trimmed())
+        script = witness.record(Path(folder), found.fitted_contract(), failure.experiments[0], exact=True).trimmed()
+        tolerance = TOLERANCES[found.contract.exactness].fails
+        off = [
+            not finite or relative > tolerance for relative, finite in witness.play(Path(folder), script).differences
+        ]
+    if True not in off:
+        raise NotShown("the calls of the model without its weights, written down, show no difference")
+    return replace(found, script=replace(script, comparisons=script.comparisons[: off.index(True) + 1]).trimmed())
 
 
 def _why_not(reduction: Reduction) -> str:
     if reduction.too_large is not None:
         return (
-            f"without its weights the smallest model that could be made takes {reduction.too_large >> 20} MiB of noise, more "
-            f"than {LARGEST >> 20} MiB: nothing to send"
+            f"the smallest model that could be made without its weights takes {reduction.too_large >> 20} MiB of "
+            f"noise, more than {LARGEST >> 20} MiB: nothing to send"
         )
     if reduction.spent:
         return "no smaller model that shows the failure was found within the time and the runs set for it"

@@ -84,8 +84,13 @@ class Script:
         return named | {(self.calls[index].file, self.calls[index].logits) for index in compared}
 
     def trimmed(self) -> "Script":
-        """Only the calls that the end of the script hangs on, counted anew."""
+        """Only the calls that the end of the script hangs on, counted anew.
+
+        Calls that are fed nothing that was returned stay: they are there to run.
+        """
         needed = {len(self.calls) - 1} if self.kind in ("fails", "dies") else set()
+        if needed and not any(isinstance(value, Returned) for _, _, value in self.inputs()):
+            return self
         needed |= {index for c in self.comparisons for index in (c.call, c.reference)}
         for index in range(len(self.calls) - 1, -1, -1):
             if index in needed:

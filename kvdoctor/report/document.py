@@ -100,8 +100,8 @@ class RepairRecord:
 class Reproducer:
     """What `repro` wrote. `out` is None, and `reason` says why, where a failure could not be reproduced.
 
-    `finding` is the fingerprint of the finding that it `shows`; `bytes` are those of all files; `left_out` are the parts
-    of the model that the failure does not need.
+    `finding` is the fingerprint of the finding that it `shows`; `bytes` are those of all files; `left_out` are parts of
+    the model that the failure does not need.
     """
 
     out: str | None

@@ -69,9 +69,11 @@ RUNS = """    outputs = MODELS[file].run(None, feeds)
 """
 COMPARES = """
 # Logits that must be the same: the last `count` positions of a call, and those of the reference from `start` on.
-worst = 0.0
-for call, reference, row, start, count in {comparisons}:
-    got, want = (returned[index][{logits}[index]] for index in (call, reference))
+LOGITS, worst = {logits}, 0.0
+for call, reference, row, start, count in [
+{comparisons}
+]:
+    got, want = (returned[index][LOGITS[CALLS[index][1]]] for index in (call, reference))
     got, want = (a.reshape(a.shape[0], -1, a.shape[-1]).astype(np.float64) for a in (got, want))
     got, want = got[:, -count:], want[row : row + got.shape[0], start : start + count]
     off = float(np.abs(got - want).max() / want.std(axis=-1).mean())
@@ -88,7 +90,7 @@ if "child" not in sys.argv:
     except subprocess.TimeoutExpired:
         code = "none: it hangs"
     print("exit code of the process that made the calls:", code)
-    sys.exit(1 if code not in (0, 2) else code)
+    sys.exit(1 if code not in (0, 1, 2) else 2 * bool(code))
 """
 REFUSED = """try:
     ort.InferenceSession(str(HERE / "model.onnx"), providers=[{provider}])
@@ -126,13 +128,13 @@ def program(script: Script, wording: Wording, names: dict[str, str]) -> tuple[st
     if "noise(" in calls:
         parts.append(NOISE)
     if script.kind == "fails":
-        parts.append(f"FAILING, NODE = {ascii(wording.failing)}, {ascii(wording.node)}\n")
+        parts.append(f"FAILING, NODE = {wording.failing!a}, {wording.node!a}\n")
     parts += [STEPS.format(calls=calls), LOOP, FAILS if script.kind == "fails" else RUNS]
     if script.kind == "differs":
-        comparisons = ", ".join(_comparison(comparison) for comparison in script.comparisons)
-        logits = "[" + ", ".join(ascii(call.logits) for call in script.calls) + "]"
+        comparisons = ",\n".join(f"    {_comparison(comparison)}" for comparison in script.comparisons)
+        logits = ascii({names[call.file]: call.logits for call in script.calls})
         tolerance = TOLERANCES[wording.exactness].fails
-        parts.append(COMPARES.format(comparisons=f"[{comparisons}]", logits=logits, tolerance=tolerance))
+        parts.append(COMPARES.format(comparisons=comparisons, logits=logits, tolerance=tolerance))
     return "".join(parts), stored
 
 
@@ -152,19 +154,19 @@ def _head(script: Script, wording: Wording) -> str:
 def _opening(script: Script, wording: Wording, names: dict[str, str]) -> str:
     level, why = {"all": "ORT_ENABLE_ALL", "basic": "ORT_ENABLE_BASIC", "off": "ORT_DISABLE_ALL"}[script.level], ""
     if script.kind == "fails" and wording.node:
-        level, why = "ORT_DISABLE_ALL", "  # errors then name nodes of the file; it fails with all of them as well"
+        level, why = "ORT_DISABLE_ALL", "  # then errors name nodes of the file"
     files = sorted({names[call.file] for call in script.calls})
     return OPEN.format(level=level, why=why, provider=ascii(wording.provider), files=files)
 
 
 def _call(call: Any, names: dict[str, str], stored: dict[str, "np.ndarray[Any, Any]"]) -> str:
-    feeds = "".join(f"        {ascii(name)}: {_value(value, stored)},\n" for name, value in call.feeds.items())
-    return f"    ({ascii(call.title)}, {ascii(names[call.file])}, {{\n{feeds}    }})"
+    feeds = "".join(f"        {name!a}: {_value(value, stored)},\n" for name, value in call.feeds.items())
+    return f"    ({call.title!a}, {names[call.file]!a}, {{\n{feeds}    }})"
 
 
 def _value(value: "Given | Returned", stored: dict[str, "np.ndarray[Any, Any]"]) -> str:
     if isinstance(value, Returned):
-        return f"({value.call}, {ascii(value.output)})"
+        return f"({value.call}, {value.output!a})"
     kind = np.dtype(NUMPY_TYPES[value.dtype]).name
     if value.seed is not None:
         return f"noise({value.seed}, {value.shape}, {kind!r})"

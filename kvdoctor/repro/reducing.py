@@ -14,8 +14,8 @@ from kvdoctor.repro.candidate import Candidate
 from kvdoctor.repro.sizes import Sizes, smaller
 from kvdoctor.repro.spine import last_on, spine
 from kvdoctor.repro.surgery import PROBE, end_at, keep_outputs, lead_past, scopes
-from kvdoctor.script import Given, Returned, Script
-from kvdoctor.trace import Run
+from kvdoctor.script import Given, Returned, ScriptCall
+from kvdoctor.trace import Step
 
 MOST_RUNS, MOST_SECONDS = 60, 120.0
 SMALL = 16 << 10
@@ -30,12 +30,24 @@ STRENGTHS = (1.0, 2.0, 0.5)
 Sees = Callable[[Candidate], bool]
 
 
+@dataclass(frozen=True)
+class Target:
+    """What the search may go by: the failing node, and the steps of the run where the last one may be made alone.
+
+    A call is alone when its past is made up. That is right where any past of that shape fails, and hides the fault
+    where the past itself is what is wrong.
+    """
+
+    node: str = ""
+    steps: tuple[Step, ...] = ()
+
+
 @dataclass
 class Reduction:
     """The search for the smallest candidate, within bounds of runs and seconds."""
 
     sees: Sees
-    run: Run
+    target: Target
     runs: int = 0
     began: float = field(default_factory=time.monotonic)
     too_large: int | None = None
@@ -63,7 +75,7 @@ class Reduction:
         return self.sees(candidate)
 
     def _candidates(self, whole: Candidate) -> Iterator[Candidate]:
-        cuts = [whole] if whole.script.kind in ("differs", "refused") else [*_sliced(whole, self.run), whole]
+        cuts = [whole] if whole.script.kind in ("differs", "refused") else [*_sliced(whole, self.target), whole]
         strengths = STRENGTHS if whole.script.kind == "differs" else STRENGTHS[:1]
         for cut in cuts:
             for strength in strengths:
@@ -95,35 +107,50 @@ def _sizes_for(candidate: Candidate) -> Iterator[Sizes]:
     yield Sizes()
 
 
-def _sliced(whole: Candidate, run: Run) -> Iterator[Candidate]:
-    """Candidates around the failing node: the call alone, the loop without earlier layers, the loop."""
-    if run.node is None or not whole.script.calls:
-        cut = _kept(whole, {})
-        yield from [cut] if cut is not None else []
-        return
-    alone = _alone(whole, run)
+def _sliced(whole: Candidate, target: Target) -> Iterator[Candidate]:
+    """The call alone before the loop; around the failing node before all that the calls need; shorter before longer.
+
+    Where layers are led past, an earlier call must be there as well: that it runs shows that the cut is sound.
+    """
+    alone = _alone(whole, target)
     for start in (alone, whole) if alone is not None else (whole,):
-        for past_layers in (True, False):
-            cut = _around(start, run.node.name, past_layers)
-            if cut is not None:
-                yield cut
+        for past_layers in (True, False) if target.node else ():
+            if not past_layers or len(start.script.calls) > 1:
+                yield from _some(_around(start, target.node, past_layers))
+    for start in (alone, whole) if alone is not None else (whole,):
+        yield from _some(_kept(start, {}))
 
 
-def _alone(whole: Candidate, run: Run) -> Candidate | None:
-    """The failing call by itself, fed noise of the shapes that the loop brought; not where those are the fault."""
-    fed = run.steps[-1].fed if run.steps else {}
-    last = whole.script.calls[-1]
-    feeds = dict(last.feeds)
-    for index, (name, value) in enumerate(last.feeds.items()):
+def _some(candidate: Candidate | None) -> Iterator[Candidate]:
+    if candidate is not None:
+        yield candidate
+
+
+def _alone(whole: Candidate, target: Target) -> Candidate | None:
+    """The failing call by itself, behind the last that ran; each fed noise of the shapes that the loop brought."""
+    calls, steps = whole.script.calls, target.steps
+    if not steps or not any(isinstance(value, Returned) for value in calls[-1].feeds.values()):
+        return None
+    made_up = [_with_past_made_up(calls[-1], steps[-1])]
+    before = next((call for call in calls if call.title == f"step {steps[-2].step}"), None) if steps[1:] else None
+    if before is not None and before.file == calls[-1].file and steps[-2].phase == steps[-1].phase:
+        made_up.insert(0, _with_past_made_up(before, steps[-2]))
+    if None in made_up:
+        return None
+    script = replace(whole.script, calls=tuple(call for call in made_up if call is not None))
+    return replace(whole, script=script, cuts=(*whole.cuts, "the loop: the past of its calls is made up"))
+
+
+def _with_past_made_up(call: ScriptCall, step: Step) -> ScriptCall | None:
+    """The call fed noise in place of what was returned; None where that was an empty tensor: no noise is like it."""
+    feeds = dict(call.feeds)
+    for index, (name, value) in enumerate(call.feeds.items()):
         if isinstance(value, Returned):
-            seen = fed.get(name)
+            seen = step.fed.get(name)
             if seen is None or seen.empty:
                 return None
             feeds[name] = Given(seen.dtype, seen.shape, seed=100 + index)
-    if feeds == last.feeds:
-        return None
-    script = replace(whole.script, calls=(*whole.script.calls[:-1], replace(last, feeds=feeds))).trimmed()
-    return replace(whole, script=script, cuts=(*whole.cuts, "the failing call alone, its past made up"))
+    return replace(call, feeds=feeds)
 
 
 def _around(start: Candidate, node: str, past_layers: bool) -> Candidate | None:
@@ -154,7 +181,7 @@ def _kept(start: Candidate, ends: dict[str, set[str]]) -> Candidate | None:
             else:
                 del models[file]
         smaller_one = replace(start, models=models)
-        known = {file: names for file, names in smaller_one.inputs.items()}
+        known = smaller_one.inputs
         script = start.script.fitting({file: known.get(file, set()) for file in start.models})
         wanted = {(script.calls[v.call].file, v.output) for _, _, v in script.inputs() if isinstance(v, Returned)}
         if all(output in keep[file] for file, output in wanted):
@@ -215,7 +242,7 @@ def without_layers(candidate: Candidate, gone: list[int], left: list[int]) -> Ca
     inputs = {name for model in models.values() for name in (value.name for value in model.graph.input)}
     if slots & inputs:
         return None
-    words = f"{len(gone)} layer{'s' * (len(gone) > 1)} ({', '.join(map(str, gone))})"
+    words = f"layer{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
     return replace(
         candidate,
         models=models,
@@ -276,8 +303,3 @@ def _copy(model: ModelProto) -> ModelProto:
     copy = ModelProto()
     copy.CopyFrom(model)
     return copy
-
-
-def script_of(script: Script) -> Script:
-    """The calls that a failure needs."""
-    return script.trimmed()

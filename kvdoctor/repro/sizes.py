@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract, Dim, Port, Slot
+from kvdoctor.contract import Axis, CacheContract, Dim, Port, Slot
 from kvdoctor.onnx_schema import GraphProto, ModelProto, TensorProto
 
 VOCABULARY, HEAD_DIM = 32, 8
@@ -104,6 +104,21 @@ class Sizes:
             self.of(dim) if isinstance(dim, int) and axis in WIDTHS else dim
             for dim, axis in zip(shape, of.axes, strict=True)
         )
+
+
+def with_free_axis(contract: CacheContract, axis: Axis) -> CacheContract:
+    """The contract as it should have been: any size on an axis that the file declares as a number."""
+
+    def freed(of: Port | Slot) -> Any:
+        if of.shape is None or axis not in of.axes:
+            return of
+        return replace(of, shape=tuple(None if a == axis else d for a, d in zip(of.axes, of.shape, strict=True)))
+
+    graphs = {
+        name: replace(graph, inputs=tuple(map(freed, graph.inputs)), outputs=tuple(map(freed, graph.outputs)))
+        for name, graph in contract.graphs.items()
+    }
+    return replace(contract, graphs=graphs, slots=tuple(map(freed, contract.slots)))
 
 
 def smaller(contract: CacheContract) -> Sizes:

@@ -87,17 +87,18 @@ def end_at(model: ModelProto, name: str) -> bool:
     0. False where the node stands elsewhere.
     """
     if any(node.name == name for node in model.graph.node):
-        made = _probe(model.graph, name)
+        _probe(model.graph, name, PROBE)
     else:
         owner = next((n for n in model.graph.node if n.op_type == "If" and _holds(n, name)), None)
         if owner is None:
             return False
         for body in bodies(owner):
-            result = _probe(body, name) if any(n.name == name for n in body.node) else _nought(body)
+            # Another name inside: the branch's and the outer value of one name would be taken for one another.
+            here = any(inner.name == name for inner in body.node)
+            result = _probe(body, name, f"{PROBE}_shape") if here else _nought(body)
             body.output.append(_shape_of(result))
-        made = PROBE
         owner.output.append(PROBE)
-    model.graph.output.append(_shape_of(made))
+    model.graph.output.append(_shape_of(PROBE))
     return True
 
 
@@ -110,13 +111,26 @@ def scopes(model: ModelProto) -> Iterator[GraphProto]:
     yield model.graph
 
 
-def _probe(graph: GraphProto, name: str) -> str:
+def name_nodes(model: ModelProto) -> None:
+    """Number the nodes that have no name: the runtime names the node that fails, and cannot name those."""
+    known = {node.name for node in _all_nodes(model)}
+    for number, node in enumerate(node for graph in graphs(model.graph) for node in graph.node):
+        if not node.name and f"{node.op_type}_{number}" not in known:
+            node.name = f"{node.op_type}_{number}"
+
+
+def operator_of(model: ModelProto, name: str) -> str | None:
+    """The operator of the node of that name, where one stands in a graph and holds no graphs itself."""
+    found = (node for graph in graphs(model.graph) for node in graph.node if node.name == name)
+    node = next(found, None) if name else None
+    return None if node is None or any(bodies(node)) else str(node.op_type)
+
+
+def _probe(graph: GraphProto, name: str, made: str) -> str:
     node = next(node for node in graph.node if node.name == name)
     result = next(output for output in node.output if output)
-    # Another name inside: the branch's and the outer value of one name would be taken for one another.
-    inner = f"{PROBE}_shape"
-    graph.node.append(NodeProto(op_type="Shape", name=inner, input=[result], output=[inner]))
-    return inner
+    graph.node.append(NodeProto(op_type="Shape", name=made, input=[result], output=[made]))
+    return made
 
 
 def _nought(graph: GraphProto) -> str:

@@ -25,12 +25,12 @@ MOST_INTEGERS = 4096
 """Integers in a tensor that still may decide a shape; more are packed weights or tables."""
 
 INTEGERS = frozenset({TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL})
-FLOATS: dict[int, Any] = {
+FLOATS: dict[Any, Any] = {
     TensorProto.FLOAT: np.float32,
     TensorProto.FLOAT16: np.float16,
     TensorProto.DOUBLE: np.float64,
 }
-NARROW = {TensorProto.INT8: np.int8, TensorProto.UINT8: np.uint8}
+NARROW: dict[Any, Any] = {TensorProto.INT8: np.int8, TensorProto.UINT8: np.uint8}
 PAYLOAD_FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "raw_data", "double_data", "uint64_data")
 TEXTS = ("doc_string", "producer_name", "producer_version", "domain")
 
@@ -161,24 +161,26 @@ class Cleaner:
         if kind in FLOATS or kind == TensorProto.BFLOAT16:
             noise = self._noise(shape, place, spread, table=name in uses.tables)
             if kind == TensorProto.BFLOAT16:
-                return (noise.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
-            return noise.astype(np.dtype(FLOATS[kind]).newbyteorder("<")).tobytes()
+                return bytes((noise.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes())
+            return bytes(noise.astype(np.dtype(FLOATS[kind]).newbyteorder("<")).tobytes())
         rng, size = self._rng(place), -(-BITS.get(kind, 8) * math.prod(shape) // 8)
         if kind in INTEGERS:
             return bytes(size)
         if kind in NARROW:
             info = np.iinfo(NARROW[kind])
-            return rng.integers(info.min, info.max + 1, size, NARROW[kind]).tobytes()
+            return bytes(rng.integers(info.min, info.max + 1, size, NARROW[kind]).tobytes())
         # Packed or narrow floats: no pattern with all exponent bits set, which would be no number.
-        return (rng.integers(0, 256, size, np.uint8) & 0xBB).tobytes()
+        return bytes((rng.integers(0, 256, size, np.uint8) & 0xBB).tobytes())
 
     def _noise(self, shape: tuple[int, ...], place: str, spread: float, table: bool = False) -> "np.ndarray[Any, Any]":
-        """Noise that keeps activations in their range: tables spread 1, matrices by what they sum up, vectors above 0."""
+        """Noise that keeps activations in range: tables spread 1, matrices by what they sum up, vectors above 0."""
         rng = self._rng(place)
         if len(shape) < 2:
             return rng.uniform(0.1, 1.0, shape) * spread
-        fan = 1 if table else max(math.prod(shape) / max(max(shape), 1), 1)
-        return rng.standard_normal(shape, np.float32) * np.float32(spread * self.strength / math.sqrt(fan))
+        fan = 1 if table else max(math.prod(shape) / max(*shape, 1), 1)
+        noise: np.ndarray[Any, Any] = rng.standard_normal(shape, np.float32)
+        noise *= np.float32(spread * self.strength / math.sqrt(fan))
+        return noise
 
     def _rng(self, place: str) -> np.random.Generator:
         return np.random.default_rng([self.seed, zlib.crc32(place.encode("utf-8", "replace"))])

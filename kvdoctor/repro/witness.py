@@ -5,9 +5,10 @@ with themselves, never read for a cause: of a candidate that fails, they must be
 left out, since a cut in the wrong place makes nodes fail that were sound.
 """
 
+import contextlib
 import re
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,17 @@ CAUSES = ("same-feed", "later-token", "why", "why-chunk")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """How a script ended: the title of the call, the innermost node, the words left of the text, the signal."""
+    """How a script ended: the title of the call, the innermost node, the words left of the text or the signal.
+
+    `differences` are those of its comparisons: as a fraction of the spread, and whether all are numbers.
+    """
 
     outcome: str
     title: str = ""
     node: str = ""
     words: str = ""
     text: str = ""
+    differences: tuple[tuple[float, bool], ...] = ()
 
     @property
     def essence(self) -> tuple[str, str, str, str]:
@@ -58,20 +63,22 @@ class Witness:
     seed: int
     scratch: Path
     asked: int = 0
-    reasons: list[str] = field(default_factory=list)
 
-    def record(self, folder: Path, contract: CacheContract, run: Run, exact: bool = False) -> Script:
+    def record(self, folder: Path, contract: CacheContract, experiment: str, exact: bool = False) -> Script:
         """Run one experiment and write its calls down, up to its failure."""
-        job = self._job(folder) | {"record": run.experiment, "contract": to_plain(contract), "exact": exact}
+        job = self._job(folder) | {"record": experiment, "contract": to_plain(contract), "exact": exact}
         calls: list[ScriptCall] = []
+        level = "all"
         comparisons: list[Comparison] = []
-        with _deaths_counted():
+        with contextlib.suppress(WorkerDied):  # what it told until then is the script
             for event in self.runtime.ask({**job, "stack": self.stack, "seed": self.seed}):
                 if event["event"] == "scripted":
                     calls.append(from_plain(ScriptCall, event["call"]))
                     compared = event["compared"]
                     comparisons += [from_plain(Comparison, compared)] if compared else []
-        return Script("differs", tuple(calls), tuple(comparisons), level=run.level)
+                elif event["event"] == "run":
+                    level = event["run"]["level"]
+        return Script("differs", tuple(calls), tuple(comparisons), level=level)
 
     def play(self, folder: Path, script: Script) -> Shown:
         """Play a script on the files of a folder."""
@@ -101,15 +108,21 @@ class Witness:
         """Whether a candidate shows the failure."""
         self.asked += 1
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            if isinstance(yardstick, Shown):
+                return self.look_at(candidate, Path(folder)).essence == yardstick.essence
             candidate.write(Path(folder), self.seed)
-            if isinstance(yardstick, Difference):
-                return self.differs(Path(folder), candidate.fitted_contract(), experiment) == yardstick
-            return self.play(Path(folder), candidate.resized_script()).essence == yardstick.essence
+            return self.differs(Path(folder), candidate.fitted_contract(), experiment) == yardstick
+
+    def look_at(self, candidate: Candidate, folder: Path) -> Shown:
+        """Play the script of a candidate on its files, which are written into a folder."""
+        candidate.write(folder, self.seed)
+        return self.play(folder, candidate.resized_script())
 
     def _shown(self, event: dict[str, Any], script: Script) -> Shown:
         if event["outcome"] != "failed":
             text = event.get("text", "")
-            return Shown(event["outcome"], words=_words(text), text=text)
+            found = tuple((each["relative"], each["finite"]) for each in event.get("differences", ()))
+            return Shown(event["outcome"], words=_words(text), text=text, differences=found)
         text = event.get("unoptimised") or event["text"]
         names = event.get("names") or []
         essence = _words(text) + ("" if "unoptimised" in event else ", with optimisations only")
@@ -117,16 +130,6 @@ class Witness:
 
     def _job(self, folder: Path) -> dict[str, Any]:
         return {"folder": str(folder.absolute()), "provider": self.provider}
-
-
-class _deaths_counted:  # noqa: N801 - used like a function
-    """A recording ends where the worker does: what it told until then is the script."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: "type[BaseException] | None", *_: object) -> bool:
-        return kind is not None and issubclass(kind, WorkerDied)
 
 
 def difference(runs: dict[str, Run], experiment: str) -> Difference:
@@ -146,8 +149,3 @@ def _words(text: str) -> str:
     inner = text.rpartition("Status Message:")[2]
     bare = re.sub(r"'[^']*'|\"[^\"]*\"|\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|\S*[/\\]\S*|[0-9a-fx]*\d[0-9a-fx]*", " ", inner)
     return " ".join(bare.split())
-
-
-def of_kind(script: Script, kind: str, **more: Any) -> Script:
-    """The script as one of another kind."""
-    return replace(script, kind=kind, **more).trimmed()  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,19 +17,20 @@ from kvdoctor.report.document import Report, Reproducer
 from kvdoctor.report.safe import code, markdown
 from kvdoctor.repro.candidate import Candidate
 from kvdoctor.repro.program import STORE, Wording, program
+from kvdoctor.repro.weights import Tally
 from kvdoctor.repro.witness import Difference, Shown
 from kvdoctor.script import Script
-from kvdoctor.trace import Run
 
 SCHEMA = "kvdoctor/repro/1"
 
 
 @dataclass(frozen=True)
 class Handover:
-    """All that is known when a reproducer is written."""
+    """All that is known when a reproducer is written. `place` is the failing node, its name and operator."""
 
     finding: Finding
-    run: Run | None
+    question: str
+    place: tuple[str, str]
     folder: ModelFolder
     report: Report
     options: Options
@@ -46,10 +46,10 @@ class Handover:
     def node(self) -> str:
         """The node that the error must name, as the file has it; empty where none is named."""
         shown = self.yardstick
-        return shown.node if isinstance(shown, Shown) and "optimisations only" not in shown.words else ""
+        return self.place[0] if isinstance(shown, Shown) and "optimisations only" not in shown.words else ""
 
 
-def write(target: Path, handover: Handover, request: Any) -> Reproducer:
+def write(target: Path, handover: Handover, out: str) -> Reproducer:
     """Write everything into a folder."""
     names = _names(handover)
     tally = handover.found.write(target, handover.options.seed, names)
@@ -61,7 +61,7 @@ def write(target: Path, handover: Handover, request: Any) -> Reproducer:
     (target / "README.md").write_text(_readme(handover, names, tally, files), encoding="utf-8", newline="\n")
     (target / REPRO_MARK).write_text(_mark(handover, target, names), encoding="utf-8", newline="\n")
     return Reproducer(
-        out=request.out,
+        out=out,
         reason=None,
         finding=handover.finding.fingerprint,
         shows=_what(handover),
@@ -86,20 +86,21 @@ def _names(handover: Handover) -> dict[str, str]:
 
 def _what(handover: Handover) -> str:
     """What is seen, in a few words without names."""
-    script, run = handover.script, handover.run
+    script = handover.script
     if script.kind == "refused":
         return "the runtime refuses the file"
     if script.kind == "differs":
-        return f"the logits of the {run.experiment if run else 'loop'} differ from a run without the cache"
-    title = script.calls[-1].title
-    return f"{title} fails" if script.kind == "fails" else f"{title} takes the process with it"
+        return f"the logits differ ({handover.question})"
+    title = script.calls[-1].title.replace("reference run", "a call without a cache")
+    if script.kind == "dies":
+        return f"{title} takes the process with it"
+    return f"{title} fails" + (f" in {handover.place[1]}" if handover.place[1] else "")
 
 
 def _wording(handover: Handover) -> Wording:
     finding, script = handover.finding, handover.script
-    op = f" in {handover.run.node.op}" if handover.run is not None and handover.run.node is not None else ""
     return Wording(
-        title=f"{finding.code} {finding.name}: {_what(handover)}{op if script.kind == 'fails' else ''}.",
+        title=f"{finding.code} {finding.name}: {_what(handover)}.",
         failing=script.calls[-1].title if script.calls else "",
         node=handover.node,
         provider=handover.options.provider,
@@ -108,9 +109,9 @@ def _wording(handover: Handover) -> Wording:
     )
 
 
-def _readme(handover: Handover, names: dict[str, str], tally: Any, files: dict[str, int]) -> str:
-    finding, run, report = handover.finding, handover.run, handover.report
-    node = f" in {markdown(run.node.op)} {code(run.node.name)}" if run is not None and run.node is not None else ""
+def _readme(handover: Handover, names: dict[str, str], tally: Tally, files: dict[str, int]) -> str:
+    finding, report = handover.finding, handover.report
+    node = f", {code(handover.place[0])}" if handover.place[0] else ""
     versions = ", ".join(f"{name} {version}" for name, version in report.environment.items())
     lines = [
         f"# {finding.code} {finding.name}: {_what(handover)}",
@@ -154,8 +155,7 @@ def _exit_codes(handover: Handover) -> list[str]:
         return [text, "", "The model itself said:", "", f"> {markdown(said)}"]
     if script.kind == "differs":
         return [
-            "Exit code 1: the logits differ by more than rounding. 0: they do not. The reference is one call with the whole",
-            "sequence and no cache.",
+            "Exit code 1: the logits differ by more than rounding. 0: they do not.",
         ]
     if script.kind == "refused":
         return ["Exit code 1: the runtime refuses the file. 0: it opens it."]
@@ -169,9 +169,8 @@ def _origin(handover: Handover, names: dict[str, str]) -> list[str]:
             facts = file_facts(file, False)
             opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in facts.opsets.items())
             producer = f", by {markdown(facts.producer)}" if facts.producer else ""
-            lines.append(
-                f"`{names[file.name]}` was {code(file.name)}: IR {facts.ir_version}, opset {markdown(opsets)}{producer}."
-            )
+            made = f"IR {facts.ir_version}, opset {markdown(opsets)}{producer}"
+            lines.append(f"`{names[file.name]}` was {code(file.name)}: {made}.")
     cuts = handover.found.cuts
     if cuts:
         lines.append(f"Left out, since the failure does not need it: {markdown('; '.join(cuts))}.")
@@ -182,12 +181,12 @@ def _origin(handover: Handover, names: dict[str, str]) -> list[str]:
     return lines
 
 
-def _kept(handover: Handover, tally: Any) -> list[str]:
+def _kept(handover: Handover, tally: Tally) -> list[str]:
     return [
-        f"No weights: {tally.replaced} tensors hold noise from a seed ({handover.options.seed}) in the original's element type. "
-        f"{tally.kept} constants were kept, since",
-        "they decide shapes and control flow: integers and booleans, and floats of up to 8 elements. Names were kept; doc",
-        "strings, metadata and producers were dropped.",
+        f"No weights: {tally.replaced} tensors hold noise (seed {handover.options.seed}) in the element type of the "
+        f"original. {tally.kept} constants were kept,",
+        "since they decide shapes and control flow: integers and booleans, and floats of up to 8 elements. Names were",
+        "kept; doc strings, metadata and producers were dropped.",
     ]
 
 
