@@ -21,7 +21,7 @@ from kvdoctor.repro.candidate import Candidate
 from kvdoctor.repro.reducing import LARGEST, Reduction, Target
 from kvdoctor.repro.sizes import with_free_axis
 from kvdoctor.repro.surgery import name_nodes, operator_of
-from kvdoctor.repro.weights import INTEGERS
+from kvdoctor.repro.weights import INTEGERS, note_digests
 from kvdoctor.repro.witness import Difference, Shown, Witness
 from kvdoctor.repro.writing import Handover, write
 from kvdoctor.runtimes import Runtime
@@ -201,7 +201,14 @@ def _scripts(failure: Failure, root: Path, witness: Witness) -> Iterator[Script]
 
 def _skeletons(folder: ModelFolder, script: Script) -> dict[str, ModelProto]:
     files = {call.file for call in script.calls} | set(script.files)
-    return {file.name: read_skeleton(file.path, INTEGERS).model for file in folder.files if file.name in files}
+    # Logits can be compared only where one weight stays one weight, in all files.
+    compared = script.kind == "differs"
+    models = {}
+    for file in (file for file in folder.files if file.name in files):
+        models[file.name] = read_skeleton(file.path, INTEGERS, digests=compared).model
+        if compared:
+            note_digests(models[file.name], file.path.parent)
+    return models
 
 
 def _placed(

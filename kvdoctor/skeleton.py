@@ -5,6 +5,7 @@ goes to the protobuf parser. Sources of the rules: onnx.proto for the field numb
 https://protobuf.dev/programming-guides/encoding/ for the framing and its limits.
 """
 
+import hashlib
 import re
 import stat
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from kvdoctor.wire import I32, I64, LEN, MAX_FILE, VARINT, WINDOW, Source, WireE
 
 SMALL_PAYLOAD: Final = 1024  # bytes; payloads up to this size stay: shapes and axes are needed to read a graph
 MAX_WHOLE: Final = 4 * 2**20  # bytes of one tensor, of the element types that a caller wants whole
+PORTION: Final = 2**20  # bytes read at a time for a digest
 MAX_KEPT: Final = 512 * 2**20  # bytes; more without weights is no decoder, and parsing takes a multiple in memory
 MAX_DEPTH: Final = 100  # messages within messages; the recursion limit of the protobuf parsers
 # The fields on the way from a model to its tensors.
@@ -43,6 +45,7 @@ MODEL_FIELDS: Final = dict.fromkeys((1, 5), VARINT) | dict.fromkeys((2, 3, 4, 6,
 _NESTED_TAGS = {name: {number << 3 | LEN: kind for number, kind in fields.items()} for name, fields in NESTED.items()}
 _PAYLOAD_TAGS: Final = frozenset(number << 3 | wire for number, one in PAYLOAD.items() for wire in (one, LEN))
 _DATA_TYPE_TAG: Final = 2 << 3 | VARINT
+_DOC_STRING_TAG: Final = 12 << 3 | LEN
 _MODEL_TAGS: Final = {number << 3 | wire for number, wire in MODEL_FIELDS.items()} | {None}  # None: torn within a tag
 
 _AGAIN: Final = "download or copy the file again, or export the model again"
@@ -93,16 +96,17 @@ def payload_left_out(tensor: TensorProto) -> bool:
     return PAYLOAD.keys().isdisjoint(field.number for field, _ in tensor.ListFields())
 
 
-def read_skeleton(path: Path, whole: frozenset[int] = frozenset()) -> Skeleton:
+def read_skeleton(path: Path, whole: frozenset[int] = frozenset(), *, digests: bool = False) -> Skeleton:
     """Read a model file without its large tensor payloads.
 
-    Tensors of the element types `whole` (TensorProto.DataType) keep payloads of up to MAX_WHOLE bytes.
+    Tensors of the element types `whole` (TensorProto.DataType) keep payloads of up to MAX_WHOLE bytes. With `digests` a
+    tensor whose payload is left out has the SHA-256 of it for a doc string, which takes reading all of them once.
 
     Raises:
         UnreadableError: the file cannot be opened, or is no ONNX model, or is damaged.
     """
     try:
-        return _read(path, whole)
+        return _read(path, whole, digests)
     except PermissionError:
         raise UnreadableError("no permission to read the file", "change its permissions") from None
     except (OSError, ValueError, OverflowError) as error:
@@ -110,7 +114,7 @@ def read_skeleton(path: Path, whole: frozenset[int] = frozenset()) -> Skeleton:
         raise UnreadableError(f"cannot be read: {what}", "check the path and the disk") from error
 
 
-def _read(path: Path, whole: frozenset[int]) -> Skeleton:
+def _read(path: Path, whole: frozenset[int], digests: bool) -> Skeleton:
     # A FIFO or a device must not even be opened: that can wait for ever.
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
@@ -124,7 +128,7 @@ def _read(path: Path, whole: frozenset[int]) -> Skeleton:
             if found := re.match(pattern, head, re.DOTALL | re.MULTILINE):
                 size = found.groupdict().get("bytes")
                 raise UnreadableError(reason + (f" to a file of {int(size):,} bytes" if size else ""), advice)
-        walk = _Walk(Source(file), whole)
+        walk = _Walk(Source(file), whole, digests)
         walk.run()
     if walk.source.size > MAX_FILE:
         reason = f"{walk.source.size:,} bytes, more than the 2 GiB that protobuf can hold"
@@ -135,8 +139,8 @@ def _read(path: Path, whole: frozenset[int]) -> Skeleton:
 class _Walk:
     """One pass over the framing of a model; collects what is kept."""
 
-    def __init__(self, source: Source, whole: frozenset[int]) -> None:
-        self.source, self.whole = source, whole
+    def __init__(self, source: Source, whole: frozenset[int], digests: bool) -> None:
+        self.source, self.whole, self.digests = source, whole, digests
         self.pieces: list[bytes] = []
         self.kept = self.inline_bytes = self.left_out = 0
 
@@ -190,12 +194,27 @@ class _Walk:
                 first = spans.pop()[0] if spans and spans[-1][1] == at else at
                 spans.append((first, stop))
         if sum(stop - first for first, stop in spans) > limit:
+            left_out = list(spans)
             for first, stop in spans:
                 self._keep(start, first)
                 start = stop
             self.inline_bytes += payload
             self.left_out += 1
+            self._keep(start, end)
+            if self.digests:
+                self._digest(left_out)
+            return
         self._keep(start, end)
+
+    def _digest(self, spans: list[tuple[int, int]]) -> None:
+        """Put the digest of some bytes where the doc string of a tensor stands."""
+        digest = hashlib.sha256()
+        for first, stop in spans:
+            for at in range(first, stop, PORTION):
+                digest.update(self.source.read(at, min(at + PORTION, stop)))
+        text = digest.hexdigest().encode()
+        self.pieces.append(encode_varint(_DOC_STRING_TAG) + encode_varint(len(text)) + text)
+        self.kept += len(self.pieces[-1])
 
     def _keep(self, start: int, end: int) -> None:
         self.kept += end - start

@@ -42,12 +42,13 @@ class Candidate:
     def write(self, folder: Path, seed: int, names: "dict[str, str] | None" = None) -> Tally:
         """Write the files with noise for weights, under other names where those are given."""
         tally = Tally()
+        twins: dict[str, str] = {}
         used = {call.file for call in self.script.calls} | set(self.script.files)
         for file in sorted(used & set(self.models)):
             place = folder / (names or {}).get(file, file)
             place.parent.mkdir(parents=True, exist_ok=True)
             parent = (self.folder / file).parent
-            cleaned = Cleaner(parent, seed, self.sizes, self.strength, tally).clean(self.models[file])
+            cleaned = Cleaner(parent, seed, self.sizes, self.strength, tally, twins).clean(self.models[file])
             place.write_bytes(cleaned.SerializeToString(deterministic=True))
         return tally
 

@@ -13,7 +13,7 @@ from kvdoctor.onnx_schema import GraphProto, ModelProto
 from kvdoctor.repro.candidate import Candidate
 from kvdoctor.repro.sizes import Sizes, smaller
 from kvdoctor.repro.spine import last_on, spine
-from kvdoctor.repro.surgery import PROBE, end_at, keep_outputs, lead_past, scopes
+from kvdoctor.repro.surgery import PROBE, end_at, graphs, keep_outputs, lead_past, scopes
 from kvdoctor.script import Given, Returned, ScriptCall
 from kvdoctor.trace import Step
 
@@ -23,6 +23,9 @@ SMALL = 16 << 10
 
 LARGEST = 200 << 20
 """Bytes of noise above which a reproducer is nothing to send."""
+
+MOST_OUTPUTS = 2
+"""Outputs tried alone, the cheapest first."""
 
 STRENGTHS = (1.0, 2.0, 0.5)
 """How strong the noise is in matrices: too weak, and attention sees nothing; too strong, and it sees one token."""
@@ -56,6 +59,8 @@ class Reduction:
         """The first candidate that shows the failure, made smaller where layers can be left out."""
         for candidate in self._candidates(whole):
             if self._shows(candidate):
+                if whole.script.kind == "refused":
+                    return self._with_fewer_outputs(candidate)
                 return self._with_fewer_layers(candidate) if whole.script.kind == "differs" else candidate
         return None
 
@@ -99,6 +104,25 @@ class Reduction:
             block //= 2
         return candidate
 
+    def _with_fewer_outputs(self, candidate: Candidate) -> Candidate:
+        """Leave out outputs of a file that does not open, with all that only they need."""
+        (file,) = candidate.models
+        left = [value.name for value in candidate.models[file].graph.output]
+        block = len(left) // 2
+        while block:
+            for start in range(len(left) - block, -1, -block):
+                fewer = left[:start] + left[start + block :]
+                if not fewer:
+                    continue
+                model = _copy(candidate.models[file])
+                keep_outputs(model, set(fewer))
+                cuts = ("outputs that it does not need to be refused",)
+                smaller_one = replace(candidate, models={file: model}, cuts=cuts)
+                if self._shows(smaller_one):
+                    candidate, left = smaller_one, fewer
+            block = min(block, len(left)) // 2
+        return candidate
+
 
 def _sizes_for(candidate: Candidate) -> Iterator[Sizes]:
     sizes = smaller(candidate.contract)
@@ -118,7 +142,26 @@ def _sliced(whole: Candidate, target: Target) -> Iterator[Candidate]:
             if not past_layers or len(start.script.calls) > 1:
                 yield from _some(_around(start, target.node, past_layers))
     for start in (alone, whole) if alone is not None else (whole,):
-        yield from _some(_kept(start, {}))
+        for output in _cheapest(start):
+            yield from _some(_kept(start, {start.script.calls[-1].file: {output}}))
+
+
+def _cheapest(start: Candidate) -> list[str]:
+    """Outputs of the last file to try as the only ones, by the nodes that they need; logits need most of all.
+
+    Those that need no past that grows are left out: without a past there is nothing to go wrong.
+    """
+    grown = {slot.past for slot in start.contract.growing}
+    model = start.models[start.script.calls[-1].file]
+    costs: dict[str, int] = {}
+    for output in model.graph.output:
+        one = _copy(model)
+        keep_outputs(one, {output.name})
+        if grown and grown.isdisjoint(value.name for value in one.graph.input):
+            continue
+        costs[output.name] = sum(len(graph.node) for graph in graphs(one.graph))
+    ordered = sorted(costs, key=lambda name: costs[name])
+    return list(dict.fromkeys((*ordered[:MOST_OUTPUTS], *ordered[-1:])))
 
 
 def _some(candidate: Candidate | None) -> Iterator[Candidate]:
@@ -170,9 +213,6 @@ def _around(start: Candidate, node: str, past_layers: bool) -> Candidate | None:
 def _kept(start: Candidate, ends: dict[str, set[str]]) -> Candidate | None:
     """Drop outputs that nothing is fed by; `ends` are outputs that stay, by file."""
     keep = {file: set(ends.get(file, ())) for file in start.models}
-    last = start.script.calls[-1].file if start.script.calls else ""
-    if not ends and last in keep:
-        keep[last] |= {output.name for output in start.models[last].graph.output[:1]}
     while True:
         models = {file: _copy(model) for file, model in start.models.items()}
         for file, outputs in keep.items():

@@ -5,7 +5,9 @@ epsilon, a scale, the value of a mask). All other tensors become noise of the sa
 their place. Names stay; doc strings, metadata, strings, and whatever the schema does not know, are dropped.
 """
 
+import hashlib
 import math
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from kvdoctor import __version__
-from kvdoctor.external_data import BITS
+from kvdoctor.external_data import BITS, external_tensors
 from kvdoctor.onnx_schema import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.repro.sizes import Sizes
-from kvdoctor.skeleton import MAX_WHOLE, payload_left_out
+from kvdoctor.skeleton import MAX_WHOLE, PORTION, payload_left_out
 
 FEW = 8
 MOST_INTEGERS = 4096
@@ -33,6 +35,8 @@ FLOATS: dict[Any, Any] = {
 NARROW: dict[Any, Any] = {TensorProto.INT8: np.int8, TensorProto.UINT8: np.uint8}
 PAYLOAD_FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "raw_data", "double_data", "uint64_data")
 TEXTS = ("doc_string", "producer_name", "producer_version", "domain")
+
+DIGEST = re.compile("[0-9a-f]{64}")
 
 SCALES = {"DequantizeLinear": 1, "MatMulNBits": 2, "QuantizeLinear": 1}
 """Operators that take a scale, and at which input: noise there must stay small."""
@@ -57,13 +61,18 @@ class Uses:
 
 @dataclass
 class Cleaner:
-    """Puts noise in the place of weights. `folder` is where the external data of small constants lie."""
+    """Puts noise in the place of weights. `folder` is where the external data of small constants lie.
+
+    `twins` are the digests of weights seen so far, with the place that seeds their noise: what is one weight, under
+    whatever names and in whatever file, must stay one, or two graphs that agree would disagree.
+    """
 
     folder: Path
     seed: int
     sizes: Sizes
     strength: float = 1.0
     tally: Tally = field(default_factory=Tally)
+    twins: dict[str, str] = field(default_factory=dict)
 
     def clean(self, model: ModelProto) -> ModelProto:
         """A weight-free copy of a skeleton."""
@@ -117,6 +126,7 @@ class Cleaner:
             attribute.strings[:] = [b""] * len(attribute.strings)
 
     def _tensor(self, tensor: TensorProto, name: str, uses: Uses, place: str) -> None:
+        digest = tensor.doc_string
         for text in ("doc_string", "metadata_props"):
             tensor.ClearField(text)
         self._fetch(tensor)
@@ -130,6 +140,7 @@ class Cleaner:
             self.tally.kept += 1
             self.sizes.constant(tensor)
             return
+        place = self.twins.setdefault(digest_of(tensor, digest, place), place)
         self.sizes.weight(tensor)
         content = self._content(tensor, name, uses, place)
         for payload in (*PAYLOAD_FIELDS, "external_data", "data_location"):
@@ -184,6 +195,32 @@ class Cleaner:
 
     def _rng(self, place: str) -> np.random.Generator:
         return np.random.default_rng([self.seed, zlib.crc32(place.encode("utf-8", "replace"))])
+
+
+def digest_of(tensor: TensorProto, known: str, place: str) -> str:
+    """What tells one weight from another: the digest that a skeleton has for it, else that of what it holds here."""
+    if DIGEST.fullmatch(known):
+        return f"{list(tensor.dims)} {known}"
+    held = TensorProto()
+    held.CopyFrom(tensor)
+    held.ClearField("name")
+    # Nothing is known of a weight that was left out: it is like no other.
+    lacks = payload_left_out(tensor) or tensor.data_location == TensorProto.EXTERNAL
+    return place if lacks else hashlib.sha256(held.SerializeToString()).hexdigest()
+
+
+def note_digests(model: ModelProto, folder: Path) -> None:
+    """Give the weights in other files the digest of their bytes for a doc string, as `read_skeleton` does for others."""
+    for tensor in external_tensors(model):
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        length = int(entries.get("length", 0)) or -(-BITS.get(tensor.data_type, 0) * math.prod(tensor.dims) // 8)
+        digest = hashlib.sha256()
+        with (folder / entries["location"]).open("rb") as file:
+            file.seek(int(entries.get("offset", 0)))
+            while length > 0 and (part := file.read(min(length, PORTION))):
+                digest.update(part)
+                length -= len(part)
+        tensor.doc_string = digest.hexdigest()
 
 
 def _uses(model: ModelProto) -> Uses:

@@ -146,6 +146,7 @@ def difference(runs: dict[str, Run], experiment: str) -> Difference:
 
 def _words(text: str) -> str:
     """The innermost message without names, numbers and shapes."""
-    inner = text.rpartition("Status Message:")[2]
-    bare = re.sub(r"'[^']*'|\"[^\"]*\"|\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|\S*[/\\]\S*|[0-9a-fx]*\d[0-9a-fx]*", " ", inner)
+    inner = re.sub(r"Load model from .*? failed:", "", text.rpartition("Status Message:")[2])
+    quoted = re.sub(r"'[^']*'|\"[^\"]*\"|\{[^}]*\}|\[[^\]]*\]|\([^)]*\)", " ", inner)
+    bare = re.sub(r"\S*[/\\_.]\S*|[0-9a-fx]*\d[0-9a-fx]*", " ", quoted)
     return " ".join(bare.split())
