@@ -12,7 +12,7 @@ from kvdoctor.graph import GraphView
 from kvdoctor.onnx_schema import ModelProto, TensorProto
 from kvdoctor.repro.sizes import WIDTHS, Sizes
 from kvdoctor.repro.surgery import bodies, graphs
-from kvdoctor.repro.weights import FEW, INTEGERS, MOST_INTEGERS, Cleaner, Tally
+from kvdoctor.repro.weights import FEW, INTEGERS, MOST_INTEGERS, Cleaner, Tally, uses_of
 from kvdoctor.script import Given, Returned, Script, made
 
 TOKENS = ("token_ids",)
@@ -37,7 +37,11 @@ class Candidate:
 
     def weight_bytes(self) -> int:
         """Bytes that noise will take."""
-        return sum(_bits(tensor, self.sizes) // 8 for model in self.models.values() for tensor in _tensors(model))
+        total = 0
+        for model in self.models.values():
+            tables = uses_of(model).tables
+            total += sum(_bits(tensor, self.sizes, tensor.name in tables) // 8 for tensor in _tensors(model))
+        return total
 
     def write(self, folder: Path, seed: int, names: "dict[str, str] | None" = None) -> Tally:
         """Write the files with noise for weights, under other names where those are given."""
@@ -115,8 +119,8 @@ def _tensors(model: ModelProto) -> "list[TensorProto]":
     return found
 
 
-def _bits(tensor: TensorProto, sizes: Sizes) -> int:
+def _bits(tensor: TensorProto, sizes: Sizes, table: bool) -> int:
     count = math.prod(tensor.dims)
     if count <= FEW or (tensor.data_type in INTEGERS and count <= MOST_INTEGERS):
         return 0
-    return math.prod(sizes.of(dim) for dim in tensor.dims) * BITS.get(tensor.data_type, 32)
+    return math.prod(sizes.dims(tensor, table)) * BITS.get(tensor.data_type, 32)

@@ -42,9 +42,12 @@ class Sizes:
             return number // self.factor
         return number
 
-    def weight(self, tensor: TensorProto) -> None:
-        """Give a weight its new dims; its values are not there."""
-        tensor.dims[:] = [self.of(dim) for dim in tensor.dims]
+    def dims(self, tensor: TensorProto, table: bool) -> list[int]:
+        """The new dims of a weight. The rows of a table are counted by positions, unless they are the vocabulary."""
+        dims = [self.of(dim) for dim in tensor.dims]
+        if table and dims and tensor.dims[0] not in self.exact:
+            dims[0] = tensor.dims[0]
+        return dims
 
     def constant(self, tensor: TensorProto) -> None:
         """Replace the numbers in a small integer constant."""

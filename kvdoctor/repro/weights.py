@@ -84,7 +84,7 @@ class Cleaner:
         copy.producer_name, copy.producer_version = "kvdoctor repro", __version__
         for lists in ("metadata_props", "training_info"):
             copy.ClearField(lists)
-        uses = _uses(copy)
+        uses = uses_of(copy)
         self._graph(copy.graph, uses, "")
         for function in copy.functions:
             function.ClearField("doc_string")
@@ -139,9 +139,11 @@ class Cleaner:
         if keep:
             self.tally.kept += 1
             self.sizes.constant(tensor)
+            if count == 0:
+                tensor.dims[:] = self.sizes.dims(tensor, False)
             return
         place = self.twins.setdefault(digest_of(tensor, digest, place), place)
-        self.sizes.weight(tensor)
+        tensor.dims[:] = self.sizes.dims(tensor, name in uses.tables)
         content = self._content(tensor, name, uses, place)
         for payload in (*PAYLOAD_FIELDS, "external_data", "data_location"):
             tensor.ClearField(payload)
@@ -210,7 +212,7 @@ def digest_of(tensor: TensorProto, known: str, place: str) -> str:
 
 
 def note_digests(model: ModelProto, folder: Path) -> None:
-    """Give the weights in other files the digest of their bytes for a doc string, as `read_skeleton` does for others."""
+    """Give weights in other files the digest of their bytes for a doc string, as `read_skeleton` does for the rest."""
     for tensor in external_tensors(model):
         entries = {entry.key: entry.value for entry in tensor.external_data}
         length = int(entries.get("length", 0)) or -(-BITS.get(tensor.data_type, 0) * math.prod(tensor.dims) // 8)
@@ -223,7 +225,8 @@ def note_digests(model: ModelProto, folder: Path) -> None:
         tensor.doc_string = digest.hexdigest()
 
 
-def _uses(model: ModelProto) -> Uses:
+def uses_of(model: ModelProto) -> Uses:
+    """Find out how the nodes of a model use its tensors."""
     tables, scales = set(), set()
     for node in _all_nodes(model):
         if node.op_type in ("Gather", "GatherBlockQuantized") and node.input:
