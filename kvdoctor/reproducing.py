@@ -100,13 +100,13 @@ def repro(request: Request, options: Options) -> Report:
         report = replace(step_test(request.path, options, runtime), command="repro")
         counted = tuple(_counted(report, options))
         if not counted:
-            return _noted(report, "nothing to reproduce: no finding of the severity asked for")
+            return report
         folder = open_folder(request.path)
         try:
             failure = _failure(counted, report, folder)
             return _reproduced(failure, folder, (request, options), (runtime, Path(scratch)), report)
         except NotShown as reason:
-            return replace(_noted(report, f"nothing was written: {reason}"), reproducer=Reproducer(None, str(reason)))
+            return replace(report, reproducer=Reproducer(None, str(reason)))
 
 
 def _counted(report: Report, options: Options) -> Iterator[Finding]:
@@ -164,10 +164,7 @@ def _reproduced(
         reproducer = write(pending.path, handover, request.out)
         _prove(pending, options)
         pending.kept = True
-    return replace(
-        _noted(report, f"written: {request.out} ({reproducer.bytes:,} bytes); run python {request.out}/reproduce.py"),
-        reproducer=reproducer,
-    )
+    return replace(report, reproducer=reproducer)
 
 
 def _original(failure: Failure, folder: ModelFolder, witness: Witness) -> tuple[Candidate, Shown | Difference]:
@@ -294,7 +291,3 @@ def _prove(pending: Pending, options: Options) -> None:
     if done.returncode != 1:
         last = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no words"])[-1]
         raise NotShown(f"the reproducer did not show the failure when it was tried by itself ({last[:300]})")
-
-
-def _noted(report: Report, text: str) -> Report:
-    return replace(report, notes=(*report.notes, text))

@@ -3,7 +3,7 @@
 Names come from a model: they are written as escaped literals, never into code or comments.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,29 @@ Needs onnxruntime and numpy, and nothing else: python reproduce.py
 Exit code 1: {one}. 0: {nought}. 2: something else happened.
 """
 
-import {imports}
+import os{imports}
+import sys
 from pathlib import Path
+
+
+def stop(*error):
+    sys.__excepthook__(*error)
+    sys.stdout.flush()
+    os._exit(2)
+
+
+sys.excepthook = stop  # an error of any other kind must not look like the failure
 
 import numpy as np
 import onnxruntime as ort
 
+
+def show(*things):
+    print(*(ascii(str(thing))[1:-1] for thing in things), flush=True)
+
+
 ort.set_default_logger_severity(4)
-print("onnxruntime", ort.__version__, "numpy", np.__version__, "python", sys.version.split()[0])
+show("onnxruntime", ort.__version__, "numpy", np.__version__, "python", sys.version.split()[0])
 HERE = Path(__file__).parent
 '''
 OPEN = """options = ort.SessionOptions()
@@ -54,15 +69,15 @@ LOOP = """
 returned = []
 for title, file, feeds in CALLS:
     feeds = {name: returned[v[0]][v[1]] if isinstance(v, tuple) else v for name, v in feeds.items()}
-    print(title, "is fed", {name: value.shape for name, value in feeds.items()}, flush=True)
+    show(title, "is fed", {name: value.shape for name, value in feeds.items()})
 """
 FAILS = """    try:
         outputs = MODELS[file].run(None, feeds)
     except Exception as error:
-        print(title, "fails:", error)
+        show(title, "fails:", error)
         sys.exit(1 if title == FAILING and NODE in str(error) else 2)
     returned.append(dict(zip([output.name for output in MODELS[file].get_outputs()], outputs)))
-print("not reproduced:", FAILING, "runs")
+show("not reproduced:", FAILING, "runs")
 """
 RUNS = """    outputs = MODELS[file].run(None, feeds)
     returned.append(dict(zip([output.name for output in MODELS[file].get_outputs()], outputs)))
@@ -77,9 +92,9 @@ for call, reference, row, start, count in [
     got, want = (a.reshape(a.shape[0], -1, a.shape[-1]).astype(np.float64) for a in (got, want))
     got, want = got[:, -count:], want[row : row + got.shape[0], start : start + count]
     off = float(np.abs(got - want).max() / want.std(axis=-1).mean())
-    print(CALLS[call][0], f"differs from the {{CALLS[reference][0]}} by {{off:.1e}} of the spread of its logits")
+    show(CALLS[call][0], f"differs from the {{CALLS[reference][0]}} by {{off:.1e}} of the spread of its logits")
     worst = max(worst, off) if off == off else float("inf")
-print("the largest difference is", f"{{worst:.1e}}", "and {tolerance:.0e} is too much")
+show("the largest difference is", f"{{worst:.1e}}", "and {tolerance:.0e} is too much")
 sys.exit(1 if worst > {tolerance} else 0)
 """
 DIES = """
@@ -89,15 +104,16 @@ if "child" not in sys.argv:
         code = subprocess.run([sys.executable, __file__, "child"], timeout={seconds}).returncode
     except subprocess.TimeoutExpired:
         code = "none: it hangs"
-    print("exit code of the process that made the calls:", code)
+    show("exit code of the process that made the calls:", code)
     sys.exit(1 if code not in (0, 1, 2) else 2 * bool(code))
+
 """
 REFUSED = """try:
     ort.InferenceSession(str(HERE / "model.onnx"), providers=[{provider}])
 except Exception as error:
-    print("refused:", error)
+    show("refused:", error)
     sys.exit(1)
-print("not reproduced: the runtime opens the file")
+show("not reproduced: the runtime opens the file")
 """
 
 
@@ -146,7 +162,7 @@ def _head(script: Script, wording: Wording) -> str:
         "dies": ("the process that runs the model dies", "it lives"),
     }
     one, nought = said[script.kind]
-    imports = "subprocess\nimport sys" if script.kind == "dies" else "sys"
+    imports = "\nimport subprocess" if script.kind == "dies" else ""
     title = printable(wording.title).replace("\\", "/").replace('"', "'")
     return HEAD.format(title=title, one=one, nought=nought, imports=imports)
 
@@ -171,9 +187,8 @@ def _value(value: "Given | Returned", stored: dict[str, "np.ndarray[Any, Any]"])
     if value.seed is not None:
         return f"noise({value.seed}, {value.shape}, {kind!r})"
     if value.numbers is None:
-        fill = (
-            int(value.fill) if kind.startswith(("int", "uint")) else bool(value.fill) if kind == "bool" else value.fill
-        )
+        fill = repr(made(replace(value, shape=(1,)))[0].item())
+        fill = fill if np.isfinite(value.fill) else f'float("{fill}")'
         return f"np.full({value.shape}, {fill}, {kind!r})"
     array = made(value)
     if array.size <= FEW_NUMBERS and np.isfinite(array).all():

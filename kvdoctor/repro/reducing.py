@@ -12,7 +12,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.onnx_schema import GraphProto, ModelProto
 from kvdoctor.repro.candidate import Candidate
 from kvdoctor.repro.sizes import Sizes, smaller
-from kvdoctor.repro.spine import last_on, spine
+from kvdoctor.repro.spine import last_on, reached, spine
 from kvdoctor.repro.surgery import PROBE, end_at, graphs, keep_outputs, lead_past, scopes
 from kvdoctor.script import Given, Returned, ScriptCall
 from kvdoctor.trace import Step
@@ -320,6 +320,8 @@ def _spine_of(model: ModelProto, graph: GraphProto, contract: CacheContract, fil
     ports = [g for g in contract.graphs.values() if g.file == file]
     roles = ("token_ids", "token_and_position", "embeddings")
     sources = {port.name for g in ports for port in g.inputs if port.role in roles}
+    if graph is not model.graph:
+        sources = reached(model.graph, sources)
     ends = [value for g in ports for p in g.outputs if p.role == "logits" and (value := _inside(model, graph, p.name))]
     return spine(graph, sources, ends[0]) if ends else []
 

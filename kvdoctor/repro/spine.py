@@ -42,6 +42,15 @@ def spine(graph: GraphProto, sources: set[str], end: str) -> list[str]:
     return chain[::-1]
 
 
+def reached(graph: GraphProto, sources: set[str]) -> set[str]:
+    """The sources, and the values of a graph that are made of them, sizes not counted: what its branches may take."""
+    found = set(sources)
+    for node in graph.node:
+        if node.op_type not in SIZES_ONLY and not found.isdisjoint(node.input):
+            found.update(node.output)
+    return found
+
+
 def last_on(graph: GraphProto, chain: list[str], end: str) -> int | None:
     """The index of the last value of a spine that `end` hangs on, itself left out; None where there is none."""
     needed = needed_for(graph, [end]) - {end}

@@ -103,12 +103,13 @@ def end_at(model: ModelProto, name: str) -> bool:
 
 
 def scopes(model: ModelProto) -> Iterator[GraphProto]:
-    """The graphs whose values can be told apart: the main graph, or, where that is one `If`, its branches."""
-    if len(model.graph.node) and all(node.op_type in ("If", "Identity", "Not", "Cast") for node in model.graph.node):
-        for node in model.graph.node:
-            yield from bodies(node)
-        return
-    yield model.graph
+    """The graphs that hold the layers: the branches of an `If` that returns the model's outputs, or the main graph."""
+    outputs = {value.name for value in model.graph.output}
+    switches = [n for n in model.graph.node if n.op_type == "If" and not outputs.isdisjoint(n.output)]
+    for switch in switches:
+        yield from bodies(switch)
+    if not switches:
+        yield model.graph
 
 
 def name_nodes(model: ModelProto) -> None:
