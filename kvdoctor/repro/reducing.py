@@ -4,16 +4,15 @@ Every cut is a guess that a run confirms: layers led past, outputs dropped, size
 the whole model without its weights; where even that does not show the failure, it hangs on the weights themselves.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from kvdoctor.contract import CacheContract
-from kvdoctor.onnx_schema import GraphProto, ModelProto
 from kvdoctor.repro.candidate import Candidate
+from kvdoctor.repro.layers import inside, lead_past_layers, without_layers
 from kvdoctor.repro.sizes import Sizes, smaller
-from kvdoctor.repro.spine import last_on, reached, spine
-from kvdoctor.repro.surgery import PROBE, end_at, graphs, keep_outputs, lead_past, scopes
+from kvdoctor.repro.surgery import PROBE, copied, end_at, keep_outputs, needed_for, scopes
 from kvdoctor.script import Given, Returned, ScriptCall
 from kvdoctor.trace import Step
 
@@ -80,7 +79,8 @@ class Reduction:
         return self.sees(candidate)
 
     def _candidates(self, whole: Candidate) -> Iterator[Candidate]:
-        cuts = [whole] if whole.script.kind in ("differs", "refused") else [*_sliced(whole, self.target), whole]
+        calls_end = whole.script.kind in ("fails", "dies")
+        cuts = itertools.chain(_sliced(whole, self.target), [whole]) if calls_end else [whole]
         strengths = STRENGTHS if whole.script.kind == "differs" else STRENGTHS[:1]
         for cut in cuts:
             for strength in strengths:
@@ -97,7 +97,7 @@ class Reduction:
                 gone = [layer for layer in layers[start : start + block] if layer in left]
                 if not gone or len(gone) == len(left):
                     continue
-                fewer = without_layers(candidate, gone, left)
+                fewer = _without(candidate, gone, left)
                 if fewer is not None and self._shows(fewer):
                     candidate = fewer
                     left = [layer for layer in left if layer not in gone]
@@ -114,7 +114,7 @@ class Reduction:
                 fewer = left[:start] + left[start + block :]
                 if not fewer:
                     continue
-                model = _copy(candidate.models[file])
+                model = copied(candidate.models[file])
                 keep_outputs(model, set(fewer))
                 cuts = ("outputs that it does not need to be refused",)
                 smaller_one = replace(candidate, models={file: model}, cuts=cuts)
@@ -155,11 +155,10 @@ def _cheapest(start: Candidate) -> list[str]:
     model = start.models[start.script.calls[-1].file]
     costs: dict[str, int] = {}
     for output in model.graph.output:
-        one = _copy(model)
-        keep_outputs(one, {output.name})
-        if grown and grown.isdisjoint(value.name for value in one.graph.input):
-            continue
-        costs[output.name] = sum(len(graph.node) for graph in graphs(one.graph))
+        behind = [(graph, value) for graph in scopes(model) if (value := inside(model, graph, output.name))]
+        needed = [needed_for(graph, [value]) for graph, value in behind]
+        if not grown or any(not grown.isdisjoint(names) for names in needed):
+            costs[output.name] = sum(map(len, needed))
     ordered = sorted(costs, key=lambda name: costs[name])
     return list(dict.fromkeys((*ordered[:MOST_OUTPUTS], *ordered[-1:])))
 
@@ -198,11 +197,11 @@ def _with_past_made_up(call: ScriptCall, step: Step) -> ScriptCall | None:
 
 def _around(start: Candidate, node: str, past_layers: bool) -> Candidate | None:
     """Only what the failing node needs, and what fills the past that it needs."""
-    models = {file: _copy(model) for file, model in start.models.items()}
+    models = {file: copied(model) for file, model in start.models.items()}
     file = start.script.calls[-1].file
     cuts = [*start.cuts, f"all that node {node!r} does not need"]
     if past_layers:
-        if not _lead_past_layers(models, start.contract, file, node):
+        if not lead_past_layers(models, start.contract, (file, node)):
             return None
         cuts.append("the layers in front of it")
     if not end_at(models[file], node):
@@ -214,7 +213,7 @@ def _kept(start: Candidate, ends: dict[str, set[str]]) -> Candidate | None:
     """Drop outputs that nothing is fed by; `ends` are outputs that stay, by file."""
     keep = {file: set(ends.get(file, ())) for file in start.models}
     while True:
-        models = {file: _copy(model) for file, model in start.models.items()}
+        models = {file: copied(model) for file, model in start.models.items()}
         for file, outputs in keep.items():
             if outputs:
                 keep_outputs(models[file], outputs)
@@ -230,118 +229,10 @@ def _kept(start: Candidate, ends: dict[str, set[str]]) -> Candidate | None:
             keep[file].add(output)
 
 
-def _lead_past_layers(models: dict[str, ModelProto], contract: CacheContract, file: str, node: str) -> bool:
-    """Lead past what stands between the first layer and the layer of the node, in every graph and branch."""
-    changed = False
-    for name, model in models.items():
-        for graph in list(scopes(model)):
-            chain = _spine_of(model, graph, contract, name)
-            begins = [
-                i
-                for i in (_begin(model, graph, chain, s.present, s.filled_by) for s in contract.growing)
-                if i is not None
-            ]
-            if not chain or not begins:
-                continue
-            ends = [o for n in graph.node if name == file and n.name == node for o in n.output if o]
-            ends = ends or [
-                v
-                for v in (_inside(model, graph, s.filled_by) for s in contract.slots if s.kind == "cross-attention")
-                if v
-            ]
-            reached = [i for i in (last_on(graph, chain, end) for end in ends) if i is not None]
-            if reached and max(reached) > min(begins):
-                lead_past(graph, chain[min(begins)], chain[max(reached)])
-                changed = True
-    return changed
-
-
-def without_layers(candidate: Candidate, gone: list[int], left: list[int]) -> Candidate | None:
-    """The candidate without some layers: what follows them takes what they took."""
-    models = {file: _copy(model) for file, model in candidate.models.items()}
-    contract = candidate.contract
-    slots = {s.past for s in contract.slots if s.layer in gone}
-    outputs = {name for s in contract.slots if s.layer in gone for name in (s.present, s.filled_by) if name}
-    for file, model in models.items():
-        for graph in list(scopes(model)):
-            chain = _spine_of(model, graph, contract, file)
-            starts = {
-                layer: begin
-                for layer in left
-                if (begin := _layer_begin(model, graph, chain, contract, layer)) is not None
-            }
-            if len(starts) < len(left):
-                return None
-            for layer in sorted(gone, key=lambda one: starts[one], reverse=True):
-                later = [starts[other] for other in left if starts[other] > starts[layer]]
-                end = min(later, default=_last_residual(graph, chain))
-                if end <= starts[layer]:
-                    return None
-                lead_past(graph, chain[starts[layer]], chain[end])
-        keep_outputs(model, {value.name for value in model.graph.output} - outputs)
-    inputs = {name for model in models.values() for name in (value.name for value in model.graph.input)}
-    if slots & inputs:
+def _without(candidate: Candidate, gone: list[int], left: list[int]) -> Candidate | None:
+    """The candidate without some of the layers that are left."""
+    found = without_layers(candidate.models, candidate.contract, gone, left)
+    if found is None:
         return None
     words = f"layer{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
-    return replace(
-        candidate,
-        models=models,
-        contract=replace(contract, slots=tuple(s for s in contract.slots if s.past not in slots)),
-        cuts=(*candidate.cuts, words),
-    )
-
-
-def _last_residual(graph: GraphProto, chain: list[str]) -> int:
-    """The value in front of the projection to the vocabulary: the last but what the last product makes."""
-    made = {name: node.op_type for node in graph.node for name in node.output}
-    products = [i for i, name in enumerate(chain) if made.get(name) in ("MatMul", "Gemm", "Einsum", "FusedMatMul")]
-    return products[-1] - 1 if products else -1
-
-
-def _layer_begin(
-    model: ModelProto, graph: GraphProto, chain: list[str], contract: CacheContract, layer: int
-) -> int | None:
-    mine = [s for s in contract.growing if s.layer == layer]
-    found = [_begin(model, graph, chain, s.present, s.filled_by) for s in mine]
-    return min((index for index in found if index is not None), default=None)
-
-
-def _begin(model: ModelProto, graph: GraphProto, chain: list[str], *outputs: str | None) -> int | None:
-    """Where on the spine the layer begins that returns one of some outputs."""
-    for output in outputs:
-        value = _inside(model, graph, output)
-        found = last_on(graph, chain, value) if value is not None else None
-        if found is not None:
-            return found
-    return None
-
-
-def _spine_of(model: ModelProto, graph: GraphProto, contract: CacheContract, file: str) -> list[str]:
-    ports = [g for g in contract.graphs.values() if g.file == file]
-    roles = ("token_ids", "token_and_position", "embeddings")
-    sources = {port.name for g in ports for port in g.inputs if port.role in roles}
-    if graph is not model.graph:
-        sources = reached(model.graph, sources)
-    ends = [value for g in ports for p in g.outputs if p.role == "logits" and (value := _inside(model, graph, p.name))]
-    return spine(graph, sources, ends[0]) if ends else []
-
-
-def _inside(model: ModelProto, graph: GraphProto, output: str | None) -> str | None:
-    """The value of a graph or branch that stands behind an output of the model."""
-    if output is None:
-        return None
-    if graph is model.graph:
-        return output if any(value.name == output for value in graph.output) else None
-    names = {value.name for value in graph.output}
-    for node in model.graph.node:
-        if node.op_type == "If" and output in node.output:
-            index = list(node.output).index(output)
-            value = graph.output[index].name if index < len(graph.output) else None
-            return value if value in names else None
-    return None
-
-
-def _copy(model: ModelProto) -> ModelProto:
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    return copy
+    return replace(candidate, models=found[0], contract=found[1], cuts=(*candidate.cuts, words))

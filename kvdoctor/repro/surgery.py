@@ -67,7 +67,8 @@ def keep_outputs(model: ModelProto, keep: set[str]) -> None:
     graph = model.graph
     _keep_only(graph.output, lambda value: value.name in keep)
     _prune(graph, {value.name for value in graph.output})
-    _keep_only(graph.input, lambda value: value.name in _wanted(graph))
+    wanted = _wanted(graph)
+    _keep_only(graph.input, lambda value: value.name in wanted)
     used = {(node.domain, node.op_type) for node in _all_nodes(model)}
     _keep_only(model.functions, lambda function: (function.domain, function.name) in used)
 
@@ -100,6 +101,13 @@ def end_at(model: ModelProto, name: str) -> bool:
         owner.output.append(PROBE)
     model.graph.output.append(_shape_of(PROBE))
     return True
+
+
+def copied(model: ModelProto) -> ModelProto:
+    """A model to cut, where another is to stay as it is."""
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    return copy
 
 
 def scopes(model: ModelProto) -> Iterator[GraphProto]:
