@@ -169,7 +169,7 @@ class Examination:
         port = next((port for port in ports if port.role == "encoder_states"), None)
         return made if made is None or port is None else self.samples.laid_over(port.name, made)
 
-    def _given(self, scenario: Scenario) -> Scenario:
+    def _sized_as_given(self, scenario: Scenario) -> Scenario:
         """The usual sizes are those of what the user gives; other sizes are asked for on purpose."""
         usual, prompt, encoder = Scenario(), len(self.samples.prompt), None
         for graph in self.contract.graphs.values():
@@ -184,7 +184,7 @@ class Examination:
         )
 
     def _fitted(self, scenario: Scenario) -> Scenario:
-        contract, scenario = self.contract, self._given(scenario)
+        contract, scenario = self.contract, self._sized_as_given(scenario)
         scenario = replace(
             scenario,
             batch=contract.fixed_batch or scenario.batch,

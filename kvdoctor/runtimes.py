@@ -5,7 +5,7 @@ A worker that dies is replaced, and the fresh one goes on with the experiments t
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -155,15 +155,24 @@ class Runtime:
         Raises:
             WorkerDied: the worker did not live through it; a fresh one is there for what comes next.
         """
+        answer: dict[str, Any] = {"error": "the trial crashed", "names": []}
+        for event in self.ask(job):
+            answer = event if event["event"] == "tried" else answer
+        return answer
+
+    def ask(self, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Give the events of a job of another kind. Where the worker dies, the next job finds a fresh one.
+
+        Raises:
+            WorkerDied: it ended before the job did.
+            KvdoctorError: it does not even start.
+        """
         self._worker.send(json.dumps({**job, "threads": thread_count()}) + "\n")
         try:
-            answers = [event for event in self._worker.events() if event["event"] in ("tried", "crash")]
+            yield from self._worker.events()
         except WorkerDied:
             self._restart(Examined())
             raise
-        return (
-            answers[-1] if answers and answers[-1]["event"] == "tried" else {"error": "the trial crashed", "names": []}
-        )
 
     def _restart(self, examined: Examined) -> None:
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)

@@ -94,6 +94,16 @@ class Sessions:
             self.opened[file, level] = self._open(file, level)
         return self.opened[file, level]
 
+    def refusal(self, file: str, level: str) -> str | None:
+        """What the runtime says against opening a file at that level; None where it opens it."""
+        try:
+            self._open(file, level)
+        except ProviderMissing:
+            raise
+        except Exception as error:  # the bindings raise many types, and all of them are a refusal
+            return self.clean(error)
+        return None
+
     def without_reuse(self, file: str) -> Any:
         """Give a session that plans no buffer for two values: declared shapes that lie do no harm there.
 

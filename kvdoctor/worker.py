@@ -5,10 +5,11 @@ JSON object a line. It announces every step before it runs it, so that its death
 numpy and onnxruntime only, so that it starts in an environment that holds nothing else.
 
 Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits",
-         "keep_calls", "prompt": [token ids], "inputs": a file of arrays, "trace": a file, "settings", "timed"}
-        or a trial, as trials.py takes it: one call on a changed graph
+         "keep_calls", "prompt": [token ids], "inputs": a file of arrays, "trace": a file, "settings", "timed"};
+         with "trial" one call on a changed graph (see trials.py), with "record" one experiment is told call by call,
+         with "script" calls are played (see replaying.py)
 Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, note,
-obstacle, crash, tried, done.
+obstacle, crash, tried, scripted, playing, played, done.
 """
 
 import json
@@ -32,6 +33,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.examination import Examination
 from kvdoctor.experiments import load
 from kvdoctor.plain import from_plain, to_plain
+from kvdoctor.replaying import record, replay
 from kvdoctor.samples import Samples, read_arrays
 from kvdoctor.sessions import Announce, ProviderMissing, Sessions
 from kvdoctor.trials import trial
@@ -66,6 +68,11 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
         np.savez(job["keep_logits"], **exam.logits)  # type: ignore[arg-type]
 
 
+def try_out(job: dict[str, Any], announce: Announce) -> None:
+    """Carry out a trial."""
+    announce("tried", **trial(job))
+
+
 def main() -> None:
     """Serve jobs until standard input ends."""
     ort.disable_telemetry_events()
@@ -82,10 +89,8 @@ def main() -> None:
     for line in _jobs():
         try:
             job = json.loads(line)
-            if "trial" in job:
-                announce("tried", **trial(job))
-            else:
-                examine(job, announce)
+            kinds = {"trial": try_out, "record": record, "script": replay}
+            next((carry_out for kind, carry_out in kinds.items() if kind in job), examine)(job, announce)
         except Exception:  # a fault of ours must reach the parent as a fact, not as a dead pipe
             announce("crash", text=traceback.format_exc())
         announce("done")

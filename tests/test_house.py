@@ -11,20 +11,32 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "kvdoctor"
 
 ROOMS = (
-    *("errors", "plain", "uses", "contract", "trace", "parity", "samples", "feeds", "experiments"),
+    *("errors", "plain", "uses", "contract", "trace", "parity", "samples", "feeds", "script", "experiments"),
     *("kept_calls", "caller"),
-    *("sessions", "examination", "trials", "worker", "child", "runtimes"),
+    *("sessions", "examination", "trials", "replaying", "worker", "child", "runtimes"),
     *("out_folder", "wire", "onnx_schema", "skeleton", "external_data", "graph", "cache_operators", "exactness"),
     *("flow", "dataflow", "dialects", "axes", "roles", "configs", "stacks", "lost_state", "lacks", "model_folder"),
     *("slots", "reading", "given", "given_samples", "twins", "place"),
     *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
     *("options", "obstacles", "open_questions"),
     *("export", "reference", "stack_test", "doctor"),
-    *("repairs", "re_exporting", "environment", "progress", "cli_options", "cli", "__main__"),
+    *("repairs", "re_exporting", "repro", "reproducing", "environment", "progress", "cli_options", "cli", "__main__"),
 )
 """From early to late: a room imports earlier ones only."""
 
-LIGHT = ("errors", "plain", "contract", "trace", "parity", "samples", "feeds", "experiments", "kept_calls", "caller")
+LIGHT = (
+    "errors",
+    "plain",
+    "contract",
+    "trace",
+    "parity",
+    "samples",
+    "feeds",
+    "script",
+    "experiments",
+    "kept_calls",
+    "caller",
+)
 """What the worker loads in an environment with nothing but onnxruntime and numpy."""
 
 FRAMEWORK_DOORS = ("export/transformers.py",)
@@ -72,6 +84,7 @@ def test_onnxruntime_is_imported_behind_its_door_only(path: Path) -> None:
     assert not [name for name in imported(path, also_for_types=True) if name.split(".")[0] == "onnxruntime"]
     assert not [name for name in imported(path) if name in ("kvdoctor.worker", "kvdoctor.sessions")] or room(path) in (
         "examination",
+        "replaying",
     )
 
 

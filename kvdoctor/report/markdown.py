@@ -21,6 +21,9 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"Model {code(report.model.path)}; " + ", ".join(f"{k} {markdown(v)}" for k, v in report.environment.items())
     if report.repair is not None:
         yield from _repair(report.repair)
+    if made := wording.reproducer_line(report):
+        yield ""
+        yield markdown(made)
     yield from findings(report)
     for stack in report.stacks:
         runs = [run for run in report.runs if run.stack == stack.name]

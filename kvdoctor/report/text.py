@@ -33,6 +33,8 @@ def render(report: Report, console: Console, verbosity: int = 0, show_diff: bool
         page.repair(report, show_diff)
         page.notes(report)
     page.findings(report)
+    if made := wording.reproducer_line(report):
+        page.line(made, "bold")
     page.line(wording.verdict_line(report), VERDICTS[report.verdict])
 
 

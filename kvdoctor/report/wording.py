@@ -229,3 +229,15 @@ def verdict_line(report: Report) -> str:
         "nothing-found": "nothing found without running it; step-test runs decode steps",
     }
     return f"{report.model.path}: {words[report.verdict]}" + (f" ({', '.join(counts)})" if counts else "")
+
+
+def reproducer_line(report: Report) -> str | None:
+    """What `repro` wrote, or why it wrote nothing."""
+    if report.command != "repro":
+        return None
+    made = report.reproducer
+    if made is None:
+        return "nothing to reproduce: no finding of the severity asked for, and no folder was made"
+    if made.out is None:
+        return f"no reproducer, nothing was written: {made.reason}"
+    return f"reproducer: {made.out} ({made.bytes:,} bytes, no weights): {made.shows}; python {made.out}/reproduce.py"
