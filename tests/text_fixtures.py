@@ -14,7 +14,7 @@ A fixture begins with comment lines:
 A fixture whose name ends in `healthy` has no fault; a use that its layout does not allow may still be a warning.
 
 A value declared as `w_...` in the list after the outputs becomes a weight of noise, seeded by its name, so that a
-fixture and its twin hold the same weights.
+fixture and its twin hold the same weights; `w_x__again` is a copy of `w_x`.
 """
 
 import re
@@ -85,7 +85,10 @@ def compile_text(text: str) -> onnx.ModelProto:
     weights = [value for value in graph.value_info if value.name.startswith("w_")]
     for value in weights:
         shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        noise = np.random.default_rng(zlib.crc32(value.name.encode())).standard_normal(shape) * SPREAD
+        noise = (
+            np.random.default_rng(zlib.crc32(value.name.removesuffix("__again").encode())).standard_normal(shape)
+            * SPREAD
+        )
         kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         graph.initializer.append(from_array(noise.astype(kind), value.name))
         graph.value_info.remove(value)
