@@ -62,7 +62,7 @@ def test_a_faulty_model_has_a_healthy_twin(faulty: Fixture) -> None:
     assert set(faulty.files) <= set(twin.files)
 
 
-ASKED_FOR = {"reference-differs", "loop-breaks-contract"}
+ASKED_FOR = {"reference-differs", "loop-breaks-contract", "caller-runtime-differs"}
 """Checks of what the user gives beside the model: their tests are elsewhere."""
 
 
