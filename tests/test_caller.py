@@ -125,7 +125,8 @@ IN_MERGED = {
         "wrong-type", 0, "use_cache_branch", "int64, not bool",
     ),
     "switch without axis": Mistake(
-        at(0, put("use_cache_branch", lambda f, _: f["use_cache_branch"].reshape(()))), "wrong-rank", 0, "use_cache_branch"
+        at(0, put("use_cache_branch", lambda f, _: f["use_cache_branch"].reshape(()))),
+        "wrong-rank", 0, "use_cache_branch",
     ),
     "cached branch at once": Mistake(
         at(0, put("use_cache_branch", lambda *_: np.array([True]))), "cached-too-early", 0, "use_cache_branch",
@@ -258,7 +259,7 @@ IN_DECODER = {
         "starts at 4, where the cache makes it 3", SMALL,
     ),
     "positions of all tokens": Mistake(
-        at(1, put("position_ids", lambda f, _: np.arange(4)[None])), "positions", 1, "position_ids", "4 positions for 1"
+        at(1, put("position_ids", lambda *_: np.arange(4)[None])), "positions", 1, "position_ids", "4 positions for 1"
     ),
     "no positions": Mistake(at(0, lambda f, _: f.pop("position_ids")), "input-missing", 0, "position_ids"),
     "all ids and the cache": Mistake(

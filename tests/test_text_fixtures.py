@@ -35,7 +35,9 @@ def test_inspection(fixture: Fixture, tmp_path: Path) -> None:
 
 
 def test_steps(fixture: Fixture, tmp_path: Path, runtime: Runtime) -> None:
-    report = step_test(str(fixture.write(tmp_path)), runtime=runtime)
+    folder = fixture.write(tmp_path)
+    options = Options(trace=str(folder / fixture.trace) if fixture.trace is not None else None)
+    report = step_test(str(folder), options, runtime)
     _demand(fixture.expect, report)
     if fixture.not_checked or fixture.healthy:
         assert {entry.code for entry in report.not_checked} == set(fixture.not_checked), report.not_checked

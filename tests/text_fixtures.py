@@ -8,6 +8,7 @@ A fixture begins with comment lines:
     # expect: CHECK SEVERITY SUBJECT    a finding of the step test, with its first subject; or `none`
     # expect-inspect: ...               the same for the inspection, which finds nothing where this is left out
     # expect-not-checked: CODE          what must be listed as not checked, and nothing else; left out: not looked at
+    # trace: FILE                       the step test is given this file of the fixture as what the caller's loop did
     # platform: MACHINE                 the only machine it is meant for
 
 A value declared as `w_...` in the list after the outputs becomes a weight of noise, seeded by its name, so that a
@@ -26,7 +27,9 @@ from onnx.numpy_helper import from_array
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "text"
 FILE = re.compile(r"^# file: (\S+)$", re.MULTILINE)
-DIRECTIVE = re.compile(r"^# (?P<key>twin|platform|expect(?:-inspect|-not-checked)?): (?P<value>.+?)\s*$", re.MULTILINE)
+DIRECTIVE = re.compile(
+    r"^# (?P<key>twin|platform|trace|expect(?:-inspect|-not-checked)?): (?P<value>.+?)\s*$", re.MULTILINE
+)
 SPREAD = 0.5
 """Standard deviation of the weights: logits well apart, attention neither uniform nor saturated."""
 
@@ -54,6 +57,7 @@ class Fixture:
     not_checked: tuple[str, ...]
     twin: str | None
     platform: str | None
+    trace: str | None
 
     @property
     def healthy(self) -> bool:
@@ -100,6 +104,7 @@ def read(path: Path) -> Fixture:
         not_checked=tuple(directives.get("expect-not-checked", ())),
         twin=directives.get("twin", [None])[0],
         platform=directives.get("platform", [None])[0],
+        trace=directives.get("trace", [None])[0],
     )
 
 
