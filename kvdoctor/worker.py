@@ -30,6 +30,7 @@ import onnxruntime as ort
 from kvdoctor.caller.reading import read_trace
 from kvdoctor.caller.replay import replaying
 from kvdoctor.contract import CacheContract
+from kvdoctor.errors import UsageError
 from kvdoctor.examination import Examination
 from kvdoctor.experiments import load
 from kvdoctor.plain import from_plain, to_plain
@@ -50,7 +51,10 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
     exam.kept_calls = Path(job["keep_calls"]) if job.get("keep_calls") else None
     experiments = load()
     if job["trace"]:
-        experiments += (replaying(read_trace(job["trace"]), contract),)
+        try:
+            experiments += (replaying(read_trace(job["trace"]), contract),)
+        except UsageError:
+            announce("obstacle", text="the trace was changed while it was read; give it again")
     for experiment in experiments:
         if experiment.name in job["experiments"]:
             announce("start", experiment=experiment.name)
@@ -60,6 +64,9 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
             except ProviderMissing as error:
                 announce("obstacle", text=str(error))
                 break
+            except UsageError:
+                announce("obstacle", text="values of the trace cannot be read; save it again")
+                continue
             except Exception:  # a fault of ours in one experiment must not cost the others
                 announce("crash", text=traceback.format_exc())
                 continue

@@ -36,7 +36,10 @@ def test_inspection(fixture: Fixture, tmp_path: Path) -> None:
 
 
 def test_steps(fixture: Fixture, tmp_path: Path, runtime: Runtime) -> None:
-    report = step_test(str(fixture.write(tmp_path)), Options(thorough=fixture.thorough), runtime)
+    folder = fixture.write(tmp_path)
+    trace = str(folder / fixture.trace) if fixture.trace is not None else None
+    options = Options(thorough=fixture.thorough, trace=trace)
+    report = step_test(str(folder), options, runtime)
     _demand(fixture.expect, report)
     if fixture.not_checked or fixture.healthy:
         assert {entry.code for entry in report.not_checked} == set(fixture.not_checked), report.not_checked
@@ -62,7 +65,7 @@ def test_a_faulty_model_has_a_healthy_twin(faulty: Fixture) -> None:
     assert set(faulty.files) <= set(twin.files)
 
 
-ASKED_FOR = {"reference-differs", "loop-breaks-contract", "caller-runtime-differs"}
+ASKED_FOR = {"reference-differs"}
 """Checks of what the user gives beside the model: their tests are elsewhere."""
 
 

@@ -263,9 +263,10 @@ def _logits(entry: Planned, contract: CacheContract) -> Array | None:
     """The logits of the trace, float[batch, new, vocabulary]."""
     port = contract.graph(entry.phase).port("logits")
     got = entry.step.got.get(port.name) if port is not None else None
-    if port is None or got is None or not got.has_values or got.dtype != port.dtype or len(got.shape) != 3:
+    if port is None or got is None or not got.has_values or got.dtype != port.dtype or got.empty or not got.shape:
         return None
-    return got.array()
+    logits = Answer({port.name: got}, port.name).logits
+    return logits if logits.ndim == 3 else None
 
 
 def _spoilt(entry: Planned, answer: Answer, right: Answer) -> Cause | None:
