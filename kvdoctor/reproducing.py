@@ -174,6 +174,8 @@ def _original(failure: Failure, folder: ModelFolder, witness: Witness) -> tuple[
         NotShown: the failure does not come again.
     """
     root, run = folder.root.absolute(), failure.run
+    if run is not None and run.died_by == "memory":
+        raise NotShown("the run was ended at its limit of memory, and a program without that limit is nothing to send")
     if run is not None and run.outcome == "differs":
         script = witness.record(root, failure.contract, failure.experiments[0])
         whole = Candidate(root, _skeletons(folder, script), script, failure.contract)
