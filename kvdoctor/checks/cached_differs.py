@@ -57,7 +57,7 @@ def cached_differs(case: Case) -> Iterator[Fault]:
         return  # the doctor says so, whichever checks are selected
     if reason := explained_elsewhere(case):
         raise CannotCheck(reason)
-    if _ignores_past(run):
+    if _ignores_past(case, run):
         raise CannotCheck("the past is ignored, see KV302")
     if _not_finite(run):
         raise CannotCheck("logits are not finite, see KV304")
@@ -83,7 +83,7 @@ def past_ignored(case: Case) -> Iterator[Fault]:
     decided = leading is not None and leading[0] == "past-ignored"
     if run is None or explained_elsewhere(case, "past-ignored"):
         return
-    if decided or _ignores_past(run):
+    if decided or _ignores_past(case, run):
         yield _fault(case, run, "error", IGNORED.cause)
     else:
         yield from caused(case, "past-ignored", IGNORED)
@@ -117,8 +117,14 @@ def _not_finite(run: Run) -> list[int]:
     return [step.step for step in run.steps if step.difference and not step.difference.finite]
 
 
-def _ignores_past(run: Run) -> bool:
-    """The spoilt call equals the unspoilt one although the loop is wrong: both are off by the same."""
+def _ignores_past(case: Case, run: Run) -> bool:
+    """The spoilt call equals the unspoilt one although the loop is wrong: both are off by the same.
+
+    Where the search for the cause saw an effect of the past, that counts more.
+    """
+    why = case.run("why")
+    if why is not None and why.cause is not None:
+        return False
     last = run.steps[-1].difference if run.steps else None
     return run.shows == "differs" and any(
         control.spoilt.startswith("self")

@@ -1,10 +1,14 @@
 """A length that is declared usable fails, or is wrong.
 
 What it means: a config, or the size of a buffer, says how many tokens a sequence may have, and the loop fails or gives
-other logits than the reference run before that: a position table, a rotary table or a mask ends earlier. That a step
-fails beyond the declared length is a fact of the contract and no fault.
+other logits than the reference run before that: a position table, a rotary table or a mask ends earlier. Or positions
+stop counting: from some place on all tokens have one number, with the cache and without, so that both agree and both
+are wrong. That a step fails beyond the declared length is a fact of the contract and no fault.
 
-Reproduce: `kvdoctor step-test MODEL --thorough -v`, experiment `full-context`.
+How it is decided: the loop is run to the declared length. One token at each of 50 places must have another key in the
+first layer at every place, or, where keys hold no position, at none.
+
+Reproduce: `kvdoctor step-test MODEL --thorough -v`, experiments `full-context` and `numbering`.
 
 Repair: export again with tables of the declared length, or declare what the graph can do. `--require full-context`
 runs the experiment and makes the finding an error.
@@ -19,6 +23,12 @@ from kvdoctor.checks.side_cars.shown import positions
 from kvdoctor.checks.step_fails import explained_elsewhere, fails_only_so
 from kvdoctor.findings import Fault, check
 
+NUMBERS = Words(
+    cause="positions stop counting before the length that is declared usable",
+    promised="a position of its own for each token, up to the declared length",
+    advice="export again with tables of the declared length, or declare what the graph can do",
+)
+
 
 @check("KV209", "context-limit-fails", "runs")
 def context_limit_fails(case: Case) -> Iterator[Fault]:
@@ -27,6 +37,10 @@ def context_limit_fails(case: Case) -> Iterator[Fault]:
         return
     if (positions(case) or case.contract.usable_length) < case.contract.usable_length:
         return  # the config promises more than the table of positions holds, which KV020 says
+    numbering = case.run("numbering")
+    if numbering is not None and numbering.cause is not None:
+        yield decided(case, numbering, NUMBERS, "warning")
+        return
     for outcome in ("failed", "differs"):
         for run, use in fails_only_so(case, outcome):
             if run.experiment != "full-context" or not run.steps:

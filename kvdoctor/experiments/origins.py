@@ -8,6 +8,7 @@ import numpy as np
 from kvdoctor.contract import Slot
 from kvdoctor.experiments import Decision
 from kvdoctor.experiments.rows import alike, growing, other_token, probe, returned, rows
+from kvdoctor.experiments.workarounds import has_length
 from kvdoctor.feeds import Answer, Array, Call, Deal, Past, as_array
 from kvdoctor.trace import Cause
 
@@ -123,6 +124,8 @@ def other_attention(deal: Deal, start: int, past: Past, slot: Slot) -> Decision:
         return None
     if cause := (yield from _other_first_entry(deal, start, slot)):
         return cause
+    if has_length(deal.contract) is not None:
+        return None  # it takes one token at a time
     right = yield probe(deal.prefill(2))
     both = yield _from_empty(deal, past, 2)
     changed = yield _from_empty(other_token(deal, 0), past, 2)
