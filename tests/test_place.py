@@ -122,13 +122,13 @@ def test_a_step_that_fails(name: str, tmp_path: Path, runtime: Runtime) -> None:
 
 
 DIFFERING = {
-    "mask-not-offset-layer": Told(
+    "cached-differs-mask": Told(
         "Add", "/decoder/layers.1/self_attn/Add", 1, ("with causal1 put right, the logits are right", "scaled1 goes in")
     ),
     "positions-not-offset": Told(
         "Add", "x0", None, ("restarted is [0] where the run without a cache has [3]: put right, the logits are right",)
     ),
-    "positions-not-offset-layer": Told(
+    "cached-differs-positions": Told(
         "Add", "/decoder/layers.1/Add", 1, ("restarted is [0] where the run without a cache has [3]",)
     ),
     "layers-swapped": Told(

@@ -166,8 +166,27 @@ def _einsum(node: FlatNode, o: Origins) -> tuple[list[Suspect], str] | None:
     return None
 
 
+def _conv(node: FlatNode, o: Origins) -> tuple[list[Suspect], str] | None:
+    data, weight = o.shape(node.proto.input[0]), o.shape(node.proto.input[1])
+    if data is None or weight is None or len(data) != len(weight):
+        return None
+    padding, places = node.attribute("auto_pad"), len(data) - 2
+    if padding is not None and padding.s not in (b"", b"NOTSET"):
+        return None
+    pads, spread = node.numbers("pads") or (0,) * 2 * places, node.numbers("dilations") or (1,) * places
+    for place in range(places):
+        reach = (weight[place + 2] - 1) * spread[place] + 1
+        if data[place + 2] + pads[place] + pads[place + places] < reach:
+            size = data[place + 2]
+            return [
+                Suspect(node.proto.input[0], place + 2, fits=reach)
+            ], f"{size} entries, and the kernel takes {reach}"
+    return None
+
+
 _RULES: dict[str, Callable[[FlatNode, Origins], tuple[list[Suspect], str] | None]] = {
     "Concat": _concat,
+    "Conv": _conv,
     "MatMul": _matmul,
     "Reshape": _reshape,
     "Expand": _expand,
