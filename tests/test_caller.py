@@ -30,7 +30,7 @@ def held(loop: Loop, export: str, tmp_path: Path, data: int) -> tuple[str, Held]
     file = tmp_path / "loop.jsonl"
     file.write_text(as_lines(loop, data), encoding="utf-8")
     trace = read_trace(str(file))
-    stack = fitting(trace, contracts(export), str(file))
+    (stack,) = fitting(trace, contracts(export), str(file))
     return stack, hold(trace, contracts(export)[stack])
 
 

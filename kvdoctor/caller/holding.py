@@ -27,7 +27,8 @@ class Held:
 
     `steps` were held, the broken one included. `breaks` are those of the first step that breaks the contract, `step`.
     `untrue` is the first output that came back in another shape than the graph promises, with right feeds. `blind` are
-    the inputs whose values would decide more. `failed` is the first step that the caller's runtime failed in.
+    the inputs whose values would decide more. `failed` is the first step that the caller's runtime failed in. `also`
+    names other stacks with the same inputs, which may be the ones that were called.
     """
 
     steps: int
@@ -38,6 +39,7 @@ class Held:
     blind: tuple[str, ...] = ()
     failed: TraceStep | None = None
     cached: bool = False
+    also: tuple[str, ...] = ()
 
 
 def hold(trace: Trace, contract: CacheContract) -> Held:
@@ -122,8 +124,8 @@ def misfit(step: TraceStep, graph: Graph) -> int:
     return len(known) + len(step.fed) - 2 * len(both) + unlike
 
 
-def fitting(trace: Trace, contracts: Mapping[str, CacheContract], path: str) -> str:
-    """Name the stack whose inputs a trace fed.
+def fitting(trace: Trace, contracts: Mapping[str, CacheContract], path: str) -> tuple[str, ...]:
+    """Name the stack whose inputs a trace fed, and behind it others that fit as well.
 
     Raises:
         UsageError: no stack has any of them.
@@ -144,7 +146,8 @@ def fitting(trace: Trace, contracts: Mapping[str, CacheContract], path: str) -> 
             f"the trace {path!r} feeds {fed[0][:200]!r} and other inputs that this model does not have; "
             f"give the trace of a program that calls this model"
         )
-    return min(scores, key=lambda name: scores[name])
+    best = min(scores.values())
+    return tuple(name for name, score in scores.items() if score == best)
 
 
 def hold_fitting(path: str, contracts: Mapping[str, CacheContract]) -> dict[str, Held]:
@@ -154,8 +157,8 @@ def hold_fitting(path: str, contracts: Mapping[str, CacheContract]) -> dict[str,
         UsageError: the trace cannot be read, or belongs to none of the stacks.
     """
     trace = read_trace(path)
-    name = fitting(trace, contracts, path)
-    return {name: hold(trace, contracts[name])}
+    name, *also = fitting(trace, contracts, path)
+    return {name: replace(hold(trace, contracts[name]), also=tuple(also))}
 
 
 def _after(moment: Moment) -> Before:

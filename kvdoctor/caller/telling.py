@@ -24,6 +24,8 @@ def line(held: "Held", run: Run | None, path: str, stack: str) -> str:
     else:
         text = f"{steps} held against the contract, none breaks it"
         text += "" if held.cached or held.sequences < 2 else "; no step used the cache"
+    if held.also:
+        text += f" (it fits {', '.join(held.also)} as well)"
     parts = [text, *_returned(held), *_replayed(held, run)]
     if held.blind:
         shown = ", ".join(held.blind[:4]) + (f" and {len(held.blind) - 4} more" if len(held.blind) > 4 else "")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvdoctor.caller import telling
 from kvdoctor.case import Case
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, CannotCheck, Fault, check
 from kvdoctor.trace import REPLAY, Run
 
 ADVICE = Advice(
@@ -31,6 +31,9 @@ def caller_runtime_differs(case: Case) -> Iterator[Fault]:
     held, run = case.caller, case.run(REPLAY)
     if held is None or held.step is not None or run is None:
         return
+    if held.also:
+        others = ", ".join(held.also)
+        raise CannotCheck(f"the trace fits {others} as well, whose numbers are others: give the file in it, or as PATH")
     failed = held.failed.number if held.failed is not None else None
     if run.outcome == "differs":
         at = f"trace step {run.failed_step}" if run.failed_step is not None else "trace"

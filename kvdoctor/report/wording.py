@@ -31,7 +31,7 @@ def evidence(finding: Finding) -> Iterator[tuple[str, str]]:
     for consequence in finding.follows:
         yield "so", consequence
     if finding.confidence == "suspected":
-        yield "how sure", "suspected from the declarations, not shown by a run"
+        yield "how sure", "suspected, not shown by a run"
     if finding.repair.command:
         yield "repair", f"{finding.repair.command}"
         yield "", finding.repair.text
