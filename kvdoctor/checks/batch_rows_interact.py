@@ -42,7 +42,7 @@ def batch_rows_interact(case: Case) -> Iterator[Fault]:
         severity="warning",
         file=case.contract.graph("prefill").file,
         subject=(logits.name if logits else "logits",),
-        where=f"output {logits.name if logits else 'logits'}, batch of 2",
+        where=f"output {logits.name if logits else 'logits'}, {run.experiment}",
         promised="the same logits alone and beside a neighbour",
         observed=f"row {run.failed_step}: logits {size}",
         cause="the neighbour in the batch changes a row's logits",
