@@ -122,7 +122,7 @@ def test_a_step_that_fails(name: str, tmp_path: Path, runtime: Runtime) -> None:
 
 
 DIFFERING = {
-    "cached-differs-mask": Told(
+    "mask-not-offset-layer": Told(
         "Add", "/decoder/layers.1/self_attn/Add", 1, ("with causal1 put right, the logits are right", "scaled1 goes in")
     ),
     "positions-not-offset": Told(
