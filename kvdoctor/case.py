@@ -37,8 +37,8 @@ class Case:
     Checks that ask about a file get `file`; those that ask about the contract get `stack` and `contract`; those that
     ask about runs get `runs` as well, and `declared_faults`, the names of the errors found in the contract, which are
     None until then. `refusals` are files that the runtime did not open: (file, its text by level, the level that opens
-    it). `required` are the uses that must work; `timings` seconds by label. `caller` is what holding the caller's own
-    steps against the contract brought, where a trace was given.
+    it). `required` are the uses that must work, `thorough` says that all is to be tried; `timings` are seconds by
+    label. `caller` is what holding the caller's own steps against the contract brought, where a trace was given.
     """
 
     folder: ModelFolder
@@ -50,6 +50,7 @@ class Case:
     declared_faults: tuple[str, ...] | None = None
     refusals: tuple[tuple[str, dict[str, str], str | None], ...] = ()
     required: tuple[Required, ...] = ()
+    thorough: bool = False
     timings: Mapping[str, float] = field(default_factory=dict)
     caller: "Held | None" = None
 

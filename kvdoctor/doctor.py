@@ -99,7 +99,7 @@ def step_test(
     for stack in folder.stacks:
         contract = contracts[stack.name]
         case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
-        case = replace(case, caller=callers.get(stack.name))
+        case = replace(case, thorough=options.thorough, caller=callers.get(stack.name))
         with TemporaryDirectory(prefix="kvdoctor-") as calls:
             left = Left(scratch / f"{stack.name}.npz" if scratch else None, Path(calls))
             case, examined = examine(case, options, verdicts, runtime, left)

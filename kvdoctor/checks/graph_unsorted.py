@@ -53,7 +53,8 @@ def _needs_later(nodes: list[NodeProto]) -> tuple[NodeProto, str] | None:
     made_at = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     needs = [{made_at[name] for name in _read(node) if name in made_at} for node in nodes]
     found = next(((index, at) for index, wanted in enumerate(needs) for at in wanted if at >= index), None)
-    if found is None or not _has_order(needs):
+    made_once = len(made_at) == sum(bool(name) for node in nodes for name in node.output)
+    if found is None or not made_once or not _has_order(needs):
         return None
     node, later = nodes[found[0]], nodes[found[1]]
     return node, next(name for name in _read(node) if name in later.output)
