@@ -32,6 +32,9 @@ FREE: tuple[Role, ...] = (
 )
 """Inputs that the contract leaves to the caller: without their values, other numbers come back."""
 
+FILLED = ("grow", "delta", "replace", "constant")
+"""Growths whose present has no entry but those of tokens."""
+
 DECIDING: tuple[Role, ...] = ("logits_to_keep", "setting", "block_table", "beam_input")
 """Inputs whose values decide what shapes come back."""
 
@@ -128,7 +131,7 @@ def _replay(deal: Deal, planned: tuple[Planned, ...], source: TraceStep | None) 
             right = yield replace(_right(state, entry), kind="probe")
             expected, broken = None if right.failed else right.logits, True
             answer = yield replace(call, expected=expected)
-            cause = cause or _spoilt(entry, answer, right)
+            cause = cause or _spoilt(entry, answer, right, deal.contract)
         else:
             answer = yield replace(call, expected=expected)
         if entry.right:
@@ -269,13 +272,19 @@ def _logits(entry: Planned, contract: CacheContract) -> Array | None:
     return logits if logits.ndim == 3 else None
 
 
-def _spoilt(entry: Planned, answer: Answer, right: Answer) -> Cause | None:
+def _spoilt(entry: Planned, answer: Answer, right: Answer, contract: CacheContract) -> Cause | None:
     """A present that a broken step returns otherwise than a right one: it will harm later, if its logits do not."""
-    for name, value in right.outputs.items():
-        mine = answer.outputs.get(name)
-        if name != answer.logits_name and mine is not None and not same(as_array(mine), as_array(value)):
+    for name in _whole(entry, contract):
+        mine, due = answer.outputs.get(name), right.outputs.get(name)
+        if mine is not None and due is not None and not same(as_array(mine), as_array(due)):
             return Cause(SPOILT, f"{name} of step {entry.step.number} is not that of a right feed")
     return None
+
+
+def _whole(entry: Planned, contract: CacheContract) -> set[str]:
+    """The presents that a step fills to the end: behind the tokens, a buffer may come back with anything."""
+    filled = (s.filled_by if entry.phase == "prefill" else s.present for s in contract.slots if s.growth in FILLED)
+    return {name for name in filled if name is not None}
 
 
 def _otherwise(entry: Planned, answer: Answer, exact: bool, contract: CacheContract) -> Cause | None:
@@ -286,6 +295,7 @@ def _otherwise(entry: Planned, answer: Answer, exact: bool, contract: CacheContr
         for p in contract.graph(entry.phase).inputs
         if p.role in DECIDING and (t := entry.step.fed.get(p.name)) is not None
     )
+    whole = _whole(entry, contract)
     for name, got in entry.step.got.items() if told else ():
         here = answer.outputs.get(name)
         if here is None or (name == answer.logits_name and len(got.shape) != len(here.shape)):
@@ -293,7 +303,7 @@ def _otherwise(entry: Planned, answer: Answer, exact: bool, contract: CacheContr
         where = f"step {entry.step.number} ({entry.step.place}): {name}"
         if tuple(here.shape) != got.shape:
             return Cause(DIFFERS, f"{where} came back as {got}, and here as {list(here.shape)}")
-        if exact and got.has_values and name != answer.logits_name and got.dtype.startswith("float") and not got.empty:
+        if exact and name in whole and got.has_values and got.dtype.startswith("float") and not got.empty:
             values, mine = got.array(), as_array(here)
             rows = values.shape[-1] if values.ndim else 1
             difference = compare(values.reshape(1, -1, rows), mine.reshape(1, -1, rows), contract.exactness)
