@@ -223,9 +223,12 @@ def _held(case: Case, checkpoint: Checkpoint | None, scratch: Path | None, verdi
     except CannotCompare as reason:
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", str(reason), essential=True))
         return case
-    if run.outcome == "ambiguous":
-        reason_ambiguous = f"the difference lies between noise and fault: {run.reason}"
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", reason_ambiguous, essential=True))
+    if run.outcome in ("ambiguous", "failed"):
+        open_end = {
+            "ambiguous": "the difference lies between noise and fault",
+            "failed": f"step {run.failed_step} fails, and only what came before was held against the checkpoint",
+        }[run.outcome]
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", f"{open_end}: {run.reason}", essential=True))
     return replace(case, runs=tuple(run if run.experiment == each.experiment else each for each in case.runs))
 
 
