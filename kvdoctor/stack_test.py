@@ -105,9 +105,12 @@ def held_against(case: Case, checkpoint: Checkpoint | None, logits: Path | None,
     except CannotCompare as reason:
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", str(reason), essential=True))
         return case
-    if run.outcome == "ambiguous":
-        reason_ambiguous = f"the difference lies between noise and fault: {run.reason}"
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", reason_ambiguous, essential=True))
+    open_end = {
+        "ambiguous": "the difference lies between noise and fault",
+        "failed": f"step {run.failed_step} fails, and only what came before was held against the checkpoint",
+    }.get(run.outcome)
+    if open_end is not None:
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", f"{open_end}: {run.reason}", essential=True))
     return replace(case, runs=tuple(run if run.experiment == each.experiment else each for each in case.runs))
 
 

@@ -6,7 +6,7 @@ traced the wrong thing, or an optimisation that is none. A loop with a cache may
 
 How it is decided: `--reference CHECKPOINT` runs the checkpoint in float32, in a process of its own: the whole sequence
 without a cache, then a prefill and one token a step. The difference of logits is held against what the arithmetic of
-the graph allows; where weights are rounded to 8 bits or fewer only a difference as large as to another model counts.
+the graph allows; where weights are rounded to 8 bits or fewer it is their correlation that counts.
 
 Reproduce: `kvdoctor step-test MODEL --reference CHECKPOINT -v`, experiment `against-checkpoint`.
 
