@@ -5,6 +5,8 @@ from kvdoctor.dataflow import StateFlow
 from kvdoctor.dialects import SlotName, axes
 
 BUFFERED: set[Growth] = {"static", "delta", "ring"}
+COUNTED: set[Axis] = {"batch", "past"}
+WIDTHS: set[Axis] = {"kv_heads", "head_dim", "layers"}
 STATES = ("conv-state", "recurrent-state", "counter")
 
 
@@ -25,6 +27,8 @@ def slot_axes(
         ruled = structural_axes(shape, kind, at)
     if not {"past", "capacity", "encoder"} & set(ruled):
         return ruled
+    if ruled[0] == "parts" and name is not None and name.part in ("key", "value"):
+        ruled = ("layers", *ruled[1:])  # keys alone, or values alone, have no parts
     if ruled[:2] == ("batch", "kv_heads") and shape[1] == 1 and isinstance(shape[0], int) and shape[0] > 1:
         ruled = ("kv_heads", "batch", *ruled[2:])  # NPU layouts have the heads in front of a batch of 1
     word = _length_word(shape, ruled, kind, growth)
@@ -71,7 +75,13 @@ def _ruled(shape: tuple[Dim, ...], name: SlotName | None) -> tuple[Axis, ...] | 
     if name is None:
         return None
     order = name.rule.value_order if name.part == "value" and name.rule.value_order else name.rule.order
-    return axes(order) if order and len(order) == len(shape) else None
+    if not order or len(order) != len(shape):
+        return None
+    ruled = axes(order)
+    # A name alone is no proof: where a count is a number and a width is open, somebody else chose another order.
+    counts = any(isinstance(as_number(d), int) for d, axis in zip(shape, ruled, strict=True) if axis in COUNTED)
+    open_widths = any(not isinstance(as_number(d), int) for d, axis in zip(shape, ruled, strict=True) if axis in WIDTHS)
+    return None if counts and open_widths else ruled
 
 
 def _length_word(shape: tuple[Dim, ...], ruled: tuple[Axis, ...], kind: SlotKind, growth: Growth) -> Axis:

@@ -29,6 +29,7 @@ Examples:
   kvdoctor inspect exports/marian            what the files promise
   kvdoctor step-test exports/marian          what decode steps show
   kvdoctor re-export exports/marian -o fixed a repaired and proved copy
+  kvdoctor repro exports/marian -o to-send   the failure without the weights, for an issue
   kvdoctor gate exports/*                    for CI: exit code 0, 1, 2 or 3
 """
 
@@ -59,6 +60,17 @@ def inspect(path: str, **given: Any) -> NoReturn:
 )
 @click.option("--prompt-ids", metavar="IDS", default="", help="Token ids to begin with, as in 1,2,3.")
 @click.option("--inputs", metavar="FILE", help="Encoder inputs and input_ids by name, an .npz file.")
+@click.option(
+    "--reference",
+    metavar="CHECKPOINT",
+    help="Hold the logits against this PyTorch checkpoint: a folder, or a model of the hub (asks for the network).",
+)
+@click.option("--offline", is_flag=True, help="Never use the network.")
+@click.option(
+    "--trace",
+    metavar="FILE",
+    help="What your own loop fed and got, step by step (docs/trace.md): it is held against the contract and run again.",
+)
 @shared_options
 @run_options
 def step_test(path: str, **given: Any) -> NoReturn:
@@ -85,6 +97,24 @@ def re_export(path: str, out: str | None, force: bool, dry_run: bool, show_diff:
     with on_terminal(given["quiet"]) as told:
         report = re_exporting.re_export(plan, _options(given, told))
     finish(report, given, show_diff=show_diff)
+
+
+@cli.command()
+@click.argument("path")
+@click.option("-o", "--out", required=True, metavar="DIR", help="Folder for the reproducer; must not exist.")
+@click.option("--force", is_flag=True, help="Replace DIR if kvdoctor wrote it.")
+@shared_options
+@run_options
+def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
+    """Write the smallest weight-free model and script that show the failure, to send to others.
+
+    The first finding at or above --fail-on that a run shows is taken. Exit code 0: nothing to reproduce, and no
+    folder. 1: the model has the finding, and DIR shows it. 2: wrong usage. 3: the failure could not be shown without
+    the weights, or the model could not be diagnosed; nothing was written.
+    """
+    from kvdoctor import reproducing
+
+    finish(reproducing.repro(reproducing.Request(path, out, force), _options(given)), given)
 
 
 @cli.command()
@@ -207,6 +237,9 @@ def _options(given: dict[str, Any], told: "Told | None" = None) -> "Options":
         prompt=_ids(given.get("prompt_ids", "")),
         inputs=given.get("inputs"),
         progress=told,
+        reference=given.get("reference"),
+        offline=given.get("offline", False),
+        trace=given.get("trace"),
         load=Load(given.get("batch"), given.get("context"), given.get("encoder_length")),
     )
 

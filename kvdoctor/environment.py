@@ -1,13 +1,13 @@
 """`kvdoctor env`: what is here, and the command that mends what is not."""
 
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 
 from kvdoctor import __version__
 from kvdoctor.errors import KvdoctorError, WorkerDied
+from kvdoctor.export.environments import find_uv, transformers_for
 
 NEEDED = ("onnx", "onnxruntime", "numpy", "click", "rich", "psutil")
 
@@ -23,11 +23,25 @@ def lines() -> Iterator[str]:
             missing.append(name)
             yield f"MISSING  {name}: pip install {name}"
     yield _providers(missing)
-    if shutil.which("uv"):
+    has_uv = find_uv() is not None
+    if has_uv:
         yield "ok       uv: other versions of onnxruntime can be had in isolated environments"
     else:
         yield "absent   uv, for other versions of onnxruntime and for exporters: pip install uv"
+    yield _checkpoints(has_uv)
     yield "limits   time of each answer, and resident memory of the worker (sampled every 20 ms)"
+
+
+def _checkpoints(has_uv: bool) -> str:
+    """Whether `step-test --reference` can run a checkpoint, and where."""
+    needs = transformers_for({})
+    if needs.are_here:
+        versions = ", ".join(f"{name} {metadata.version(name)}" for name in needs.modules)
+        return f"ok       {versions}: --reference runs checkpoints in a process of this Python"
+    what = " and ".join(needs.requirements[:2])
+    if has_uv:
+        return f"ok       {what}: uv brings them for --reference, the first time over the network"
+    return f"absent   torch and transformers, for --reference: pip install uv, or pip install 'kvdoctor[{needs.extra}]'"
 
 
 def _providers(missing: list[str]) -> str:

@@ -1,17 +1,18 @@
 """One stack under examination: drives experiments in the worker process and notes what came back."""
 
-import re
 import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Experiment
+from kvdoctor.experiments.rows import growing
 from kvdoctor.feeds import (
     Answer,
     Array,
@@ -25,7 +26,8 @@ from kvdoctor.feeds import (
     synthetic_cross_caches,
     synthetic_encoder_states,
 )
-from kvdoctor.parity import compare, judge
+from kvdoctor.kept_calls import save_call
+from kvdoctor.parity import compare, error_growth, judge, slot_difference
 from kvdoctor.plain import to_plain
 from kvdoctor.samples import Samples
 from kvdoctor.sessions import (
@@ -35,14 +37,15 @@ from kvdoctor.sessions import (
     Refused,
     Sessions,
     StepFailed,
+    mentioned,
     run_bound,
     runtime_version,
     to_runtime,
 )
-from kvdoctor.trace import Cause, Control, Difference, Outcome, Run, Seen, Step
+from kvdoctor.trace import Cause, Control, Difference, ErrorGrowth, Outcome, Run, Seen, Step
 
 TIMING_REPEATS = 5
-TIMING_SECONDS = 0.5
+TIMING_SECONDS = 0.1
 ENCODER_FACTORS = (1, 40, 400)
 """Longer inputs are tried where an encoder refuses a short one: speech is sampled many times for each state."""
 
@@ -62,10 +65,12 @@ class Examination:
     announce: Announce
     keep_logits: bool = False
     samples: Samples = field(default_factory=Samples)
+    timed: bool = True
     references: dict[bytes, Answer] = field(default_factory=dict)
     encoded: dict[Scenario, Encoded] = field(default_factory=dict)
     logits: dict[str, Array] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    kept_calls: Path | None = None
 
     def run(self, experiment: Experiment) -> Run:
         """Put one experiment to the model."""
@@ -75,6 +80,8 @@ class Examination:
             reason = "the context is too short for it"
         if experiment.asks_why and "differs" not in map(self.outcomes.get, experiment.asks_why):
             reason = "nothing differs"
+        if experiment.unless_passed and self.outcomes.get(experiment.unless_passed) == "passed":
+            reason = f"{experiment.unless_passed} passed"
         if reason is not None:
             return self.result(experiment, "skipped", reason=reason)
         run = _Performance(self, experiment, scenario).perform()
@@ -97,7 +104,8 @@ class Examination:
             shape = answer.outputs[self.logits_name("prefill")].shape
             if len(shape) == 0 or len(answer.logits.shape) != 3:
                 raise WrongLogits(f"logits have shape {list(shape)}, not [batch, new, vocabulary]")
-            kept = {self.logits_name("prefill"): answer.outputs[self.logits_name("prefill")]}
+            names = {self.logits_name("prefill"), *(slot.filled_by for slot in growing(self.contract))}
+            kept = {name: value for name, value in answer.outputs.items() if name in names}
             self.references[key] = replace(answer, outputs=kept)
         return self.references[key]
 
@@ -134,10 +142,10 @@ class Examination:
         answer, error = None, ""
         for factor in ENCODER_FACTORS:
             longer = replace(scenario, encoder=scenario.encoder * factor)
+            made = encoder_feeds(self.contract, longer)
+            fed = {name: self.samples.laid_over(name, array) for name, array in made.items()}
             try:
-                made = encoder_feeds(self.contract, longer)
-                feeds = {name: self.samples.laid_over(name, array) for name, array in made.items()}
-                answer = self.run_session(Call("encode", feeds, 0, longer.encoder))
+                answer = self.run_session(Call("encode", fed, 0, longer.encoder))
                 break
             except (StepFailed, Refused) as refusal:
                 error = error or str(refusal)
@@ -150,7 +158,9 @@ class Examination:
             self.announce("note", text="the encoder file returns no states of rank 3; its states are made up")
             states = made_up.states
         kept = {name: answer.outputs[name].array() for name in made_up.outputs if name in answer.outputs}
-        return Encoded(states if made_up.states is not None else None, kept)
+        if made_up.states is None:
+            return Encoded(None, kept, fed)
+        return Encoded(states, kept, fed if states is not made_up.states else {})
 
     def _states(self, scenario: Scenario) -> Array | None:
         """Encoder states that no encoder file makes."""
@@ -159,7 +169,7 @@ class Examination:
         port = next((port for port in ports if port.role == "encoder_states"), None)
         return made if made is None or port is None else self.samples.laid_over(port.name, made)
 
-    def _given(self, scenario: Scenario) -> Scenario:
+    def _sized_as_given(self, scenario: Scenario) -> Scenario:
         """The usual sizes are those of what the user gives; other sizes are asked for on purpose."""
         usual, prompt, encoder = Scenario(), len(self.samples.prompt), None
         for graph in self.contract.graphs.values():
@@ -174,7 +184,7 @@ class Examination:
         )
 
     def _fitted(self, scenario: Scenario) -> Scenario:
-        contract, scenario = self.contract, self._given(scenario)
+        contract, scenario = self.contract, self._sized_as_given(scenario)
         scenario = replace(
             scenario,
             batch=contract.fixed_batch or scenario.batch,
@@ -210,13 +220,15 @@ class _Performance:
         self.controls: list[Control] = []
         self.logits: list[Array] = []
         self.noise = 0.0
+        self.kept = False
+        self.deal: Deal | None = None
 
     def perform(self) -> Run:
         """Drive the generator to its end or to the first failure."""
         call = None
         try:
             encoded = self.exam.encode(self.scenario)
-            deal = Deal(self.exam.contract, self.scenario, encoded, samples=self.exam.samples)
+            deal = self.deal = Deal(self.exam.contract, self.scenario, encoded, samples=self.exam.samples)
             calls = self.experiment.calls(deal)
             call = next(calls)
             while True:
@@ -229,6 +241,15 @@ class _Performance:
             return self._failed(call, str(error))
         except WrongLogits as error:
             return self._result("differs", failed_step=max(len(self.steps) - 1, 0), reason=str(error))
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Leave in the scratch file what the experiment keeps, as far as it came."""
+        keeps = self.experiment.keeps
+        if self.exam.keep_logits and keeps is not None and self.deal is not None:
+            name = self.experiment.name
+            self.exam.logits |= {f"{name}:{key}": array for key, array in keeps(self.deal, self.logits).items()}
 
     def _answer(self, call: Call) -> Answer:
         exam = self.exam
@@ -251,7 +272,9 @@ class _Performance:
         step = self._step(call, answer)
         try:
             if answer is not None and self.exam.logits_name(call.phase) in answer.outputs:
-                step = replace(step, difference=self._difference(call, answer))
+                step = replace(step, difference=self._difference(call, answer), slots=_slots(call, answer))
+                if step.difference and judge(step.difference, self.exam.contract.exactness, self.noise) == "fail":
+                    self._keep(call, reference=True)
                 if self.exam.keep_logits:
                     self.logits.append(answer.logits)
         finally:
@@ -314,12 +337,13 @@ class _Performance:
             return Answer({}, "")
 
     def _timed(self, call: Call) -> Answer:
-        """Median seconds of up to five runs within half a second, after one that does not count."""
-        answer = self.exam.run_session(call)
+        """Median seconds of up to five runs within a tenth of a second; the same call was run before."""
+        if not self.exam.timed:
+            return self.exam.run_session(call)
         seconds: list[float] = []
         while len(seconds) < TIMING_REPEATS and (not seconds or sum(seconds) < TIMING_SECONDS):
             begin = time.perf_counter()
-            self.exam.run_session(call)
+            answer = self.exam.run_session(call)
             seconds.append(time.perf_counter() - begin)
         self.exam.announce("timing", stack=self.exam.stack, label=call.label, seconds=statistics.median(seconds))
         return answer
@@ -329,11 +353,11 @@ class _Performance:
             return self._result("differs", reason=cause.evidence, cause=cause)
         if self.experiment.asks_why:
             return self._result("inconclusive", reason="no hypothesis predicts what was seen")
-        if self.logits:
+        if self.logits and self.experiment.keeps is None:
             self.exam.logits[self.experiment.name] = np.concatenate([part.ravel() for part in self.logits])
         exactness, noise = self.exam.contract.exactness, self._noise_floor()
         verdicts = [judge(step.difference, exactness, noise) if step.difference else "pass" for step in self.steps]
-        if exactness == "dynamic-quantisation" and 2 * verdicts.count("fail") <= len(verdicts):
+        if exactness.endswith("quantisation") and 2 * verdicts.count("fail") <= len(verdicts):
             # Its noise has a heavy tail: one step may be far off, and the next, on the same cache, right again.
             verdicts = ["ambiguous" if verdict == "fail" else verdict for verdict in verdicts]
         unseen = [control.spoilt for control in self.controls if not control.visible]
@@ -359,19 +383,33 @@ class _Performance:
         if call is None:
             return self._result("failed", error=error, failed_step=0)
         self._note(call, None)
+        self._keep(call)
         located = self._locate(call) if self.experiment.judged else {}
         return self._result("failed", failed_step=len(self.steps) - 1, error=error, **located)
+
+    def _keep(self, call: Call, reference: bool = False) -> None:
+        """Leave the feeds of the first bad call, and of the call without a cache that ends with the same token."""
+        folder = self.exam.kept_calls
+        if folder is None or self.kept or not self.experiment.judged:
+            return
+        self.kept = True
+        save_call(folder / f"{self.experiment.name}.npz", call.feeds)
+        stop = call.new + (call.past if call.phase == "decode" else 0)
+        if reference and self.deal is not None and stop <= self.deal.scenario.total:
+            save_call(folder / f"{self.experiment.name}-reference.npz", self.deal.reference(stop).feeds)
 
     def _locate(self, call: Call) -> dict[str, Any]:
         """What the same call shows in other sessions: unoptimised, names in the text are candidates for a place."""
         file = self.exam.contract.graph(call.phase).file
+        names: tuple[str, ...] | None = None
         try:
             self.exam.run_session(call, self.exam.sessions.at(file, "off"))
         except StepFailed as error:
-            names = tuple(re.findall(r"[Nn]ame:\s?'([^']*)'", str(error)))
-            return {"node_names": names, **self._without_reuse(call, file)}
+            names = mentioned(error)
         except Exception:  # the file opens at another level only: no place to name
             return {}
+        if names is not None:  # out of the handler, whose traceback would keep the session alive
+            return {"node_names": names, **self._without_reuse(call, file)}
         reason = "the same call passes with graph optimisation off: an optimisation of the runtime is at fault"
         return {"reason": reason, "passes_with": "no-optimisation"}
 
@@ -383,7 +421,28 @@ class _Performance:
         return {"reason": "the same call passes where the runtime reuses no buffers", "passes_with": "no-buffer-reuse"}
 
     def _result(self, outcome: Outcome, **more: Any) -> Run:
-        return self.exam.result(self.experiment, outcome, controls=tuple(self.controls), **more)
+        more |= {"controls": tuple(self.controls), "growth": self._growth()}
+        return self.exam.result(self.experiment, outcome, **more)
+
+    def _growth(self) -> ErrorGrowth | None:
+        """How the difference goes over the steps of a loop that decodes one token a step from its prefill on."""
+        decoded = self.steps[1:]
+        if any(step.phase != "decode" or step.new_tokens != 1 or step.difference is None for step in decoded):
+            return None
+        found = [step.difference for step in self.steps if step.difference is not None and step.difference.finite]
+        if len(found) != len(self.steps):
+            return None
+        return error_growth([difference.relative for difference in found], self.exam.contract.exactness)
+
+
+def _slots(call: Call, answer: Answer) -> dict[str, float]:
+    """How far presents are from the slots that the call expects."""
+    gaps = {
+        name: slot_difference(answer.outputs[name].array(), as_array(expected))
+        for name, expected in call.slots.items()
+        if name in answer.outputs and answer.outputs[name].shape == expected.shape
+    }
+    return {name: gap for name, gap in gaps.items() if gap is not None}
 
 
 def _seen(value: Value | Array) -> Seen:

@@ -82,6 +82,7 @@ class Call:
     is repeated, and its median kept under `label`. A `noise` call measures what the graph's own arithmetic makes of
     splitting a sequence, without a cache. A `probe` is answered without outputs where it fails, and is not on record.
     `via` names another way to run the same file.
+    `slots` are tensors of a cache by the name of the present that is held against them.
     """
 
     phase: PhaseName
@@ -92,6 +93,7 @@ class Call:
     kind: Literal["step", "reference", "control", "timing", "noise", "probe"] = "step"
     label: str = ""
     via: Way = "run"
+    slots: "Mapping[str, Value | Array]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +121,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What the encoder gave: its states float[batch, encoder, hidden], and all its outputs by name."""
+    """What the encoder gave: its states float[batch, encoder, hidden], and all its outputs by name.
+
+    `fed` is what it was fed, by name; empty where no encoder was run and its states are made up.
+    """
 
     states: Array | None = None
     outputs: Mapping[str, Array] = field(default_factory=dict)
+    fed: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -213,14 +219,20 @@ class Deal:
 
         A graph that gives the logits of the last token alone is run once for each length.
         """
+        logits, _ = yield from self.whole_answer(stop)
+        return logits
+
+    def whole_answer(self, stop: int | None = None) -> "Generator[Call, Answer, tuple[Array, Answer]]":
+        """The same, and what came back of the whole sequence: logits, and the slots that grow."""
         stop = stop or self.scenario.total
         if not self.contract.last_logits_only:
-            return (yield self.reference(stop)).logits
+            answer = yield self.reference(stop)
+            return answer.logits, answer
         found: list[Array] = []
-        while len(found) < stop:
-            answer = yield self.reference(len(found) + 1)
+        for length in range(1, stop + 1):
+            answer = yield self.reference(length)
             found.append(answer.logits[:, -1:])
-        return np.concatenate(found, axis=1)
+        return np.concatenate(found, axis=1), answer
 
     def prefill(self, stop: int, expected: Array | None = None, dummy: int = 0) -> Call:
         """The first `stop` tokens; past inputs that grow get a dummy of length `dummy` filled with zeros."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Severity = Literal["note", "warning", "error"]
 Confidence = Literal["confirmed", "suspected"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
-Asks = Literal["file", "contract", "runs"]
+Asks = Literal["file", "contract", "runs", "caller"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Fault:
 
     `follows` are the consequences, which are not reported as faults of their own. `use` is the documented use that it
     denies: whoever requires that gets an error.
+    `follows` are the consequences, which are not reported as faults of their own; `because` says what the place of the
+    fault showed.
     """
 
     severity: Severity
@@ -52,6 +54,7 @@ class Fault:
     file: str | None = None
     confidence: Confidence = "confirmed"
     use: Required | None = None
+    because: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Finding:
     repair: Advice
     fingerprint: str = ""
     use: Required | None = None
+    because: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,5 +217,6 @@ def _finding(one: Check, fault: Fault, stack: str | None) -> Finding:
         follows=fault.follows,
         repair=fault.advice,
         use=fault.use,
+        because=fault.because,
         fingerprint=hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()[:16],
     )

@@ -9,7 +9,7 @@ from kvdoctor.cache_operators import ports_of
 from kvdoctor.contract import Axis, Port, Role
 from kvdoctor.dataflow import KEEPS, MIXES, PRODUCTS, SOFTMAX, Dataflow
 from kvdoctor.dialects import RoleRule, axes
-from kvdoctor.graph import Declared
+from kvdoctor.graph import Declared, GraphView
 
 INTEGERS = ("int64", "int32")
 LOOKUPS = {"Gather": 1, "GatherBlockQuantized": 1, "EmbedLayerNormalization": 0}
@@ -28,6 +28,8 @@ LOGIC = {
     "Trilu",
 }
 COUNTS = ("past_length", "write_index")
+FLOATS = ("float", "float16", "bfloat16", "double")
+KEPT_PARTS = ("key", "value", "key-value")
 NEAR = 600
 FEW_ROWS = 8
 """A table of fewer rows holds kinds of tokens (segments, languages), not positions."""
@@ -55,6 +57,31 @@ def with_numbers(port: Port) -> Port:
 def named(port: Declared, rules: Iterable[RoleRule]) -> Role | None:
     """The role of a name whatever the rank: tells a known input of an unknown shape from an unknown one."""
     return next((rule.role for rule in rules if rule.fits(port.name, port.dtype, len(rule.order))), None)
+
+
+def hidden_states(view: GraphView, flow: Dataflow) -> str | None:
+    """The input of an attention, or of a stack of them, that stands by itself: hidden states in place of tokens.
+
+    New keys and values of every cache that grows are made of it, and it comes out again in its own shape. None where no
+    input does so, or several.
+    """
+    wide = {name: port for name, port in view.inputs.items() if port.dtype in FLOATS and len(port.shape or ()) >= 3}
+    states = {name: flow.state(name, len(port.shape or ())) for name, port in wide.items()}
+    grown = {
+        s.output for s in states.values() if s.output and s.growth == "grow" and s.use and s.use.part in KEPT_PARTS
+    }
+    if not grown or any(state.use is not None and state.use.part == "conv" for state in states.values()):
+        return None
+    results = {flow.flow.results[output] for output in grown}
+    fitting = [
+        name
+        for name, port in wide.items()
+        if states[name].output not in grown
+        and len(port.shape or ()) == 3
+        and any((out.dtype, out.shape) == (port.dtype, port.shape) for out in view.outputs.values())
+        and results <= flow.reached_from({name})
+    ]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 @dataclass(frozen=True)

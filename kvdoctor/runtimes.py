@@ -5,7 +5,7 @@ A worker that dies is replaced, and the fresh one goes on with the experiments t
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ class Job:
 
     `prompt` are token ids to begin with, and `inputs` an .npz file of encoder inputs, in place of made-up ones.
     `seen` is told of each experiment that begins: its name, which it is, counted from 1, and of how many.
+    `keep_calls` is a private folder for the feeds of the first call of each judged experiment that fails or differs.
+    `trace` is the file of the caller's own steps, which are run again as the last experiment.
+    `settings` are entries for the runtime's sessions; where a job is not `timed`, what is to be timed runs once.
     """
 
     stack: str
@@ -37,6 +40,10 @@ class Job:
     prompt: tuple[int, ...] = ()
     inputs: Path | None = None
     seen: Callable[[str, int, int], None] | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    timed: bool = True
+    keep_calls: Path | None = None
+    trace: Path | None = None
 
     def line(self, experiments: tuple[str, ...]) -> str:
         """The job as the worker reads it, for the experiments that are left."""
@@ -51,6 +58,10 @@ class Job:
             "keep_logits": str(self.keep_logits) if self.keep_logits else None,
             "prompt": self.prompt,
             "inputs": str(self.inputs) if self.inputs else None,
+            "settings": self.settings,
+            "timed": self.timed,
+            "keep_calls": str(self.keep_calls) if self.keep_calls else None,
+            "trace": str(self.trace) if self.trace else None,
         }
         return json.dumps(job) + "\n"
 
@@ -81,6 +92,7 @@ class Examined:
     notes: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    unrounded_seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
 
 
@@ -136,6 +148,31 @@ class Runtime:
                 break
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)
         return examined
+
+    def trial(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a trial: one call on a changed graph.
+
+        Raises:
+            WorkerDied: the worker did not live through it; a fresh one is there for what comes next.
+        """
+        answer: dict[str, Any] = {"error": "the trial crashed", "names": []}
+        for event in self.ask(job):
+            answer = event if event["event"] == "tried" else answer
+        return answer
+
+    def ask(self, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Give the events of a job of another kind. Where the worker dies, the next job finds a fresh one.
+
+        Raises:
+            WorkerDied: it ended before the job did.
+            KvdoctorError: it does not even start.
+        """
+        self._worker.send(json.dumps({**job, "threads": thread_count()}) + "\n")
+        try:
+            yield from self._worker.events()
+        except WorkerDied:
+            self._restart(Examined())
+            raise
 
     def _restart(self, examined: Examined) -> None:
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)

@@ -14,7 +14,7 @@ Repair: export again; until then decode one sequence at a time.
 
 from collections.abc import Iterator
 
-from kvdoctor.case import Case, leading_cause
+from kvdoctor.case import Case, leading_cause, off_by
 from kvdoctor.checks.caused import Words, caused
 from kvdoctor.findings import Advice, Fault, check
 
@@ -30,14 +30,14 @@ def batch_rows_interact(case: Case) -> Iterator[Fault]:
     """Rows that differ alone and in company."""
     run = case.run("batch-rows")
     leading = leading_cause(case)
-    if run is None or run.outcome != "differs":
+    if run is None or run.shows != "differs":
         yield from caused(case, "batch-rows-interact", WORDS)
         return
     if case.contract is None or (leading and leading[0] == "nondeterministic"):
         return
     logits = case.contract.graph("prefill").port("logits")
     step = run.steps[run.failed_step or 0] if run.steps else None
-    size = f"off by {step.difference.relative:g} of their spread" if step and step.difference else run.reason or "other"
+    size = off_by(run, step) or run.reason or "other"
     yield Fault(
         severity="warning",
         file=case.contract.graph("prefill").file,

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from kvdoctor.case import Case, broken_promise, leading_cause
 from kvdoctor.checks.lengths import has_wrong_lengths
+from kvdoctor.checks.placed import because, node_words
 from kvdoctor.checks.session_refused import fails_where_opened
 from kvdoctor.contract import describe
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
@@ -63,12 +64,12 @@ def step_fails(case: Case) -> Iterator[Fault]:
 def fails_only_so(case: Case, outcome: str) -> Iterator[tuple[Run, Use]]:
     """Runs of other sizes with that outcome, where the judged loop itself passes and no simpler use fails as well."""
     judged = case.judged
-    if judged is None or judged.outcome != "passed":
+    if judged is None or judged.shows != "passed":
         return
-    wrong = {run.experiment for run in case.runs if run.outcome in ("failed", "differs")}
+    wrong = {run.experiment for run in case.runs if run.shows in ("failed", "differs")}
     for experiment, use in USES.items():
         run = case.run(experiment)
-        if run is not None and run.outcome == outcome and not wrong.intersection(use.after):
+        if run is not None and run.shows == outcome and not wrong.intersection(use.after):
             yield run, use
 
 
@@ -117,7 +118,9 @@ def _telling(case: Case, step: Step | None) -> list[tuple[str, Seen]]:
 
 
 def _fault(case: Case, run: Run, severity: Severity, cause: str, promised: str) -> Fault:
-    place = f'{run.node.op} "{run.node.name}"' if run.node else f"file {case.decode_file}"
+    node = run.place.node if run.place and run.place.node else run.node
+    place = f'{node.op} "{node.name}"' if node else f"file {case.decode_file}"
+    place = node_words(run.place) if run.place and run.place.node else place
     step = run.steps[-1] if run.steps else None
     promise = broken_promise(case, run)
     shown = ", ".join(f"{name} {describe(seen.dtype, seen.shape)}" for name, seen in _telling(case, step)[:3])
@@ -125,10 +128,11 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str, promised: str) 
     return Fault(
         severity=severity,
         file=case.decode_file,
-        subject=(run.node.name,) if run.node else (case.decode_file,),
+        subject=(node.name,) if node else (case.decode_file,),
         where=place,
         promised=promised,
         observed=f"{run.experiment}, {call}" + (f", fed {shown}" if shown else "") + f": {run.error or run.reason}",
         cause=cause + (f" ({run.reason})" if run.reason and run.error else "") + (f": {promise}" if promise else ""),
         advice=SHORT_STATE if promise else EXPORT_AGAIN,
+        because=because(run),
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.feeds import Answer, Call, Deal, Scenario
+from kvdoctor.feeds import Answer, Array, Call, Deal, Scenario
 from kvdoctor.trace import Cause
 
 Calls = Generator[Call, Answer, None]
@@ -43,6 +43,9 @@ class Experiment:
     A `thorough` one takes long or much memory, and is run only when it was asked for.
     One that is not `shown` serves another finding or figure, and people see it only when they ask for everything. Where
     `asks_why` names experiments, it looks for the cause of their differences, and is run only if one of them differs.
+    What follows from the success of another experiment is not run after it: `unless_passed`.
+    One `on_request` is run only where the command asks for it. `keeps` says what it leaves in the scratch file, given
+    the deal and the logits of its steps; without it that is the logits in a row.
     """
 
     name: str
@@ -55,6 +58,9 @@ class Experiment:
     thorough: bool = False
     why: str = ""
     asks_why: tuple[str, ...] = ()
+    unless_passed: str | None = None
+    on_request: bool = False
+    keeps: Callable[[Deal, list[Array]], dict[str, Array]] | None = None
     order: int = 50
 
 

@@ -11,10 +11,12 @@ from kvdoctor.trace import Cause
 CHUNK = 3
 BEFORE = 5
 """Tokens in the cache before: more than the state of a convolution holds, which a shorter prompt may leave short."""
+SHARED = Scenario(prompt=BEFORE, steps=Scenario().total - BEFORE + 1)
+"""The sequence of the loops, so that the reference run is shared with them."""
 
 
 def chunk(deal: Deal) -> Calls:
-    """A prompt of 5 tokens, 3 more, 3 more, and one."""
+    """A prompt of 5 tokens, 3 more, and what is left of the sequence."""
     expected = yield from deal.whole()
     start = deal.scenario.prompt
     answer = yield deal.prefill(start, expected[:, :start])
@@ -83,7 +85,7 @@ EXPERIMENTS = (
         "chunk",
         f"{CHUNK} new tokens at once on top of a cache",
         chunk,
-        Scenario(prompt=BEFORE, steps=8),
+        SHARED,
         takes_chunks,
         order=5,
     ),
@@ -91,7 +93,7 @@ EXPERIMENTS = (
         "why-chunk",
         "what the first of several new tokens attends to",
         why_chunk,
-        Scenario(prompt=BEFORE, steps=8),
+        SHARED,
         can_be_looked_into,
         judged=False,
         shown=False,

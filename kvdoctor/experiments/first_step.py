@@ -50,7 +50,8 @@ EXPERIMENTS = (
         dummy_past_runs,
         applies=takes_past,
         shown=False,
-        order=2,
+        unless_passed="empty-past",
+        order=3,
     ),
     Experiment(
         "dummy-past",

@@ -4,10 +4,10 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Experiment, several_tokens
-from kvdoctor.experiments.chunk import BEFORE, takes_chunks
-from kvdoctor.feeds import Deal, Past, Scenario, as_array
+from kvdoctor.experiments.chunk import BEFORE, SHARED, takes_chunks
+from kvdoctor.feeds import Deal, Past, as_array
 
-TURNS = (1, 2, 1, 2, 1)
+TURNS = (1, 2, 2)
 """New tokens of the calls after the prefill."""
 
 
@@ -35,7 +35,7 @@ def rewind(deal: Deal) -> Calls:
         answer = yield astray.decode(position, position + 1, past)
         past = deal.carry(past, answer, "held")
     past = cut(deal, past, start)
-    for position in range(start, deal.scenario.total):
+    for position in (start, start + 1):
         before = past
         answer = yield deal.decode(position, position + 1, past, expected[:, position : position + 1])
         past = deal.carry(past, answer, "held")
@@ -70,7 +70,7 @@ EXPERIMENTS = (
         "second-turn",
         f"single tokens and pairs in turn on a past of {BEFORE} and more",
         second_turn,
-        Scenario(prompt=BEFORE, steps=sum(TURNS) + 1),
+        SHARED,
         takes_chunks,
         order=7,
     ),
@@ -78,8 +78,7 @@ EXPERIMENTS = (
         "rewind",
         "two tokens decoded, taken back, and others put in their place",
         rewind,
-        Scenario(steps=5),
-        can_be_cut,
+        applies=can_be_cut,
         order=7,
     ),
 )

@@ -1,6 +1,6 @@
 """Why does decoding with the cache differ? Each hypothesis predicts something of the cache that no other does."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 
 from kvdoctor.contract import CacheContract, Slot
@@ -86,7 +86,7 @@ def _step(deal: Deal, start: int, past: Past, step: Answer, whole: Answer) -> De
     wrong = _wrong(deal, slots, start, step, whole)
     if wrong and wrong[0].layer == slots[0].layer:
         return (yield from where_from(deal, start, wrong[0], step, whole))
-    if unseen := (yield from _unseen(deal, start, past, step)):
+    if unseen := (yield from _unseen(deal, start, past, step, slots)):
         return _half_blind(unseen)
     return (yield from _deeper(deal, start, past, step, whole))
 
@@ -112,7 +112,7 @@ def _deeper(deal: Deal, start: int, past: Past, step: Answer, whole: Answer) -> 
 
 
 def _blind_layer(deal: Deal, start: int, past: Past, step: Answer) -> Decision:
-    """A layer that takes no part of the past, neither of its keys nor of its values."""
+    """A layer that takes no part of the past, neither of its keys nor of its values, or not all of its entries."""
     slots = growing(deal.contract)
     for layer in dict.fromkeys(slot.layer for slot in slots if slot.layer is not None):
         mine = [slot for slot in slots if slot.layer == layer]
@@ -120,6 +120,8 @@ def _blind_layer(deal: Deal, start: int, past: Past, step: Answer) -> Decision:
         if not answer.failed and same_logits(answer.logits, step.logits, deal.contract.exactness):
             names = " and ".join(slot.past for slot in mine)
             return Cause("past-ignored", f"noise in all of {names} changes no logit of the step")
+        if unseen := (yield from _unseen(deal, start, past, step, mine)):
+            return _half_blind(unseen, f" of layer {layer}")
     return None
 
 
@@ -168,33 +170,35 @@ def _other_mathematics(deal: Deal, past: Past, expected: Array) -> Decision:
     )
 
 
-def _unseen(deal: Deal, start: int, past: Past, step: Answer) -> "Generator[Call, Answer, list[int]]":
-    """Entries of the past in which noise changes no logit of the step, but for those that a window leaves out.
+def _unseen(
+    deal: Deal, start: int, past: Past, step: Answer, slots: Sequence[Slot]
+) -> "Generator[Call, Answer, list[int]]":
+    """Entries of some slots in which noise changes no logit of the step, but for those that a window leaves out.
 
     Of a long past a few are looked at: the first, the last, and some between.
     """
-    windows = [slot.window for slot in growing(deal.contract)]
+    windows = [slot.window for slot in slots]
     begin = max(0, start + 1 - max(w for w in windows if w is not None)) if windows and None not in windows else 0
     places = list(range(begin, start))
     if len(places) > 2 * MOST_PLACES:
         places = [*places[:2], *places[2 : -MOST_PLACES + 2 : len(places) // 4], *places[-MOST_PLACES + 2 :]]
     unseen = []
     for place in places:
-        answer = yield probe(deal.decode(start, start + 1, disturbed(deal, past, [place])))
+        answer = yield probe(deal.decode(start, start + 1, disturbed(deal, past, [place], slots)))
         if not answer.failed and same_logits(answer.logits, step.logits, deal.contract.exactness):
             unseen.append(place)
     return unseen
 
 
-def _half_blind(unseen: list[int]) -> Cause:
+def _half_blind(unseen: list[int], where: str = "") -> Cause:
     """What it means that a step does not see some of the entries."""
     places = ", ".join(map(str, unseen))
     if 0 in unseen:
-        return Cause("cached-differs", f"the step does not attend to entries {places} of the past")
+        return Cause("cached-differs", f"the step does not attend to entries {places} of the past{where}")
     return Cause(
         "mask-not-offset",
-        f"noise in entries {places} of the past changes nothing, in entry 0 it does: the mask counts the new token "
-        "from the start of the cache, or ends before it",
+        f"noise in entries {places} of the past{where} changes nothing, in entry 0 it does: the mask counts the new "
+        "token from the start of the cache, or ends before it",
     )
 
 

@@ -1,0 +1,223 @@
+"""A Python that has the exporters' libraries: this one where it has them, else an isolated one made by uv.
+
+A script runs in it as a child process, takes one JSON object a line and answers with one; what is large goes through
+private files. Whatever it does, it cannot harm this process.
+"""
+
+import collections
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdoctor.errors import KvdoctorError
+
+TORCH = "2.13.0"
+TRANSFORMERS = "4.57.6"
+"""What is taken where a checkpoint does not say which version it was saved with."""
+OLDEST = (4, 46, 0)
+"""Older ones are not made for this torch."""
+
+MOST_SECONDS = 3600.0
+"""How long an environment may take to be made, and a script to answer: weights are downloaded and loaded meanwhile."""
+POLL_SECONDS = 0.1
+
+# Nothing beside the script, and nothing of the working folder, may pass for a library.
+BOOT = """
+import runpy, sys
+sys.path[:] = [entry for entry in sys.path if entry]
+script = sys.argv.pop(1)
+sys.argv[0] = script
+runpy.run_path(script, run_name="__main__")
+"""
+
+QUIET = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "DISABLE_SAFETENSORS_CONVERSION": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUTF8": "1",
+}
+"""No telemetry, no conversion of weights by a service."""
+
+
+class Unavailable(KvdoctorError):
+    """An environment cannot be had here. The message names the command that would change that."""
+
+
+class ScriptFailed(KvdoctorError):
+    """A script could not do what it was asked, or its process ended. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a script needs: pinned requirements for uv, the modules that they bring, and the extra of this package."""
+
+    requirements: tuple[str, ...]
+    modules: tuple[str, ...]
+    extra: str
+
+    @property
+    def are_here(self) -> bool:
+        """Whether this Python has the modules. None of them is imported."""
+        return all(importlib.util.find_spec(module) is not None for module in self.modules)
+
+
+def transformers_for(config: dict[str, Any]) -> Needs:
+    """What runs a checkpoint: the version of transformers that it was saved with, where that can be taken."""
+    saved_with = config.get("transformers_version")
+    number = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3})", str(saved_with), re.ASCII)
+    version = TRANSFORMERS
+    if number is not None and tuple(map(int, number.groups())) >= OLDEST:
+        version = number.group()
+    return Needs((f"torch=={TORCH}", f"transformers=={version}", "numpy"), ("torch", "transformers"), "transformers")
+
+
+def find_uv() -> str | None:
+    """Where uv is: on the path, or beside this Python."""
+    return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
+
+
+def command(needs: Needs, offline: bool) -> list[str]:
+    """The command that starts a Python with what is needed.
+
+    Raises:
+        Unavailable: neither this Python has it nor is there uv.
+    """
+    if needs.are_here:
+        return [sys.executable]
+    uv = find_uv()
+    if uv is None:
+        raise Unavailable(
+            f"{' and '.join(needs.modules)} are not in this Python, and there is no uv to make one that has them: "
+            f"pip install uv, or pip install 'kvdoctor[{needs.extra}]'"
+        )
+    made = [uv, "run", "--quiet", "--isolated", "--no-project", "--no-config", "--python", sys.executable]
+    for requirement in needs.requirements:
+        made += ["--with", requirement]
+    return [*made, *(["--offline"] if offline else []), "python"]
+
+
+class Script:
+    """A script of this room in the Python that it needs, kept running between questions."""
+
+    def __init__(self, script: Path, arguments: dict[str, Any], needs: Needs, offline: bool) -> None:
+        self.needs, self.offline = needs, offline
+        self.hello: dict[str, Any] = {}
+        self._said: collections.deque[str] = collections.deque(maxlen=40)
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        start = command(needs, offline)
+        self._isolated = start[0] != sys.executable
+        if self._isolated:
+            _tell(f"starting an environment with {', '.join(needs.requirements)}; the first time it takes minutes")
+        self._process = subprocess.Popen(
+            [*start, "-c", BOOT, str(script), json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env=_variables(self._isolated, offline),
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Give the answer to a question.
+
+        Raises:
+            Unavailable: the environment could not be made.
+            ScriptFailed: the script says why it cannot answer, or its process ended.
+        """
+        if not self.hello:
+            self.hello = self._next()
+        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        answer = self._next()
+        if "failed" in answer:
+            raise ScriptFailed(str(answer["failed"]))
+        return answer
+
+    def stop(self) -> None:
+        """End the process; what uv started ends with its standard input."""
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            with contextlib.suppress(OSError):
+                if pipe is self._process.stdin and pipe is not None:
+                    pipe.close()
+        self._process.terminate()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _next(self) -> dict[str, Any]:
+        deadline = time.monotonic() + MOST_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                line = self._answers.get(timeout=POLL_SECONDS)
+                if not line:
+                    raise self._ended()
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        self.stop()
+        raise ScriptFailed(f"no answer within {MOST_SECONDS:g} seconds")
+
+    def _ended(self) -> KvdoctorError:
+        code = self._process.wait()
+        said = [line.strip() for line in self._said if line.strip()]
+        if self.hello:
+            how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return ScriptFailed(f"the process with {' and '.join(self.needs.modules)} {how}: {_last(said)}")
+        what = ", ".join(self.needs.requirements)
+        if not self._isolated:
+            return Unavailable(
+                f"{' and '.join(self.needs.modules)} of this Python do not load ({_last(said)}): "
+                f"pip install --upgrade 'kvdoctor[{self.needs.extra}]'"
+            )
+        hint = "; without --offline it may be downloaded" if self.offline else ""
+        return Unavailable(
+            f"no environment with {what} can be made ({_last(said)}){hint}; "
+            f"to see why: uv run --isolated --no-project --with {' --with '.join(self.needs.requirements)} python"
+        )
+
+    def _read(self) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            for line in self._process.stdout or ():
+                self._answers.put(line)
+        self._answers.put("")
+
+    def _listen(self) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            self._said.extend(self._process.stderr or ())
+
+
+def _variables(isolated: bool, offline: bool) -> dict[str, str]:
+    """The environment variables of the child: nothing of this Python's packages reaches an isolated one."""
+    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if isolated else set()
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {**kept, **QUIET, **({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if offline else {})}
+
+
+def _last(said: list[str]) -> str:
+    """The last words of a process, without the folder of the user."""
+    text = " ".join(said[-4:]).replace(str(Path.home()), "~")
+    return text if len(text) <= 400 else f"... {text[-400:]}"
+
+
+def _tell(text: str) -> None:
+    """Progress, for people only."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"kvdoctor: {text}", file=sys.stderr, flush=True)
