@@ -395,6 +395,7 @@ class _Performance:
         self.kept = True
         save_call(folder / f"{self.experiment.name}.npz", call.feeds)
         stop = call.new + (call.past if call.phase == "decode" else 0)
+        reference = reference and not self.experiment.changes_deal
         if reference and self.deal is not None and stop <= self.deal.scenario.total:
             save_call(folder / f"{self.experiment.name}-reference.npz", self.deal.reference(stop).feeds)
 

@@ -31,6 +31,7 @@ EXPERIMENTS = (
         reorder,
         Scenario(batch=len(ORDER), steps=3),
         takes_any_batch,
+        changes_deal=True,
         order=7,
     ),
 )

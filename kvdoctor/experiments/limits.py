@@ -49,7 +49,13 @@ def has_limit(contract: CacheContract) -> str | None:
 
 EXPERIMENTS = (
     Experiment(
-        "full-context", "the held loop until the context is full", at_limit, applies=has_limit, thorough=True, order=36
+        "full-context",
+        "the held loop until the context is full",
+        at_limit,
+        applies=has_limit,
+        changes_deal=True,
+        thorough=True,
+        order=36,
     ),
     Experiment(
         "sweep",

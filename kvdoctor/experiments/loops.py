@@ -139,6 +139,7 @@ EXPERIMENTS = (
         rows_alone,
         Scenario(batch=2),
         applies=has_exact_rows,
+        changes_deal=True,
         order=3,
     ),
     Experiment(

@@ -104,6 +104,7 @@ EXPERIMENTS = (
         left,
         Scenario(batch=2, prompt=5, steps=3),
         takes_left_padding,
+        changes_deal=True,
         order=7,
     ),
     Experiment(
@@ -112,6 +113,7 @@ EXPERIMENTS = (
         two_lengths,
         Scenario(batch=2, encoder=11, steps=3),
         takes_encoder_padding,
+        changes_deal=True,
         order=7,
     ),
 )
