@@ -19,6 +19,7 @@ HEALTHY = (
 SICK = {
     "mask-top-left": ("right", ["mask-not-offset"]),
     "mask-top-left-dynamo": ("right-dynamo", ["mask-not-offset"]),
+    "mask-top-left-stacked": ("right-stacked", ["cached-differs"]),
     "mask-is-causal": ("right", ["mask-not-offset"]),
     "mask-square": ("right", ["chunk-fails"]),
     "mask-if-traced-on-one-token": ("mask-if-traced-on-three", ["not-causal"]),
