@@ -12,8 +12,9 @@ Repair: export again; for element types, casts at the borders of the graph.
 from collections.abc import Iterator
 
 from kvdoctor.case import Case, first_and_count
-from kvdoctor.contract import Dim, describe
+from kvdoctor.contract import Dim, Slot, describe
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.trace import Step
 
 EXPORT_AGAIN = Advice("re-export", "export again, so that past and present agree")
 
@@ -47,12 +48,13 @@ def cache_shape_mismatch(case: Case) -> Iterator[Fault]:
     for slot, past, now in case.pairs():
         if past.shape is None or slot.emptied:
             continue
-        came_back = [seen for _, seen in case.returned(slot) if not seen.empty]
+        came_back = [(step, seen) for step, seen in case.returned(slot) if not seen.empty]
         # Sizes may be equal by chance in one step: axes in another order show in the next.
-        seen = next((seen for seen in came_back if not _fits(slot.axes, past.shape, seen.shape)), None)
-        if seen is not None or (
-            not came_back and now.shape is not None and not _fits(slot.axes, past.shape, now.shape)
-        ):
+        unfit = (
+            seen for step, seen in came_back if not (_fits(slot.axes, past.shape, seen.shape) and _as_fed(slot, step))
+        )
+        seen = next(unfit, None)
+        if seen is not None or (not came_back and now.shape and not _fits(slot.axes, past.shape, now.shape)):
             differing.append((slot, past, now, seen))
     if differing:
         _, past, now, seen = differing[0]
@@ -68,6 +70,15 @@ def cache_shape_mismatch(case: Case) -> Iterator[Fault]:
             confidence="confirmed" if seen else "suspected",
             follows=("feeding it back is refused by the runtime",),
         )
+
+
+def _as_fed(slot: Slot, step: Step) -> bool:
+    """Whether a step returned as many heads, and as wide ones, as it was fed."""
+    fed, seen = step.fed.get(slot.past), step.returned[slot.present or ""]
+    if fed is None or len(fed.shape) != len(slot.axes) or len(seen.shape) != len(slot.axes):
+        return True
+    fixed = [index for index, axis in enumerate(slot.axes) if axis in ("kv_heads", "head_dim")]
+    return all(fed.shape[index] == seen.shape[index] for index in fixed)
 
 
 def _fits(axes: tuple[str, ...], past: tuple[Dim, ...], now: tuple[Dim, ...]) -> bool:

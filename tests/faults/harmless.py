@@ -42,7 +42,7 @@ def identities(export: Export) -> None:
                 body.replace_inside(name, lambda old, body=body: body.op("Identity", old))
 
 
-@harmless("the cache is handed on by a detour: out and in in another order, both alike", LONE)
+@harmless("two layers bear each other's names, out and in alike", LONE)
 def layers_swapped_both_ways(export: Export) -> None:
     body, slots = export.later, export.later.self_slots()
     for part in (0, 1):
@@ -59,7 +59,7 @@ def ports_reordered(export: Export) -> None:
             values.extend(turned)
 
 
-@harmless("weights are written as Constant nodes", SPELLED_OUT)
+@harmless("ten weights are written as Constant nodes", SPELLED_OUT)
 def weights_as_constants(export: Export) -> None:
     for body in export.bodies:
         for tensor in list(body.graph.initializer)[:10]:
@@ -68,7 +68,7 @@ def weights_as_constants(export: Export) -> None:
             body.graph.node.append(node)
 
 
-@harmless("every weight is multiplied by 1 first", (*LONE, *SPLIT))
+@harmless("the output of every normalisation is multiplied by 1", (*LONE, *SPLIT))
 def multiplied_by_one(export: Export) -> None:
     for body in export.bodies:
         for norm in body.norms():
@@ -85,7 +85,7 @@ def stripped(export: Export) -> None:
             node.ClearField("doc_string")
 
 
-@harmless("both bodies have all weights of the values 5 % larger", (*SPLIT, *TF5))
+@harmless("both bodies have embeddings 5 % larger", (*SPLIT, *TF5))
 def other_weights_in_both(export: Export) -> None:
     for body in export.bodies:
         body.replace(body.embedded(), lambda old, body=body: body.op("Mul", old, np.array(1.05, np.float32)))
@@ -116,7 +116,7 @@ def optimised(export: Export) -> None:
     export.after.append(save)
 
 
-@harmless("values of the cache are kept 10 times smaller, and made larger again", SPELLED_OUT)
+@harmless("values of the cache are kept 8 times smaller, and made larger again", SPELLED_OUT)
 def kept_smaller(export: Export) -> None:
     for body in export.bodies:
         values = [name for name in body.presents if name.endswith(("value", "values"))]
