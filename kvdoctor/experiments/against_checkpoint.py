@@ -72,6 +72,7 @@ EXPERIMENTS = (
         Scenario(steps=9),
         can_be_shared,
         judged=False,
+        why="the checkpoint computes the same feeds",
         on_request=True,
         keeps=kept,
         order=90,
