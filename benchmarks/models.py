@@ -25,12 +25,17 @@ DATA_FILE = "model.onnx_data"
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a decoder, and where its weights lie: in the `.onnx` file or beside it."""
+    """The sizes of a decoder, where its weights lie (in the `.onnx` file or beside it), and what is wrong with it.
+
+    fault: `fails`, the past of a layer in the middle has a sample's length of 3 baked in; `differs`, the new tokens see
+    as many of the first entries of that layer's cache as there are new tokens.
+    """
 
     layers: int
     heads: int
     vocabulary: int
     inside: bool
+    fault: str = ""
 
     @property
     def hidden(self) -> int:
@@ -41,6 +46,8 @@ MODELS = {
     # 100 million parameters are 400 MB.
     "100m-beside": Sizes(layers=12, heads=11, vocabulary=20_000, inside=False),
     "100m-inside": Sizes(layers=12, heads=11, vocabulary=20_000, inside=True),
+    "100m-fails": Sizes(layers=12, heads=11, vocabulary=20_000, inside=True, fault="fails"),
+    "100m-differs": Sizes(layers=12, heads=11, vocabulary=20_000, inside=True, fault="differs"),
     # 1.8 GB in one file: just under the 2 GiB that protobuf can hold.
     "1.8gb-inside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=True),
 }
@@ -133,6 +140,14 @@ def _mask(b: _Builder) -> str:
     return b.op("Where", b.op("And", causal, given), b.number(0.0), b.number(-3e38))
 
 
+def _from_the_start(b: _Builder) -> str:
+    """The fault: what hides all but as many of the first entries as there are new tokens, float[total]."""
+    new = b.op("Gather", b.op("Shape", "input_ids"), b.scalar(1))
+    total = b.op("Gather", b.op("Shape", "attention_mask"), b.scalar(1))
+    columns = b.op("Range", b.scalar(0), total, b.scalar(1))
+    return b.op("Where", b.op("Less", columns, new), b.number(0.0), b.number(-1e4))
+
+
 def _layer(b: _Builder, x: str, mask: str, layer: int, sizes: Sizes) -> str:
     name, hidden = f"h.{layer}", sizes.hidden
     mixed = b.linear(b.norm(x, f"{name}.ln_1", hidden), f"{name}.attn.c_attn", hidden, 3 * hidden)
@@ -142,9 +157,14 @@ def _layer(b: _Builder, x: str, mask: str, layer: int, sizes: Sizes) -> str:
         b.op("Slice", turned, b.ints(part * sizes.heads), b.ints((part + 1) * sizes.heads), b.ints(1))
         for part in range(3)
     )
-    key = b.op("Concat", f"past_key_values.{layer}.key", key, to=f"present.{layer}.key", axis=2)
+    past, fault = f"past_key_values.{layer}.key", sizes.fault if layer == sizes.layers // 2 else ""
+    if fault == "fails":
+        past = b.op("Expand", past, b.op("Min", b.op("Shape", past), b.ints(1, sizes.heads, 3, HEAD_DIM)))
+    key = b.op("Concat", past, key, to=f"present.{layer}.key", axis=2)
     value = b.op("Concat", f"past_key_values.{layer}.value", value, to=f"present.{layer}.value", axis=2)
     scores = b.op("MatMul", query, b.op("Transpose", key, perm=[0, 1, 3, 2]))
+    if fault == "differs":
+        mask = b.op("Add", mask, _from_the_start(b))
     scores = b.op("Add", b.op("Mul", scores, b.number(1 / math.sqrt(HEAD_DIM))), mask)
     context = b.op("Transpose", b.op("MatMul", b.op("Softmax", scores, axis=-1), value), perm=[0, 2, 1, 3])
     flat = b.op("Reshape", context, b.ints(0, 0, hidden))

@@ -1,4 +1,4 @@
-"""Records what a step-test asks of the runtime: `python benchmarks/record.py FOLDER PLAN`.
+"""Records what a step-test asks of the runtime: `python benchmarks/record.py FOLDER PLAN [EXPERIMENT ...]`.
 
 The worker's part is carried out in this process, with onnxruntime's own session class watched. The plan holds every
 session opened and every run, in order: repeated timing calls, controls and failing runs included. Feeds of integers are
@@ -98,8 +98,9 @@ def watched(tape: Tape) -> type:
 class RecordingRuntime(Runtime):
     """Carries out jobs in this process, each onto a tape of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, experiments: list[str]) -> None:
         self.limits = Limits()
+        self.experiments = experiments
         self.tapes: list[Tape] = []
 
     @property
@@ -110,15 +111,16 @@ class RecordingRuntime(Runtime):
         self.tapes.append(Tape(job.folder))
         unwatched, ort.InferenceSession = ort.InferenceSession, watched(self.tapes[-1])
         try:
-            worker.examine(json.loads(job.line(job.experiments)), lambda *_, **__: None)
+            chosen = tuple(name for name in job.experiments if name in self.experiments or not self.experiments)
+            worker.examine(json.loads(job.line(chosen)), lambda *_, **__: None)
         finally:
             ort.InferenceSession = unwatched
         return Examined()
 
 
 def main() -> None:
-    """Record a step-test of the model in a folder."""
-    runtime = RecordingRuntime()
+    """Record a step-test of the model in a folder, or some experiments of it."""
+    runtime = RecordingRuntime(sys.argv[3:])
     doctor.step_test(sys.argv[1], doctor.Options(), runtime)
     plan = {"failed": sum(tape.failed for tape in runtime.tapes), "stacks": [tape.finished() for tape in runtime.tapes]}
     Path(sys.argv[2]).write_text(json.dumps(plan), encoding="utf-8")

@@ -114,9 +114,37 @@ def step_test(scratch: Path) -> Iterator[Row]:
         pair = interleaved(ours, bare, LONG_REPEATS)
         row = (f"{what}: time", f"{pair.ours:.2f} s", "bare script, same runs", f"{pair.theirs:.2f} s")
         yield Row(*row, f"{pair.ratio:.2f}", "1.30", pair.ratio > 1.3)
+        pair = interleaved(ours, _bare(folder, scratch, "plain-loop", "held-loop"), LONG_REPEATS)
+        row = (f"{what}: time", f"{pair.ours:.2f} s", "bare script, both loops only", f"{pair.theirs:.2f} s")
+        yield Row(*row, f"{pair.ratio:.2f}", "3.00", pair.ratio > 3)
         pair = interleaved(ours, bare, MEMORY_REPEATS, peak_mib)
         row = (f"{what}: memory", f"{pair.ours:.0f} MiB", "bare script, same runs", f"{pair.theirs:.0f} MiB")
         yield Row(*row, f"{pair.ratio:.2f}", "1.30", pair.ratio > 1.3)
+        shutil.rmtree(folder)
+
+
+def place(scratch: Path) -> Iterator[Row]:
+    """Where a large decoder goes wrong: the whole step-test, its search included, against that of a sound one."""
+    sound = _model("100m-inside", scratch)
+    well = kvdoctor("step-test", "--format", "json", str(sound))
+    base = middle(well, MEMORY_REPEATS, peak_mib)
+    for name, fault in (("100m-fails", "a step that fails"), ("100m-differs", "logits that differ")):
+        folder = _model(name, scratch)
+        ill = kvdoctor("step-test", "--format", "json", str(folder), code=1)
+        what = f"place of {fault}, 100 million parameters"
+        pair = interleaved(ill, well, SOME_REPEATS)
+        row = (f"{what}: time", f"{pair.ours:.2f} s", "a sound one, no search", f"{pair.theirs:.2f} s")
+        yield Row(*row, f"+{pair.more:.2f} s", "+60 s", pair.more > 60)
+        mine = middle(ill, MEMORY_REPEATS, peak_mib)
+        row = (f"{what}: memory", f"{mine:.0f} MiB", "a sound one, no search", f"{base:.0f} MiB")
+        yield Row(*row, f"{mine / base:.2f}", "2.00", mine > 2 * base)
+        if name == "100m-differs":
+            by_hand = python(str(HERE / "mark_all.py"), str(folder / "model.onnx"))
+            cost, size = middle(by_hand, MEMORY_REPEATS), middle(by_hand, MEMORY_REPEATS, peak_mib)
+            row = (f"{what}: time", f"{pair.ours:.2f} s", "onnx.load, every value an output", f"{cost:.2f} s")
+            yield Row(*row, f"{pair.ours / cost:.2f}")
+            row = (f"{what}: memory", f"{mine:.0f} MiB", "onnx.load, every value an output", f"{size:.0f} MiB")
+            yield Row(*row, f"{mine / size:.2f}")
         shutil.rmtree(folder)
 
 
@@ -142,11 +170,11 @@ def _model(name: str, scratch: Path) -> Path:
     return folder
 
 
-def _bare(folder: Path, scratch: Path) -> Command:
+def _bare(folder: Path, scratch: Path, *experiments: str) -> Command:
     """The bare script with the plan of a step-test, and with the environment that kvdoctor gives its worker."""
-    plan = scratch / f"{folder.name}.json"
+    plan = scratch / "-".join((folder.name, *experiments, "plan.json"))
     record, bare = (str(HERE / name) for name in ("record.py", "bare.py"))
-    Command((sys.executable, record, str(folder), str(plan)), environment=WORKER_ENVIRONMENT).run()
+    Command((sys.executable, record, str(folder), str(plan), *experiments), environment=WORKER_ENVIRONMENT).run()
     return Command((sys.executable, bare, str(plan), str(folder)), environment=WORKER_ENVIRONMENT)
 
 
@@ -155,6 +183,7 @@ BENCHMARKS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "inspect": inspect,
     "contract": contract,
     "step-test": step_test,
+    "place": place,
     "fixture": fixture,
     "re-export": re_export,
 }

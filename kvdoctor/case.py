@@ -1,9 +1,9 @@
 """The case: all that is known of one file or one stack, as checks are asked about it."""
 
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.findings import Advice
@@ -11,8 +11,15 @@ from kvdoctor.graph import Declared, GraphView
 from kvdoctor.model_folder import ModelFolder
 from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.trace import Run, Seen, Step
+from kvdoctor.uses import Required
+
+if TYPE_CHECKING:
+    from kvdoctor.caller.holding import Held
 
 Consumer = Literal["plain", "held"]
+
+CAUSE_OF = {"chunk": "why-chunk", "batch": "why-batch", "long-past": "why-long"}
+"""Experiments with other sizes than the judged loop, and what looks for the cause of their differences."""
 
 UNDECIDED = {
     "skipped": "{reason}",
@@ -30,7 +37,8 @@ class Case:
     Checks that ask about a file get `file`; those that ask about the contract get `stack` and `contract`; those that
     ask about runs get `runs` as well, and `declared_faults`, the names of the errors found in the contract, which are
     None until then. `refusals` are files that the runtime did not open: (file, its text by level, the level that opens
-    it).
+    it). `required` are the uses that must work, `thorough` says that all is to be tried; `timings` are seconds by
+    label. `caller` is what holding the caller's own steps against the contract brought, where a trace was given.
     """
 
     folder: ModelFolder
@@ -41,7 +49,10 @@ class Case:
     runs: tuple[Run, ...] = ()
     declared_faults: tuple[str, ...] | None = None
     refusals: tuple[tuple[str, dict[str, str], str | None], ...] = ()
-    crashes: tuple[str, ...] = ()
+    required: tuple[Required, ...] = ()
+    thorough: bool = False
+    timings: Mapping[str, float] = field(default_factory=dict)
+    caller: "Held | None" = None
 
     def run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""
@@ -103,9 +114,18 @@ def leading_cause(case: Case) -> tuple[str, Run] | None:
     ahead, why, judged = case.run("later-token"), case.run("why"), case.judged
     if ahead is not None and ahead.cause is not None:
         return ahead.cause.name, ahead
-    if why is not None and why.cause is not None and judged is not None and judged.outcome == "differs":
+    if judged is None or judged.shows != "differs":
+        return None
+    if why is not None and why.cause is not None:
         return why.cause.name, why
-    return None
+    fed_back = case.run("why-fed-back") if judged.experiment == "plain-loop" else None
+    return (fed_back.cause.name, fed_back) if fed_back is not None and fed_back.cause is not None else None
+
+
+def cause_in_use(case: Case, experiment: str) -> tuple[str, Run] | None:
+    """What explains that a run of other sizes differs, and the run that decided."""
+    why = case.run(CAUSE_OF.get(experiment, ""))
+    return (why.cause.name, why) if why is not None and why.cause is not None else None
 
 
 def broken_promise(case: Case, run: Run) -> str | None:
@@ -120,6 +140,53 @@ def broken_promise(case: Case, run: Run) -> str | None:
                 promised, got = describe(port.dtype, port.shape), describe(seen.dtype, seen.shape)
                 return f"step {step.step} returns {port.name} as {got}, declared as {promised}"
     return None
+
+
+def growth_words(run: Run) -> str | None:
+    """How the difference goes over the steps; None where too few of them tell."""
+    if run.growth is None:
+        return None
+    found = {step.step: step.difference.relative for step in run.steps if step.difference is not None}
+    match run.growth.shape:
+        case "flat":
+            return "is no more in later steps than in the first"
+        case "linear":
+            return f"grows with the steps, from {found[min(found) + 1]:.1e} to {found[max(found)]:.1e}"
+        case _:
+            return f"sets in at step {run.growth.step}"
+
+
+def rounding_words(run: Run) -> str:
+    """What the same experiment shows where nothing is rounded: both figures."""
+    twin = run.unrounded
+    if twin is None:
+        return ""
+    if twin.outcome not in ("passed", "differs"):
+        return f"without what it rounds, the same graph gives no clearer answer ({twin.outcome})"
+    if twin.outcome == "passed":
+        return (
+            f"without what it rounds, the same graph is within {twin.worst:.1e} of the spread: rounding alone moves "
+            f"the logits, by up to {_worst(run):.1e}"
+        )
+    return (
+        f"without what it rounds, the same graph is off by {twin.worst:.2g} of the spread: more than rounding, which "
+        "alone would leave 2e-4"
+    )
+
+
+def off_by(run: Run, step: Step | None) -> str | None:
+    """How far the logits of a step are off, and how far where nothing is rounded; None where neither is known."""
+    here = step.difference if step is not None else None
+    if here is not None and not here.finite:
+        return "not finite"
+    words = [f"off by {here.relative:g} of their spread"] if here is not None else []
+    if run.hidden and run.unrounded is not None:
+        words.append(f"off by {run.unrounded.at(step):g} where nothing is rounded")
+    return ", ".join(words) or None
+
+
+def _worst(run: Run) -> float:
+    return max((s.difference.relative for s in run.steps if s.difference is not None), default=0.0)
 
 
 def first_and_count(names: tuple[str, ...]) -> str:

@@ -17,7 +17,9 @@ from kvdoctor.errors import KvdoctorError
 
 if TYPE_CHECKING:
     from kvdoctor.doctor import Options
+    from kvdoctor.progress import Told
     from kvdoctor.report.document import Report
+    from kvdoctor.uses import Required
 
 EXIT_OK, EXIT_INTERRUPTED = 0, 130
 EXAMPLES = """
@@ -27,6 +29,7 @@ Examples:
   kvdoctor inspect exports/marian            what the files promise
   kvdoctor step-test exports/marian          what decode steps show
   kvdoctor re-export exports/marian -o fixed a repaired and proved copy
+  kvdoctor repro exports/marian -o to-send   the failure without the weights, for an issue
   kvdoctor gate exports/*                    for CI: exit code 0, 1, 2 or 3
 """
 
@@ -55,12 +58,19 @@ def inspect(path: str, **given: Any) -> NoReturn:
     metavar="FILE",
     help="Take the cache contract from here: `kvdoctor contract MODEL --format json`, edited by hand.",
 )
+@click.option("--prompt-ids", metavar="IDS", default="", help="Token ids to begin with, as in 1,2,3.")
+@click.option("--inputs", metavar="FILE", help="Encoder inputs and input_ids by name, an .npz file.")
 @click.option(
     "--reference",
     metavar="CHECKPOINT",
     help="Hold the logits against this PyTorch checkpoint: a folder, or a model of the hub (asks for the network).",
 )
 @click.option("--offline", is_flag=True, help="Never use the network.")
+@click.option(
+    "--trace",
+    metavar="FILE",
+    help="What your own loop fed and got, step by step (docs/trace.md): it is held against the contract and run again.",
+)
 @shared_options
 @run_options
 def step_test(path: str, **given: Any) -> NoReturn:
@@ -79,12 +89,32 @@ def step_test(path: str, **given: Any) -> NoReturn:
 def re_export(path: str, out: str | None, force: bool, dry_run: bool, show_diff: bool, **given: Any) -> NoReturn:
     """Repair the graph into OUT, diagnose the result again, and write a fix report beside it."""
     from kvdoctor import re_exporting
+    from kvdoctor.progress import on_terminal
 
     if out is None and not (dry_run or show_diff):
         raise click.UsageError("give the folder for the repaired copy with -o OUT, or ask with --dry-run")
     plan = re_exporting.Request(path, None if dry_run or show_diff else out, force)
-    report = re_exporting.re_export(plan, _options(given))
+    with on_terminal(given["quiet"]) as told:
+        report = re_exporting.re_export(plan, _options(given, told))
     finish(report, given, show_diff=show_diff)
+
+
+@cli.command()
+@click.argument("path")
+@click.option("-o", "--out", required=True, metavar="DIR", help="Folder for the reproducer; must not exist.")
+@click.option("--force", is_flag=True, help="Replace DIR if kvdoctor wrote it.")
+@shared_options
+@run_options
+def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
+    """Write the smallest weight-free model and script that show the failure, to send to others.
+
+    The first finding at or above --fail-on that a run shows is taken. Exit code 0: nothing to reproduce, and no
+    folder. 1: the model has the finding, and DIR shows it. 2: wrong usage. 3: the failure could not be shown without
+    the weights, or the model could not be diagnosed; nothing was written.
+    """
+    from kvdoctor import reproducing
+
+    finish(reproducing.repro(reproducing.Request(path, out, force), _options(given)), given)
 
 
 @cli.command()
@@ -94,10 +124,12 @@ def re_export(path: str, out: str | None, force: bool, dry_run: bool, show_diff:
 def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     """Inspect and step-test models for CI. Exit code 0 healthy, 1 findings, 2 wrong usage, 3 could not be checked."""
     from kvdoctor import doctor
+    from kvdoctor.progress import on_terminal
     from kvdoctor.report import formats
 
     outputs = _outputs(given)
-    verdict, reports, code = doctor.gate(paths, _options(given))
+    with on_terminal(given["quiet"]) as told:
+        verdict, reports, code = doctor.gate(paths, _options(given, told))
     if given["format_"] == "text":
         for report in reports:
             _print(report, given)
@@ -173,16 +205,17 @@ def env() -> None:
 
 def _step_test(path: str, given: dict[str, Any]) -> "Report":
     from kvdoctor.child import Limits
+    from kvdoctor.progress import on_terminal
     from kvdoctor.runtimes import Runtime
 
     # Started before anything else is loaded: the worker opens the runtime in the meantime.
-    with Runtime(Limits(given["timeout"], given["max_memory"])) as runtime:
+    with Runtime(Limits(given["timeout"], given["max_memory"])) as runtime, on_terminal(given["quiet"]) as told:
         from kvdoctor import doctor
 
-        return doctor.step_test(path, _options(given), runtime)
+        return doctor.step_test(path, _options(given, told), runtime)
 
 
-def _options(given: dict[str, Any]) -> "Options":
+def _options(given: dict[str, Any], told: "Told | None" = None) -> "Options":
     from kvdoctor.child import Limits
     from kvdoctor.doctor import Options
     from kvdoctor.findings import Selection
@@ -199,8 +232,14 @@ def _options(given: dict[str, Any]) -> "Options":
         limits=Limits(given.get("timeout", 300.0), given.get("max_memory")),
         hash_files=given["hash_files"],
         contract=given.get("contract"),
+        required=_uses(given["require"]),
+        thorough=given.get("thorough", False),
+        prompt=_ids(given.get("prompt_ids", "")),
+        inputs=given.get("inputs"),
+        progress=told,
         reference=given.get("reference"),
         offline=given.get("offline", False),
+        trace=given.get("trace"),
         load=Load(given.get("batch"), given.get("context"), given.get("encoder_length")),
     )
 
@@ -215,6 +254,25 @@ def _codes(given: tuple[str, ...]) -> tuple[str, ...]:
             if not any(Selection((code,)).takes(check.code, check.name) for check in all_checks()):
                 raise click.UsageError(f"{code!r} names no check; `kvdoctor explain` lists all of them")
     return codes
+
+
+def _uses(given: tuple[str, ...]) -> "tuple[Required, ...]":
+    """Split `batch,beam`, and refuse what is no use."""
+    from kvdoctor.uses import REQUIRED
+
+    words = dict.fromkeys(word.strip() for entry in given for word in entry.split(",") if word.strip())
+    for word in words:
+        if word not in REQUIRED:
+            raise click.UsageError(f"--require takes {', '.join(REQUIRED)}; got {word!r}")
+    return tuple(use for use in REQUIRED if use in words)
+
+
+def _ids(given: str) -> tuple[int, ...]:
+    """Split `1,2,3`."""
+    try:
+        return tuple(int(word) for word in given.split(",") if word.strip())
+    except ValueError:
+        raise click.UsageError(f"--prompt-ids takes whole numbers, as in 1,2,3; got {given!r}") from None
 
 
 def finish(report: "Report", given: dict[str, Any], **more: Any) -> NoReturn:

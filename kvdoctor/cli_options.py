@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from kvdoctor.kept import MOST_POSITIONS, MOST_ROWS
+from kvdoctor.uses import REQUIRED
 
 FORMATS = ("text", "json", "markdown")
 
@@ -35,6 +36,12 @@ def shared_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
             default="plain",
             show_default=True,
             help="The loop that will call the model: every present fed back, or the cross-attention cache held.",
+        ),
+        click.option(
+            "--require",
+            multiple=True,
+            metavar="USES",
+            help=f"Uses that must work: {', '.join(REQUIRED)}. Their findings become errors.",
         ),
         click.option(
             "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all inputs made up."
@@ -88,6 +95,11 @@ def load_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
 def run_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
     """The options of the commands that run the model."""
     options = [
+        click.option(
+            "--thorough",
+            is_flag=True,
+            help="Also what takes long: the full context, a sweep of lengths, other ways to run the file.",
+        ),
         click.option("--provider", default="CPUExecutionProvider", show_default=True, help="Execution provider."),
         click.option(
             "--timeout",

@@ -121,6 +121,9 @@ empty: length 0. dummy: length 1, masked. zeros: a buffer or state of zeros. enc
 prefill: nothing, another graph makes it. ignored: anything, the branch does not read it.
 """
 
+Exactness = Literal["float", "float16", "bfloat16", "static-quantisation", "dynamic-quantisation"]
+"""The arithmetic of a graph. What is rounded to few bits on its way has a scale of its own, or one from all tokens."""
+
 PhaseName = Literal["encode", "prefill", "decode"]
 
 ITEM_BYTES = {
@@ -252,7 +255,7 @@ class CacheContract:
 
     `first_step` says what the first call gets: a past of length 0, the no-past branch of a merged decoder, or the
     graph without past of a pair. `exactness` is what the arithmetic of the graph allows two ways of computing the
-    same logits to differ by: its weakest float type, or `dynamic-quantisation`.
+    same logits to differ by: its weakest float type, or how it is quantised.
     `context_limit` is in tokens, from the side-car config; so are `heads`, the number of attention heads, where an axis
     counts batch times heads, and `codebooks`, the rows of tokens for each sequence. `contradictions` are promises of
     names that the dataflow refutes; the contract follows the dataflow. `missing` is empty for a contract that can be
@@ -264,7 +267,7 @@ class CacheContract:
     phases: dict[str, Phase]
     slots: tuple[Slot, ...]
     first_step: Literal["empty-past", "no-past-branch", "no-past-graph"]
-    exactness: Literal["float", "float16", "bfloat16", "dynamic-quantisation"] = "float"
+    exactness: Exactness = "float"
     vocabulary: int | None = None
     context_limit: int | None = None
     heads: int | None = None
@@ -303,6 +306,12 @@ class CacheContract:
         """Tokens that the smallest buffer of fixed size holds; None where none is a number."""
         sizes = [slot.size("capacity") for slot in self.slots if slot.growth in ("static", "delta", "ring")]
         return min((size for size in sizes if size is not None), default=None)
+
+    @property
+    def usable_length(self) -> int | None:
+        """Tokens that a sequence may have, by the config or by the smallest buffer; None where neither says."""
+        limits = (self.context_limit, self.capacity)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def encoder_length(self) -> int | None:

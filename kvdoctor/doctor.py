@@ -4,27 +4,26 @@ ModelFolder -> GraphView -> CacheContract -> Experiment -> Trace -> checks -> Re
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-from kvdoctor.case import UNDECIDED, Case, Consumer
-from kvdoctor.child import Limits
+from kvdoctor.case import Case
 from kvdoctor.contract import CacheContract
 from kvdoctor.facts import environment, file_facts, stack_facts
 from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks
 from kvdoctor.given import given_stacks
-from kvdoctor.kept import Load
 from kvdoctor.lost_state import gives_logits
 from kvdoctor.model_folder import ModelFolder, open_folder
-from kvdoctor.plain import to_plain
-from kvdoctor.reading import read_contract, with_observed
-from kvdoctor.reference import CannotCompare, Checkpoint, hold
+from kvdoctor.open_questions import undecided, unnamed, unproved
+from kvdoctor.options import Options
+from kvdoctor.reading import read_contract
+from kvdoctor.reference import Checkpoint
 from kvdoctor.report.document import (
     EXIT_FINDINGS,
     EXIT_HEALTHY,
     EXIT_INCOMPLETE,
-    FailOn,
     ModelFacts,
     Report,
     StackFacts,
@@ -32,46 +31,18 @@ from kvdoctor.report.document import (
     exit_code,
     worst_first,
 )
-from kvdoctor.runtimes import Examined, Job, Runtime
+from kvdoctor.runtimes import Examined, Runtime
+from kvdoctor.stack_test import Left, examine, held_against, placed
 from kvdoctor.stacks import StackFiles
-from kvdoctor.trace import Node, Run
+from kvdoctor.trace import REPLAY, Run
 
-COMPILED = "EPContext"
-"""The operator that holds a graph in the binary form of a device. Source: ONNX Runtime, EP context design."""
+if TYPE_CHECKING:
+    from kvdoctor.caller.holding import Held
+
+__all__ = ("Options", "gate", "inspect", "step_test")
 
 HAS_OWN_RUN = "cross-cache-emptied"
 """The fault of the contract that leaves a loop to judge: the held one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the user asked for, the same for every command."""
-
-    consumer: Consumer = "plain"
-    fail_on: FailOn = "error"
-    selection: Selection = field(default_factory=Selection)
-    seed: int = 0
-    provider: str = "CPUExecutionProvider"
-    limits: Limits = field(default_factory=Limits)
-    hash_files: bool = False
-    contract: str | None = None
-    reference: str | None = None
-    offline: bool = False
-    load: Load = field(default_factory=Load)
-
-    def as_arguments(self) -> dict[str, Any]:
-        """The options as the report shows them; what the memory is planned for only where it was asked."""
-        load = {name: number for name, number in to_plain(self.load).items() if number is not None}
-        return {
-            "consumer": self.consumer,
-            "fail_on": self.fail_on,
-            "select": list(self.selection.select),
-            "ignore": list(self.selection.ignore),
-            "provider": self.provider,
-            **({"contract": self.contract} if self.contract is not None else {}),
-            **({"reference": self.reference, "offline": self.offline} if self.reference is not None else {}),
-            **load,
-        }
 
 
 def inspect(path: str, options: Options | None = None) -> Report:
@@ -87,7 +58,7 @@ def inspect(path: str, options: Options | None = None) -> Report:
     for stack in folder.stacks:
         contract = read_contract(stack, folder.side_cars)
         stacks.append(stack_facts(stack, contract, folder.side_cars, options.load))
-        case = Case(folder, options.consumer, stack=stack, contract=contract)
+        case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
         run_checks(case, "contract", options.selection, verdicts)
     return _report("inspect", folder, options, verdicts, stacks)
 
@@ -119,31 +90,55 @@ def step_test(
     _check_files(folder, options, verdicts)
     checkpoint = Checkpoint(options.reference, options.offline) if options.reference is not None else None
     scratch = scratch or (checkpoint.scratch if checkpoint is not None else None)
-    stacks, runs, measured = [], [], {}
+    stacks: list[StackFacts] = []
+    runs, measured, told = list[Run](), {}, list[str]()
     given = {stack.name: contract for stack, contract in described}
+    contracts = {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
+    options = _with_samples(options, tuple(contracts.values()))
+    callers = _callers(options, contracts, verdicts) if options.trace is not None else {}
     for stack in folder.stacks:
-        contract = given.get(stack.name) or read_contract(stack, folder.side_cars)
-        case = Case(folder, options.consumer, stack=stack, contract=contract)
-        case, examined = _examine(case, options, verdicts, runtime, scratch)
-        case = _held(case, checkpoint, scratch, verdicts)
-        runs += list(case.runs)
-        stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
-        measured[stack.name] = _measured(examined)
-        before = len(verdicts.findings)
-        run_checks(case, "contract", options.selection, verdicts)
-        verdicts.not_checked += _undecided(case)
-        if case.runs:
-            faults = tuple(
-                f.name for f in verdicts.findings[before:] if f.severity == "error" and f.name != HAS_OWN_RUN
-            )
-            run_checks(replace(case, declared_faults=faults), "runs", options.selection, verdicts)
+        contract = contracts[stack.name]
+        case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
+        case = replace(case, thorough=options.thorough, caller=callers.get(stack.name))
+        with TemporaryDirectory(prefix="kvdoctor-") as calls:
+            left = Left(scratch / f"{stack.name}.npz" if scratch else None, Path(calls))
+            case, examined = examine(case, options, verdicts, runtime, left)
+            case = held_against(case, checkpoint, left.logits, verdicts)
+            stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
+            measured[stack.name] = _measured(examined)
+            before = len(verdicts.findings)
+            case = placed(_by_contract(case, options, verdicts), options, runtime, left.calls)
+            _by_runs(case, options, verdicts, before)
+        if case.caller is not None:
+            run_checks(case, "caller", options.selection, verdicts)
+            told.append(_told(case, options.trace or ""))
+        runs += case.runs
     report = _report("step-test", folder, options, verdicts, stacks)
+    report = replace(report, notes=(*report.notes, *told))
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
     if checkpoint is not None:
         checkpoint.close()
         environment |= checkpoint.versions
         report = replace(report, notes=(*report.notes, *checkpoint.held))
     return replace(report, runs=tuple(runs), measured=measured, environment=environment)
+
+
+def _by_contract(case: Case, options: Options, verdicts: Verdicts) -> Case:
+    """Ask the checks of the contract; the case knows afterwards which errors it declares."""
+    before = len(verdicts.findings)
+    run_checks(case, "contract", options.selection, verdicts)
+    errors = (finding.name for finding in verdicts.findings[before:] if finding.severity == "error")
+    return replace(case, declared_faults=tuple(name for name in errors if name != HAS_OWN_RUN))
+
+
+def _by_runs(case: Case, options: Options, verdicts: Verdicts, before: int) -> None:
+    """Ask the checks of the runs, and say what is left open; findings from `before` on are those of this stack."""
+    verdicts.not_checked += undecided(case)
+    if case.runs:
+        run_checks(case, "runs", options.selection, verdicts)
+    verdicts.not_checked += unproved(case, verdicts.findings[before:])
+    if options.selection == Selection():
+        verdicts.not_checked += unnamed(case, verdicts.findings[before:])
 
 
 def gate(paths: tuple[str, ...], options: Options) -> tuple[str, list[Report], int]:
@@ -169,147 +164,34 @@ def _with_stacks(folder: ModelFolder, described: tuple[StackFiles, ...]) -> Mode
     return replace(folder, stacks=tuple(by_name.values()))
 
 
-def _examine(
-    case: Case, options: Options, verdicts: Verdicts, runtime: Runtime, scratch: Path | None
-) -> tuple[Case, Examined]:
-    """Put all experiments to one stack, if it can be driven."""
-    assert case.stack is not None  # noqa: S101 - made with both by step_test
-    assert case.contract is not None  # noqa: S101
-    from kvdoctor.experiments import frozen_past, load
+def _with_samples(options: Options, contracts: tuple[CacheContract, ...]) -> Options:
+    """The options with the prompt that was given, wherever it stands, held against the contracts."""
+    if not options.prompt and options.inputs is None:
+        return options
+    from kvdoctor.given_samples import given_samples
 
-    obstacle = next(_obstacles(case.stack, case.contract), None)
-    frozen = case.contract.frozen_past is not None and frozen_past.can_be_filled(case.contract) is None
-    if obstacle or frozen:
-        reason = (
-            f"not run: {obstacle}"
-            if obstacle
-            else f"run only to a past of the fixed length {case.contract.frozen_past}"
-        )
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", reason, essential=True))
-    if obstacle:
-        return case, Examined()
-
-    asked = options.reference is not None
-    chosen = (e for e in load() if (e.name == frozen_past.NAME) == frozen and (asked or not e.on_request))
-    job = Job(
-        stack=case.stack.name,
-        folder=case.folder.root.absolute(),
-        contract=case.contract,
-        experiments=tuple(experiment.name for experiment in chosen),
-        seed=options.seed,
-        provider=options.provider,
-        keep_logits=scratch / f"{case.stack.name}.npz" if scratch else None,
-    )
-    examined = runtime.examine(job)
-    for crash in dict.fromkeys(crash.strip().splitlines()[-1] for crash in examined.crashes):
-        reason = f"an experiment crashed ({crash}); please report it"
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", reason, essential=True))
-    for note in dict.fromkeys(examined.notes):
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", note))
-    for obstacle in examined.obstacles:
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", obstacle, essential=True))
-    runs = tuple(_located(run, case) for run in examined.runs)
-    refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in examined.refusals)
-    contract = with_observed(case.contract, runs)
-    return replace(case, contract=contract, runs=runs, refusals=refusals), examined
+    return replace(options, prompt=given_samples(options.prompt, options.inputs, contracts).prompt)
 
 
-def _held(case: Case, checkpoint: Checkpoint | None, scratch: Path | None, verdicts: Verdicts) -> Case:
-    """Hold what the stack computed against the checkpoint, where there is one: it was asked for, so it must be done."""
-    if checkpoint is None or scratch is None or case.stack is None or case.contract is None:
-        return case
-    try:
-        run = hold(case.stack, case.contract, case.runs, scratch / f"{case.stack.name}.npz", checkpoint)
-    except CannotCompare as reason:
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", str(reason), essential=True))
-        return case
-    if run.outcome in ("ambiguous", "failed"):
-        open_end = {
-            "ambiguous": "the difference lies between noise and fault",
-            "failed": f"step {run.failed_step} fails, and only what came before was held against the checkpoint",
-        }[run.outcome]
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", f"{open_end}: {run.reason}", essential=True))
-    return replace(case, runs=tuple(run if run.experiment == each.experiment else each for each in case.runs))
+def _callers(options: Options, contracts: dict[str, CacheContract], verdicts: Verdicts) -> "dict[str, Held]":
+    """The caller's own steps, held against the contract of the stack that they called."""
+    from kvdoctor.caller.holding import hold_fitting
+
+    drivable = {name: contract for name, contract in contracts.items() if contract.slots and not contract.missing}
+    if not drivable:
+        reason = "the trace was not held against a contract: none is complete"
+        verdicts.not_checked.append(NotChecked(None, "KV208", reason, essential=True))
+        return {}
+    return hold_fitting(options.trace or "", drivable)
 
 
-def _obstacles(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
-    """Why decode steps cannot be run on a stack; the first reason is the one to give."""
-    for file in stack.files.values():
-        if file.external_problems:
-            yield f"external data of {file.name} cannot be read"
-    if contract.missing or stack.kind == "unpaired" or not contract.slots:
-        yield "the cache contract is not complete"
-    yield from _undrivable(stack, contract)
-    yield from _unfeedable(contract)
+def _told(case: Case, path: str) -> str:
+    """What the trace showed, in one line."""
+    from kvdoctor.caller import telling
 
-
-def _undrivable(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
-    """What is understood and still cannot be run step by step here."""
-    if any(COMPILED in file.view.operators for file in stack.files.values() if file.view is not None):
-        yield f"it was compiled for a device ({COMPILED}), and only the execution provider of that device can run it"
-    if stack.operator is not None:
-        yield f"the operator {stack.operator} runs the whole loop with the cache inside; there is nothing to feed back"
-    if contract.slots and not contract.takes_tokens:
-        yield "it takes no tokens and gives no logits: a decoder of frames, a streaming encoder, a pipeline stage"
-    if contract.graph("decode").port("logits") is None:
-        yield "the decoder returns tokens and no logits, so there is nothing to hold against a reference run"
-    if any(slot.growth == "paged" for slot in contract.slots):
-        yield "a paged cache is addressed by tables that the serving engine keeps"
-    if any(slot.filled_by is None and not slot.is_given for slot in contract.slots):
-        yield "a past has no present that fills it"
-    from kvdoctor.experiments import frozen_past
-
-    if contract.frozen_past is not None:
-        if reason := frozen_past.can_be_filled(contract):
-            yield reason
-    elif contract.new_tokens not in (None, 1):
-        yield f"the first step takes {contract.new_tokens} new tokens only, so there is no reference run"
-
-
-def _unfeedable(contract: CacheContract) -> Iterator[str]:
-    """Inputs of an element type that cannot be made up."""
-    unknown = {port.dtype for graph in contract.graphs.values() for port in graph.inputs} - _feedable()
-    if unknown:
-        yield f"no feed can be made of element type {', '.join(sorted(unknown))}"
-
-
-def _feedable() -> set[str]:
-    from kvdoctor.feeds import NUMPY_TYPES
-
-    return set(NUMPY_TYPES)
-
-
-def _undecided(case: Case) -> Iterator[NotChecked]:
-    """Runs without a verdict. For the consumer's own loop that keeps the model from being called healthy."""
-    from kvdoctor.experiments import load
-
-    judged, names = case.judged, {experiment.name for experiment in load() if experiment.judged}
-    contract = case.contract
-    if contract and judged and judged.outcome == "passed" and contract.new_tokens is not None and case.stack:
-        recurrent = all(slot.growth == "replace" for slot in contract.slots)
-        reason = (
-            f"the first step takes {contract.new_tokens} new token only, so no call without a cache can be held against"
-        )
-        yield NotChecked(case.stack.name, "KV301", f"logits parity: {reason}", essential=not recurrent)
-    for run in case.runs:
-        unclear = run.outcome in ("ambiguous", "inconclusive") and run.experiment in names
-        if case.stack and (unclear or (run is judged and run.outcome in UNDECIDED)):
-            reason = UNDECIDED[run.outcome].format(reason=run.reason)
-            yield NotChecked(case.stack.name, "KV301", f"logits parity of {run.experiment}: {reason}", run is judged)
-
-
-def _located(run: Run, case: Case) -> Run:
-    """Turn names that the runtime mentioned into a place, if the graph holds a node of that name."""
-    view = case.main
-    if run.steps and case.contract and case.stack:
-        phase = run.steps[-1].phase if run.steps[-1].phase != "reference" else "prefill"
-        file = case.contract.graphs[case.contract.phases[phase].graph].file
-        view = next((f.view for f in case.stack.files.values() if f.name == file and f.view), view)
-    for name in reversed(run.node_names):
-        node = view.node(name)
-        if node is not None and node.op_type not in ("If", "Loop", "Scan"):
-            return replace(run, node=Node(name, node.op_type), node_names=())
-    return replace(run, node_names=())
+    assert case.caller is not None  # noqa: S101 - asked only where a trace was held
+    assert case.stack is not None  # noqa: S101
+    return telling.line(case.caller, case.run(REPLAY), path, case.stack.name)
 
 
 def _check_files(folder: ModelFolder, options: Options, verdicts: Verdicts) -> None:
@@ -364,4 +246,5 @@ def _measured(examined: Examined) -> dict[str, Any]:
         "seconds": examined.seconds,
         "step_seconds": examined.timings,
         "peak_bytes": examined.peak_bytes,
+        **({"unrounded_seconds": examined.unrounded_seconds} if examined.unrounded_seconds else {}),
     }

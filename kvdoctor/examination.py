@@ -1,17 +1,18 @@
 """One stack under examination: drives experiments in the worker process and notes what came back."""
 
-import re
 import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Experiment
+from kvdoctor.experiments.rows import growing
 from kvdoctor.feeds import (
     Answer,
     Array,
@@ -25,13 +26,26 @@ from kvdoctor.feeds import (
     synthetic_cross_caches,
     synthetic_encoder_states,
 )
-from kvdoctor.parity import compare, judge
+from kvdoctor.kept_calls import save_call
+from kvdoctor.parity import compare, error_growth, judge, slot_difference
 from kvdoctor.plain import to_plain
-from kvdoctor.sessions import Announce, OrtTensor, Refused, Sessions, StepFailed, runtime_version, to_runtime
-from kvdoctor.trace import Cause, Control, Difference, Outcome, Run, Seen, Step
+from kvdoctor.samples import Samples
+from kvdoctor.sessions import (
+    LEVELS,
+    Announce,
+    OrtTensor,
+    Refused,
+    Sessions,
+    StepFailed,
+    mentioned,
+    run_bound,
+    runtime_version,
+    to_runtime,
+)
+from kvdoctor.trace import Cause, Control, Difference, ErrorGrowth, Outcome, Run, Seen, Step
 
 TIMING_REPEATS = 5
-TIMING_SECONDS = 0.5
+TIMING_SECONDS = 0.1
 ENCODER_FACTORS = (1, 40, 400)
 """Longer inputs are tried where an encoder refuses a short one: speech is sampled many times for each state."""
 
@@ -50,10 +64,13 @@ class Examination:
     seed: int
     announce: Announce
     keep_logits: bool = False
+    samples: Samples = field(default_factory=Samples)
+    timed: bool = True
     references: dict[bytes, Answer] = field(default_factory=dict)
     encoded: dict[Scenario, Encoded] = field(default_factory=dict)
     logits: dict[str, Array] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    kept_calls: Path | None = None
 
     def run(self, experiment: Experiment) -> Run:
         """Put one experiment to the model."""
@@ -63,6 +80,8 @@ class Examination:
             reason = "the context is too short for it"
         if experiment.asks_why and "differs" not in map(self.outcomes.get, experiment.asks_why):
             reason = "nothing differs"
+        if experiment.unless_passed and self.outcomes.get(experiment.unless_passed) == "passed":
+            reason = f"{experiment.unless_passed} passed"
         if reason is not None:
             return self.result(experiment, "skipped", reason=reason)
         run = _Performance(self, experiment, scenario).perform()
@@ -85,17 +104,20 @@ class Examination:
             shape = answer.outputs[self.logits_name("prefill")].shape
             if len(shape) == 0 or len(answer.logits.shape) != 3:
                 raise WrongLogits(f"logits have shape {list(shape)}, not [batch, new, vocabulary]")
-            kept = {self.logits_name("prefill"): answer.outputs[self.logits_name("prefill")]}
+            names = {self.logits_name("prefill"), *(slot.filled_by for slot in growing(self.contract))}
+            kept = {name: value for name, value in answer.outputs.items() if name in names}
             self.references[key] = replace(answer, outputs=kept)
         return self.references[key]
 
     def run_session(self, call: Call, session: Any = None) -> Answer:
         """Run a call in the session of its phase, or in the one given."""
-        session = session or self.sessions.get(self.contract.graph(call.phase).file)
+        file = self.contract.graph(call.phase).file
+        session = session or (self.sessions.at(file, call.via) if call.via in LEVELS else self.sessions.get(file))
         names = [output.name for output in session.get_outputs() if output.type.startswith("tensor(")]
         feeds = {name: to_runtime(value) for name, value in call.feeds.items()}
         try:
-            values = session.run_with_ort_values(names, feeds)
+            run = run_bound if call.via == "io-binding" else session.__class__.run_with_ort_values
+            values = run(session, names, feeds)
         except Exception as error:  # the bindings raise many types, and all of them are a failed step
             raise StepFailed(self.sessions.clean(error)) from error
         outputs: dict[str, Value] = {name: OrtTensor(v) for name, v in zip(names, values, strict=True)}
@@ -114,15 +136,14 @@ class Examination:
         return self.encoded[key]
 
     def _encode(self, scenario: Scenario) -> Encoded:
-        made_up = Encoded(
-            synthetic_encoder_states(self.contract, scenario), synthetic_cross_caches(self.contract, scenario)
-        )
+        made_up = Encoded(self._states(scenario), synthetic_cross_caches(self.contract, scenario))
         if "encode" not in self.contract.phases:
             return made_up
         answer, error = None, ""
         for factor in ENCODER_FACTORS:
             longer = replace(scenario, encoder=scenario.encoder * factor)
-            fed = encoder_feeds(self.contract, longer)
+            made = encoder_feeds(self.contract, longer)
+            fed = {name: self.samples.laid_over(name, array) for name, array in made.items()}
             try:
                 answer = self.run_session(Call("encode", fed, 0, longer.encoder))
                 break
@@ -141,8 +162,29 @@ class Examination:
             return Encoded(None, kept, fed)
         return Encoded(states, kept, fed if states is not made_up.states else {})
 
+    def _states(self, scenario: Scenario) -> Array | None:
+        """Encoder states that no encoder file makes."""
+        made = synthetic_encoder_states(self.contract, scenario)
+        ports = (port for graph in self.contract.graphs.values() for port in graph.inputs)
+        port = next((port for port in ports if port.role == "encoder_states"), None)
+        return made if made is None or port is None else self.samples.laid_over(port.name, made)
+
+    def _sized_as_given(self, scenario: Scenario) -> Scenario:
+        """The usual sizes are those of what the user gives; other sizes are asked for on purpose."""
+        usual, prompt, encoder = Scenario(), len(self.samples.prompt), None
+        for graph in self.contract.graphs.values():
+            for port in graph.inputs:
+                axis = next((axis for axis in ("encoder_input", "encoder") if axis in port.axes), None)
+                if axis is not None and port.role in ("encoder_input", "encoder_states"):
+                    encoder = encoder or self.samples.length(port.name, port.axes.index(axis))
+        return replace(
+            scenario,
+            prompt=prompt if prompt and scenario.prompt == usual.prompt else scenario.prompt,
+            encoder=encoder if encoder and scenario.encoder == usual.encoder else scenario.encoder,
+        )
+
     def _fitted(self, scenario: Scenario) -> Scenario:
-        contract = self.contract
+        contract, scenario = self.contract, self._sized_as_given(scenario)
         scenario = replace(
             scenario,
             batch=contract.fixed_batch or scenario.batch,
@@ -151,10 +193,9 @@ class Examination:
         )
         if self.contract.new_tokens is not None:
             scenario = replace(scenario, prompt=min(scenario.prompt, self.contract.new_tokens))
-        limits = [n for n in (self.contract.context_limit, self.contract.capacity) if n is not None]
-        return replace(
-            scenario, steps=min(scenario.steps, *(limit - scenario.prompt for limit in limits), scenario.steps)
-        )
+        limit = self.contract.usable_length
+        steps = scenario.steps if limit is None else min(scenario.steps, limit - scenario.prompt)
+        return replace(scenario, steps=steps)
 
     def result(self, experiment: Experiment, outcome: Outcome, **more: Any) -> Run:
         """A run as it is sent: its steps have gone ahead of it."""
@@ -179,13 +220,15 @@ class _Performance:
         self.controls: list[Control] = []
         self.logits: list[Array] = []
         self.noise = 0.0
+        self.kept = False
         self.deal: Deal | None = None
 
     def perform(self) -> Run:
         """Drive the generator to its end or to the first failure."""
         call = None
         try:
-            deal = self.deal = Deal(self.exam.contract, self.scenario, self.exam.encode(self.scenario))
+            encoded = self.exam.encode(self.scenario)
+            deal = self.deal = Deal(self.exam.contract, self.scenario, encoded, samples=self.exam.samples)
             calls = self.experiment.calls(deal)
             call = next(calls)
             while True:
@@ -199,9 +242,9 @@ class _Performance:
         except WrongLogits as error:
             return self._result("differs", failed_step=max(len(self.steps) - 1, 0), reason=str(error))
         finally:
-            self._keep()
+            self._leave()
 
-    def _keep(self) -> None:
+    def _leave(self) -> None:
         """Leave in the scratch file what the experiment keeps, as far as it came."""
         keeps = self.experiment.keeps
         if self.exam.keep_logits and keeps is not None and self.deal is not None:
@@ -229,7 +272,9 @@ class _Performance:
         step = self._step(call, answer)
         try:
             if answer is not None and self.exam.logits_name(call.phase) in answer.outputs:
-                step = replace(step, difference=self._difference(call, answer))
+                step = replace(step, difference=self._difference(call, answer), slots=_slots(call, answer))
+                if step.difference and judge(step.difference, self.exam.contract.exactness, self.noise) == "fail":
+                    self._keep(call, reference=True)
                 if self.exam.keep_logits:
                     self.logits.append(answer.logits)
         finally:
@@ -292,12 +337,13 @@ class _Performance:
             return Answer({}, "")
 
     def _timed(self, call: Call) -> Answer:
-        """Median seconds of up to five runs within half a second, after one that does not count."""
-        answer = self.exam.run_session(call)
+        """Median seconds of up to five runs within a tenth of a second; the same call was run before."""
+        if not self.exam.timed:
+            return self.exam.run_session(call)
         seconds: list[float] = []
         while len(seconds) < TIMING_REPEATS and (not seconds or sum(seconds) < TIMING_SECONDS):
             begin = time.perf_counter()
-            self.exam.run_session(call)
+            answer = self.exam.run_session(call)
             seconds.append(time.perf_counter() - begin)
         self.exam.announce("timing", stack=self.exam.stack, label=call.label, seconds=statistics.median(seconds))
         return answer
@@ -311,7 +357,7 @@ class _Performance:
             self.exam.logits[self.experiment.name] = np.concatenate([part.ravel() for part in self.logits])
         exactness, noise = self.exam.contract.exactness, self._noise_floor()
         verdicts = [judge(step.difference, exactness, noise) if step.difference else "pass" for step in self.steps]
-        if exactness == "dynamic-quantisation" and 2 * verdicts.count("fail") <= len(verdicts):
+        if exactness.endswith("quantisation") and 2 * verdicts.count("fail") <= len(verdicts):
             # Its noise has a heavy tail: one step may be far off, and the next, on the same cache, right again.
             verdicts = ["ambiguous" if verdict == "fail" else verdict for verdict in verdicts]
         unseen = [control.spoilt for control in self.controls if not control.visible]
@@ -337,19 +383,34 @@ class _Performance:
         if call is None:
             return self._result("failed", error=error, failed_step=0)
         self._note(call, None)
+        self._keep(call)
         located = self._locate(call) if self.experiment.judged else {}
         return self._result("failed", failed_step=len(self.steps) - 1, error=error, **located)
+
+    def _keep(self, call: Call, reference: bool = False) -> None:
+        """Leave the feeds of the first bad call, and of the call without a cache that ends with the same token."""
+        folder = self.exam.kept_calls
+        if folder is None or self.kept or not self.experiment.judged:
+            return
+        self.kept = True
+        save_call(folder / f"{self.experiment.name}.npz", call.feeds)
+        stop = call.new + (call.past if call.phase == "decode" else 0)
+        reference = reference and not self.experiment.changes_deal
+        if reference and self.deal is not None and stop <= self.deal.scenario.total:
+            save_call(folder / f"{self.experiment.name}-reference.npz", self.deal.reference(stop).feeds)
 
     def _locate(self, call: Call) -> dict[str, Any]:
         """What the same call shows in other sessions: unoptimised, names in the text are candidates for a place."""
         file = self.exam.contract.graph(call.phase).file
+        names: tuple[str, ...] | None = None
         try:
-            self.exam.run_session(call, self.exam.sessions.unoptimised(file))
+            self.exam.run_session(call, self.exam.sessions.at(file, "off"))
         except StepFailed as error:
-            names = tuple(re.findall(r"[Nn]ame:\s?'([^']*)'", str(error)))
-            return {"node_names": names, **self._without_reuse(call, file)}
+            names = mentioned(error)
         except Exception:  # the file opens at another level only: no place to name
             return {}
+        if names is not None:  # out of the handler, whose traceback would keep the session alive
+            return {"node_names": names, **self._without_reuse(call, file)}
         reason = "the same call passes with graph optimisation off: an optimisation of the runtime is at fault"
         return {"reason": reason, "passes_with": "no-optimisation"}
 
@@ -361,7 +422,28 @@ class _Performance:
         return {"reason": "the same call passes where the runtime reuses no buffers", "passes_with": "no-buffer-reuse"}
 
     def _result(self, outcome: Outcome, **more: Any) -> Run:
-        return self.exam.result(self.experiment, outcome, controls=tuple(self.controls), **more)
+        more |= {"controls": tuple(self.controls), "growth": self._growth()}
+        return self.exam.result(self.experiment, outcome, **more)
+
+    def _growth(self) -> ErrorGrowth | None:
+        """How the difference goes over the steps of a loop that decodes one token a step from its prefill on."""
+        decoded = self.steps[1:]
+        if any(step.phase != "decode" or step.new_tokens != 1 or step.difference is None for step in decoded):
+            return None
+        found = [step.difference for step in self.steps if step.difference is not None and step.difference.finite]
+        if len(found) != len(self.steps):
+            return None
+        return error_growth([difference.relative for difference in found], self.exam.contract.exactness)
+
+
+def _slots(call: Call, answer: Answer) -> dict[str, float]:
+    """How far presents are from the slots that the call expects."""
+    gaps = {
+        name: slot_difference(answer.outputs[name].array(), as_array(expected))
+        for name, expected in call.slots.items()
+        if name in answer.outputs and answer.outputs[name].shape == expected.shape
+    }
+    return {name: gap for name, gap in gaps.items() if gap is not None}
 
 
 def _seen(value: Value | Array) -> Seen:

@@ -4,7 +4,7 @@ Filling each input on its own is what makes generic runners fail healthy decoder
 contract and one `Scenario`. Sizes of the default scenario differ pairwise, since equal sizes hide mistakes.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port, Slot
+from kvdoctor.samples import Samples
 
 Array = np.ndarray[Any, Any]
 
@@ -52,6 +53,9 @@ class Past(dict[str, "Value | Array"]):
 
 Loop = Literal["plain", "held"]
 
+Way = Literal["run", "io-binding", "basic", "off"]
+"""How a call is run: plainly, with bound inputs and outputs, or at a lower level of graph optimisation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -77,6 +81,8 @@ class Call:
     must differ from it, and names what was `spoilt`. The answer to a `reference` is kept for equal feeds. A `timing`
     is repeated, and its median kept under `label`. A `noise` call measures what the graph's own arithmetic makes of
     splitting a sequence, without a cache. A `probe` is answered without outputs where it fails, and is not on record.
+    `via` names another way to run the same file.
+    `slots` are tensors of a cache by the name of the present that is held against them.
     """
 
     phase: PhaseName
@@ -86,6 +92,8 @@ class Call:
     expected: Array | None = None
     kind: Literal["step", "reference", "control", "timing", "noise", "probe"] = "step"
     label: str = ""
+    via: Way = "run"
+    slots: "Mapping[str, Value | Array]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +136,8 @@ class Deal:
     """A contract with the sizes, tokens and encoder outputs of one scenario: makes all calls.
 
     `tokens` int64[batch * codebooks, total] are the whole sequence; `padding` says how many of them, row by row, are no
-    words but padding on the left, to be masked and not to be counted.
+    words but padding on the left, to be masked and not to be counted; `encoder_padding` how many encoder states are
+    none, on the right. `samples` are what the user gives in place of made-up tokens and encoder inputs.
     """
 
     contract: CacheContract
@@ -136,11 +145,14 @@ class Deal:
     encoded: Encoded = Encoded()
     tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     padding: tuple[int, ...] = ()
+    encoder_padding: tuple[int, ...] = ()
+    samples: Samples = field(default_factory=Samples)
 
     def __post_init__(self) -> None:
         if not self.tokens.size:
             shape = (self.scenario.batch * self.contract.codebooks, self.scenario.total)
-            object.__setattr__(self, "tokens", _tokens(self.contract, shape, self.scenario.seed))
+            made = _tokens(self.contract, shape, self.scenario.seed)
+            object.__setattr__(self, "tokens", self.samples.tokens(made))
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
@@ -155,15 +167,47 @@ class Deal:
 
     def row(self, index: int) -> "Deal":
         """The deal of one row of the batch alone."""
-        states = None if self.encoded.states is None else self.encoded.states[index : index + 1]
+        return self.rows((index,))
+
+    def rows(self, order: Sequence[int]) -> "Deal":
+        """The deal of some rows of the batch, in that order; a row may come twice."""
+        states = None if self.encoded.states is None else self.encoded.states[list(order)]
         batched = {s.filled_by: s.axes.index("batch") for s in self.contract.slots if "batch" in s.axes}
         outputs = {
-            name: np.take(array, [index], axis=batched[name]) if name in batched else array
+            name: np.take(array, order, axis=batched[name]) if name in batched else array
             for name, array in self.encoded.outputs.items()
         }
-        scenario = replace(self.scenario, batch=1)
-        rows = slice(index * self.contract.codebooks, (index + 1) * self.contract.codebooks)
-        return Deal(self.contract, scenario, Encoded(states, outputs), self.tokens[rows])
+        scenario = replace(self.scenario, batch=len(order))
+        return Deal(self.contract, scenario, Encoded(states, outputs), self.tokens[self.of_rows(order)])
+
+    def of_rows(self, order: Sequence[int]) -> list[int]:
+        """Where the tokens and the logits of some rows of the batch stand: each has as many rows as codebooks."""
+        books = self.contract.codebooks
+        return [row * books + book for row in order for book in range(books)]
+
+    def behind(self, start: int) -> "Deal":
+        """The deal of the same sequence without its first `start` tokens."""
+        scenario = replace(self.scenario, prompt=max(self.scenario.prompt - start, 1))
+        scenario = replace(scenario, steps=self.scenario.total - start - scenario.prompt + 1)
+        return replace(self, scenario=scenario, tokens=self.tokens[:, start:])
+
+    def elsewhere(self, start: int) -> "Deal":
+        """The deal of another sequence from a token on."""
+        tokens = self.tokens.copy()
+        tokens[:, start:] += 1
+        return replace(self, tokens=tokens)
+
+    def reordered(self, past: Past, order: Sequence[int]) -> Past:
+        """The past of some rows of the batch, in that order: what a beam search feeds."""
+        moved: dict[str, Any] = dict(past)
+        for slot in self.contract.slots:
+            value = as_array(past[slot.past])
+            if "batch" in slot.axes:
+                moved[slot.past] = np.take(value, order, axis=slot.axes.index("batch"))
+            elif "batch_heads" in slot.axes:
+                at, heads = slot.axes.index("batch_heads"), self.contract.heads or 1
+                moved[slot.past] = np.take(value, [r * heads + h for r in order for h in range(heads)], axis=at)
+        return Past(moved, past.length)
 
     def reference(self, stop: int | None = None) -> Call:
         """The first `stop` tokens (all of them) in one call without a cache."""
@@ -175,14 +219,20 @@ class Deal:
 
         A graph that gives the logits of the last token alone is run once for each length.
         """
+        logits, _ = yield from self.whole_answer(stop)
+        return logits
+
+    def whole_answer(self, stop: int | None = None) -> "Generator[Call, Answer, tuple[Array, Answer]]":
+        """The same, and what came back of the whole sequence: logits, and the slots that grow."""
         stop = stop or self.scenario.total
         if not self.contract.last_logits_only:
-            return (yield self.reference(stop)).logits
+            answer = yield self.reference(stop)
+            return answer.logits, answer
         found: list[Array] = []
-        while len(found) < stop:
-            answer = yield self.reference(len(found) + 1)
+        for length in range(1, stop + 1):
+            answer = yield self.reference(length)
             found.append(answer.logits[:, -1:])
-        return np.concatenate(found, axis=1)
+        return np.concatenate(found, axis=1), answer
 
     def prefill(self, stop: int, expected: Array | None = None, dummy: int = 0) -> Call:
         """The first `stop` tokens; past inputs that grow get a dummy of length `dummy` filled with zeros."""
@@ -226,6 +276,11 @@ class Deal:
             word = "cache" if kind.endswith("attention") else "slots"
             spoilt.append((f"{kind} {word} zeroed", Past({**past, **zeros}, past.length)))
         return spoilt
+
+    def controls(self, start: int, stop: int, past: Past, expected: Array) -> "Iterator[Call]":
+        """The same decode call over each spoilt past."""
+        for spoilt, spoilt_past in self.spoil(past):
+            yield self.decode(start, stop, spoilt_past, expected[:, start:stop], kind="control", label=spoilt)
 
     def placeholder(self, slot: Slot, length: int) -> Array:
         """Zeros in the shape of a slot, `length` long on its sequence axis if it grows."""
@@ -313,9 +368,9 @@ class Deal:
                 made = _word_table(self.contract, shape[-1])[self.tokens[:, span[0] : span[1]]]
             case "attention_mask":
                 columns = np.arange(shape[-1])
-                made = np.broadcast_to((columns >= self._pads(shape)) & (columns < sizes["total"]), shape)
+                made = np.broadcast_to((columns >= _by_row(self.padding, shape)) & (columns < sizes["total"]), shape)
             case "encoder_mask":
-                made = np.ones(shape)
+                made = np.broadcast_to(np.arange(shape[-1]) < shape[-1] - _by_row(self.encoder_padding, shape), shape)
             case "additive_mask":
                 shape = _sized(port, {**sizes, "total": self._columns(past, sizes["total"])})
                 seen = _seen(shape, port, self.contract, (begin, sizes["total"]))
@@ -324,14 +379,16 @@ class Deal:
                     seen if kind is np.bool_ else np.where(seen, *((0.0, HIDDEN) if "float" in port.dtype else (-1, 0)))
                 )
             case "position_ids" | "cache_position":
-                made = np.broadcast_to(np.maximum(np.arange(begin, sizes["total"]) - self._pads(shape), 0), shape)
+                counted = np.arange(begin, sizes["total"]) - _by_row(self.padding, shape)
+                made = np.broadcast_to(np.maximum(counted, 0), shape)
             case "rotary_cos" | "rotary_sin":
                 angles = _angles(begin, sizes["total"], shape[-1])
                 made = np.broadcast_to(np.cos(angles) if port.role == "rotary_cos" else np.sin(angles), shape)
             case "encoder_states" if self.encoded.states is not None:
                 made = self.encoded.states
             case "encoder_input":
-                return _encoder_feed(port, shape, self.contract, self.scenario)
+                made = _encoder_feed(port, shape, self.contract, self.scenario)
+                return self.samples.laid_over(port.name, made)
             case "branch_switch":
                 made = np.full(shape, self.contract.phases[phase].switch)
             case "logits_to_keep" | "block_table":
@@ -347,10 +404,6 @@ class Deal:
             case _:
                 raise ValueError(f"input {port.name!r} has role {port.role}, which no feed is known for")
         return np.array(made, dtype=kind, order="C")
-
-    def _pads(self, shape: tuple[int, ...]) -> Array:
-        """The padding of each row, int64[batch, 1], for an input of that shape; 0 where there is none."""
-        return np.array(self.padding).reshape(-1, 1) if self.padding and len(shape) > 1 else np.zeros(1, np.int64)
 
     def _columns(self, past: Past, total: int) -> int:
         """How many entries a mask with a row for each query covers: the whole of a buffer of fixed size."""
@@ -419,6 +472,11 @@ def _encoder_feed(port: Port, shape: tuple[int, ...], contract: CacheContract, s
     if np.issubdtype(kind, np.integer):
         return rng.integers(*_plain_words(contract), shape).astype(kind)
     return rng.standard_normal(shape).astype(kind)
+
+
+def _by_row(padding: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """The padding of each row, int64[batch, 1], for an input of that shape; 0 where there is none."""
+    return np.array(padding).reshape(-1, 1) if padding and len(shape) > 1 else np.zeros(1, np.int64)
 
 
 def _count(port: Port, sizes: dict[Axis, int]) -> int:

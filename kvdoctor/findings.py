@@ -9,9 +9,11 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
+
+from kvdoctor.uses import Required
 
 if TYPE_CHECKING:
     from kvdoctor.case import Case
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 Severity = Literal["note", "warning", "error"]
 Confidence = Literal["confirmed", "suspected"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
-Asks = Literal["file", "contract", "runs"]
+Asks = Literal["file", "contract", "runs", "caller"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,10 @@ class Advice:
 class Fault:
     """What a check found, before the frame adds the check's own code and name.
 
-    `follows` are the consequences, which are not reported as faults of their own.
+    `follows` are the consequences, which are not reported as faults of their own. `use` is the documented use that it
+    denies: whoever requires that gets an error.
+    `follows` are the consequences, which are not reported as faults of their own; `because` says what the place of the
+    fault showed.
     """
 
     severity: Severity
@@ -48,6 +53,8 @@ class Fault:
     follows: tuple[str, ...] = ()
     file: str | None = None
     confidence: Confidence = "confirmed"
+    use: Required | None = None
+    because: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,8 @@ class Finding:
     follows: tuple[str, ...]
     repair: Advice
     fingerprint: str = ""
+    use: Required | None = None
+    because: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +191,8 @@ def run_checks(case: "Case", asks: Asks, selection: Selection, verdicts: Verdict
 def _run_check(one: Check, case: "Case", stack: str | None, verdicts: Verdicts) -> None:
     try:
         for fault in one.function(case):
-            verdicts.findings.append(_finding(one, fault, stack))
+            required = fault.use in case.required
+            verdicts.findings.append(_finding(one, replace(fault, severity="error") if required else fault, stack))
     except CannotCheck as reason:
         verdicts.not_checked.append(NotChecked(stack, one.code, str(reason)))
     except Exception as error:  # one broken check must not hide what the others found
@@ -206,5 +216,7 @@ def _finding(one: Check, fault: Fault, stack: str | None) -> Finding:
         cause=fault.cause,
         follows=fault.follows,
         repair=fault.advice,
+        use=fault.use,
+        because=fault.because,
         fingerprint=hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()[:16],
     )

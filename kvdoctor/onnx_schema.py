@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, ValueInfoProto
+    from onnx import (
+        AttributeProto,
+        FunctionProto,
+        GraphProto,
+        ModelProto,
+        NodeProto,
+        TensorProto,
+        TensorShapeProto,
+        ValueInfoProto,
+    )
 
 GENERATED = "onnx.onnx_ml_pb2"
 
@@ -41,6 +50,7 @@ def onnx_version() -> str:
 if not TYPE_CHECKING:
     _schema = _generated()
     AttributeProto = _schema.AttributeProto
+    FunctionProto = _schema.FunctionProto
     GraphProto = _schema.GraphProto
     ModelProto = _schema.ModelProto
     NodeProto = _schema.NodeProto
@@ -50,6 +60,7 @@ if not TYPE_CHECKING:
 
 __all__ = [
     "AttributeProto",
+    "FunctionProto",
     "GraphProto",
     "ModelProto",
     "NodeProto",

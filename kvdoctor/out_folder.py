@@ -14,6 +14,9 @@ from kvdoctor.errors import UsageError
 MARK = "kvdoctor-report.json"
 """The fix report: a folder that holds one was written by kvdoctor, and may be replaced with `--force`."""
 
+REPRO_MARK = "reproducer.json"
+"""The same for a reproducer."""
+
 
 def write_whole(file: Path, content: str) -> None:
     """Write a file by renaming a finished one into its place; a link is followed, a pipe or device written to.
@@ -125,11 +128,14 @@ def regular_files(folder: Path) -> Iterator[Path]:
 
 
 def _is_ours(out: Path) -> bool:
-    """Whether a folder holds the fix report of a repair that was written there."""
+    """Whether a folder holds the fix report of a repair that was written there, or a reproducer."""
     try:
+        if (out / REPRO_MARK).is_file():
+            reproducer = json.loads((out / REPRO_MARK).read_text(encoding="utf-8"))
+            return bool(reproducer["tool"]["name"] == "kvdoctor" and reproducer["schema"].startswith("kvdoctor/repro/"))
         report = json.loads((out / MARK).read_text(encoding="utf-8"))
         return bool(report["command"] == "re-export" and report["repair"]["out"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

@@ -143,7 +143,7 @@ def _proof(treatments: tuple[Treatment, ...], before: Report, after: Report) -> 
             if run is not None and run.outcome != "skipped":
                 worst = max((s.difference.relative for s in run.steps if s.difference), default=0.0)
                 text = f"{len(run.steps)} steps, logits within {worst:.1e} of their spread of the reference run"
-                yield Proof(stack, f"{experiment} passes", run.outcome == "passed", text)
+                yield Proof(stack, f"{experiment} passes", run.shows == "passed", text)
 
 
 def _same_logits(treatments: tuple[Treatment, ...], before: Path, after: Path, report: Report) -> Iterator[Proof]:

@@ -1,6 +1,5 @@
 """Reads the cache contract of a stack out of its graphs, its side-car configs and the names of its producer."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,17 +8,14 @@ from kvdoctor.axes import as_number
 from kvdoctor.configs import Configured, configured, context_limit, decoder_config, is_count
 from kvdoctor.contract import CacheContract, Graph, Lack, Phase, Port, Slot
 from kvdoctor.dialects import CACHE_LIKE, Dialect, axes, inputs, spoken
-from kvdoctor.graph import ELEMENT_TYPES, Declared, GraphView
+from kvdoctor.exactness import exactness_of
+from kvdoctor.graph import Declared, GraphView
 from kvdoctor.lacks import lacks
 from kvdoctor.model_folder import SideCars
 from kvdoctor.roles import Looks, hidden_states, named, ruled, with_numbers
 from kvdoctor.slots import SlotReader, shared_pasts
 from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.trace import Run
-
-DYNAMIC_QUANTISATION = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QAttention"}
-DYNAMIC_LEVEL = 4
-"""`accuracy_level` of MatMulNBits from which the activations are quantised to int8 as well."""
 
 RANK_WITH_TOKENS = 3
 """Of logits float[batch, new, vocabulary]; some graphs give those of the last token alone, float[batch, vocabulary]."""
@@ -98,7 +94,7 @@ class _Reader:
             phases=phases,
             slots=slots,
             first_step=self._first_step(),
-            exactness=self._exactness(slots),
+            exactness=exactness_of(self._decoding(), slots),
             vocabulary=self._vocabulary(graphs["decoder"]),
             context_limit=context_limit(self.side_cars.config, self.side_cars.genai),
             heads=self.known.numbers.get("heads"),
@@ -382,27 +378,10 @@ class _Reader:
         shape = tuple(d if isinstance(d, int) else k or d for d, k in zip(port.shape, known, strict=True))
         return replace(port, shape=shape)
 
-    def _exactness(self, slots: tuple[Slot, ...]) -> Any:
-        operators: set[str] = set()
-        for role, file in self.stack.files.items():
-            if role != "encoder":
-                operators |= set(_view(file).operators)
-        if operators & DYNAMIC_QUANTISATION or self._quantises_activations():
-            return "dynamic-quantisation"
-        kinds = {slot.dtype for slot in slots} | {p.dtype for p in _view(self.decode).outputs.values()}
-        kinds |= {_weight_type(_view(self.decode))}
-        if kinds & {"int8", "uint8"}:
-            return "dynamic-quantisation"
-        return next((kind for kind in ("bfloat16", "float16") if kind in kinds), "float")
-
-    def _quantises_activations(self) -> bool:
-        nodes = (node for scope in _view(self.decode).scopes() for node in scope.graph.node)
-        return any(
-            a.name == "accuracy_level" and a.i >= DYNAMIC_LEVEL
-            for node in nodes
-            if node.op_type == "MatMulNBits"
-            for a in node.attribute
-        )
+    def _decoding(self) -> Iterator[GraphView]:
+        """The graphs that decode, the one that uses the cache first."""
+        yield _view(self.decode)
+        yield from (_view(f) for role, f in self.stack.files.items() if role != "encoder" and f is not self.decode)
 
     def _vocabulary(self, graph: Graph) -> int | None:
         logits = graph.port("logits")
@@ -448,15 +427,6 @@ def _with_logits(ports: list[Port], words: int | None) -> list[Port]:
         return ports
     letters = "BQV" if len(wide[0].shape or ()) == RANK_WITH_TOKENS else "BV"
     return [replace(p, role="logits", axes=axes(letters)) if p is wide[0] else p for p in ports]
-
-
-def _weight_type(view: GraphView) -> str:
-    """The element type that most weights are stored in: a float16 graph may keep float inputs and outputs."""
-    sizes: dict[str, int] = {}
-    for tensor in view.model.graph.initializer:
-        kind = ELEMENT_TYPES.get(tensor.data_type, "")
-        sizes[kind] = sizes.get(kind, 0) + math.prod(tensor.dims)
-    return max(sizes, key=lambda kind: sizes[kind], default="")
 
 
 def _port(port: Declared, role: Any) -> Port:

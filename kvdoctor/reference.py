@@ -31,8 +31,8 @@ ROUNDED = re.compile(r"quantize|QLinear|Integer|NBits|QAttention|QGemm", re.IGNO
 """Operators that compute with weights rounded to 8 bits or fewer."""
 ALIKE, UNLIKE = 0.8, 0.5
 """Such logits are held by their correlation over the vocabulary: the worst of 15 tiny models rounded to 8 and 4 bits
-kept 0.91 as a mean over the steps, and those of two different models have none. A single logit may be off by more than
-the spread.
+kept 0.91 as a mean over the steps, and those of two different models have none. A single logit may be off by more
+than the spread.
 """
 
 

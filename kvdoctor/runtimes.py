@@ -5,6 +5,7 @@ A worker that dies is replaced, and the fresh one goes on with the experiments t
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,14 @@ MOST_DEATHS = 5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Experiments on one stack. `keep_logits` is a private scratch file for the logits of each experiment."""
+    """Experiments on one stack. `keep_logits` is a private scratch file for the logits of each experiment.
+
+    `prompt` are token ids to begin with, and `inputs` an .npz file of encoder inputs, in place of made-up ones.
+    `seen` is told of each experiment that begins: its name, which it is, counted from 1, and of how many.
+    `keep_calls` is a private folder for the feeds of the first call of each judged experiment that fails or differs.
+    `trace` is the file of the caller's own steps, which are run again as the last experiment.
+    `settings` are entries for the runtime's sessions; where a job is not `timed`, what is to be timed runs once.
+    """
 
     stack: str
     folder: Path
@@ -29,12 +37,39 @@ class Job:
     seed: int = 0
     provider: str = "CPUExecutionProvider"
     keep_logits: Path | None = None
+    prompt: tuple[int, ...] = ()
+    inputs: Path | None = None
+    seen: Callable[[str, int, int], None] | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    timed: bool = True
+    keep_calls: Path | None = None
+    trace: Path | None = None
 
     def line(self, experiments: tuple[str, ...]) -> str:
         """The job as the worker reads it, for the experiments that are left."""
-        job = to_plain(self) | {"folder": str(self.folder), "experiments": experiments, "threads": thread_count()}
-        job["keep_logits"] = str(self.keep_logits) if self.keep_logits else None
+        job = {
+            "stack": self.stack,
+            "folder": str(self.folder),
+            "contract": to_plain(self.contract),
+            "experiments": experiments,
+            "seed": self.seed,
+            "provider": self.provider,
+            "threads": thread_count(),
+            "keep_logits": str(self.keep_logits) if self.keep_logits else None,
+            "prompt": self.prompt,
+            "inputs": str(self.inputs) if self.inputs else None,
+            "settings": self.settings,
+            "timed": self.timed,
+            "keep_calls": str(self.keep_calls) if self.keep_calls else None,
+            "trace": str(self.trace) if self.trace else None,
+        }
         return json.dumps(job) + "\n"
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """Pass on that an experiment begins."""
+        if self.seen is not None and event["event"] == "start":
+            name = event["experiment"]
+            self.seen(name, self.experiments.index(name) + 1, len(self.experiments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +92,7 @@ class Examined:
     notes: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    unrounded_seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
 
 
@@ -98,6 +134,7 @@ class Runtime:
             current = _Current(left[0])
             try:
                 for event in self._worker.events():
+                    job.tell(event)
                     _take(event, examined, current)
                 break
             except WorkerDied as death:
@@ -111,6 +148,31 @@ class Runtime:
                 break
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)
         return examined
+
+    def trial(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a trial: one call on a changed graph.
+
+        Raises:
+            WorkerDied: the worker did not live through it; a fresh one is there for what comes next.
+        """
+        answer: dict[str, Any] = {"error": "the trial crashed", "names": []}
+        for event in self.ask(job):
+            answer = event if event["event"] == "tried" else answer
+        return answer
+
+    def ask(self, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Give the events of a job of another kind. Where the worker dies, the next job finds a fresh one.
+
+        Raises:
+            WorkerDied: it ended before the job did.
+            KvdoctorError: it does not even start.
+        """
+        self._worker.send(json.dumps({**job, "threads": thread_count()}) + "\n")
+        try:
+            yield from self._worker.events()
+        except WorkerDied:
+            self._restart(Examined())
+            raise
 
     def _restart(self, examined: Examined) -> None:
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)

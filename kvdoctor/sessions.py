@@ -1,6 +1,7 @@
 """Sessions and tensors of ONNX Runtime. Imported by the worker process alone; numpy and onnxruntime only."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,13 +10,16 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from kvdoctor.feeds import Array, Value, as_array
+from kvdoctor.feeds import NUMPY_TYPES, Array, Value, as_array
 
 LEVELS = {
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
     "off": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
 }
+TRIED = ("all", "basic", "off")
+"""The levels at which a file is opened, until one takes it."""
 FATAL_ONLY = 4
 
 Announce = Callable[..., None]
@@ -56,7 +60,7 @@ class OrtTensor:
 
     def array(self) -> Array:
         """A numpy copy; nothing is read from a tensor without elements."""
-        return np.zeros(self.shape, np.float32) if 0 in self.shape else self.ort_value.numpy()
+        return np.zeros(self.shape, NUMPY_TYPES.get(self.dtype)) if 0 in self.shape else self.ort_value.numpy()
 
 
 @dataclass
@@ -67,6 +71,7 @@ class Sessions:
     provider: str
     threads: int
     announce: Announce
+    settings: dict[str, str] = field(default_factory=dict)
     opened: dict[tuple[str, str], Any] = field(default_factory=dict)
     levels: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
@@ -83,19 +88,34 @@ class Sessions:
             self._open_highest(file)
         return self.opened[file, self.levels[file]]
 
-    def unoptimised(self, file: str) -> Any:
-        """Give a session whose nodes are those of the file."""
-        if (file, "off") not in self.opened:
-            self.opened[file, "off"] = self._open(file, "off")
-        return self.opened[file, "off"]
+    def at(self, file: str, level: str) -> Any:
+        """Give a session of a file at a level of optimisation; at `off` its nodes are those of the file."""
+        if (file, level) not in self.opened:
+            self.opened[file, level] = self._open(file, level)
+        return self.opened[file, level]
+
+    def refusal(self, file: str, level: str) -> str | None:
+        """What the runtime says against opening a file at that level; None where it opens it."""
+        try:
+            self._open(file, level)
+        except ProviderMissing:
+            raise
+        except Exception as error:  # the bindings raise many types, and all of them are a refusal
+            return self.clean(error)
+        return None
 
     def without_reuse(self, file: str) -> Any:
-        """Give a session that plans no buffer for two values: declared shapes that lie do no harm there."""
+        """Give a session that plans no buffer for two values: declared shapes that lie do no harm there.
+
+        The unoptimised one is closed before: three sessions at once would be three times the weights.
+        """
+        if self.levels.get(file) != "off":
+            self.opened.pop((file, "off"), None)
         return self._open(file, self.levels.get(file, "all"), reuse=False)
 
     def _open_highest(self, file: str) -> None:
         refusals = {}
-        for level in LEVELS:
+        for level in TRIED:
             self.announce("open", file=file, level=level)
             try:
                 self.opened[file, level] = self._open(file, level)
@@ -113,12 +133,14 @@ class Sessions:
             raise Refused(file)
 
     def _open(self, file: str, level: str, reuse: bool = True) -> Any:
-        options = ort.SessionOptions()
+        options = session_options(level, self.threads)
         options.enable_mem_reuse = reuse
         options.graph_optimization_level = LEVELS[level]
         options.log_severity_level = FATAL_ONLY
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
+        for key, value in self.settings.items():
+            options.add_session_config_entry(key, value)
         session = ort.InferenceSession(str(self.folder / file), options, providers=[self.provider])
         if self.provider not in session.get_providers():
             # The runtime falls back to the CPU without a word.
@@ -131,11 +153,37 @@ class Sessions:
         return " ".join(text.split())
 
 
+def session_options(level: str, threads: int) -> Any:
+    """The options of every session: quiet, with bounded threads, at an optimisation level."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = LEVELS[level]
+    options.log_severity_level = FATAL_ONLY
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    return options
+
+
+def mentioned(error: Exception) -> tuple[str, ...]:
+    """Names in the runtime's text that may be those of nodes: candidates for a place, and nothing more."""
+    return tuple(re.findall(r"[Nn]ame:\s?'([^']*)'", str(error)))
+
+
 def to_runtime(value: Value | Array) -> Any:
     """Give the value as the runtime holds it; a tensor that is its own is not copied."""
     if isinstance(value, OrtTensor):
         return value.ort_value
     return ort.OrtValue.ortvalue_from_numpy(np.asarray(as_array(value), order="C"))
+
+
+def run_bound(session: Any, names: list[str], feeds: dict[str, Any]) -> list[Any]:
+    """Run with bound inputs and outputs, the way that keeps a cache on its device."""
+    binding = session.io_binding()
+    for name, value in feeds.items():
+        binding.bind_ortvalue_input(name, value)
+    for name in names:
+        binding.bind_output(name)
+    session.run_with_iobinding(binding)
+    return list(binding.get_outputs())
 
 
 def runtime_version() -> str:

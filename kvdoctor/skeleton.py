@@ -5,6 +5,7 @@ goes to the protobuf parser. Sources of the rules: onnx.proto for the field numb
 https://protobuf.dev/programming-guides/encoding/ for the framing and its limits.
 """
 
+import hashlib
 import re
 import stat
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from kvdoctor.onnx_schema import ModelProto, TensorProto
 from kvdoctor.wire import I32, I64, LEN, MAX_FILE, VARINT, WINDOW, Source, WireError, encode_varint
 
 SMALL_PAYLOAD: Final = 1024  # bytes; payloads up to this size stay: shapes and axes are needed to read a graph
+MAX_WHOLE: Final = 4 * 2**20  # bytes of one tensor, of the element types that a caller wants whole
+PORTION: Final = 2**20  # bytes read at a time for a digest
 MAX_KEPT: Final = 512 * 2**20  # bytes; more without weights is no decoder, and parsing takes a multiple in memory
 MAX_DEPTH: Final = 100  # messages within messages; the recursion limit of the protobuf parsers
 # The fields on the way from a model to its tensors.
@@ -40,7 +43,11 @@ PAYLOAD: Final[dict[int, int]] = {4: I32, 5: VARINT, 6: LEN, 7: VARINT, 9: LEN, 
 MODEL_FIELDS: Final = dict.fromkeys((1, 5), VARINT) | dict.fromkeys((2, 3, 4, 6, 7, 8, 14, 20, 25, 26), LEN)
 
 _NESTED_TAGS = {name: {number << 3 | LEN: kind for number, kind in fields.items()} for name, fields in NESTED.items()}
+# Of these fields the bytes in the file are those of external data: float_data, raw_data, double_data.
+_PLAIN_TAGS: Final = frozenset(number << 3 | LEN for number in (4, 9, 10))
 _PAYLOAD_TAGS: Final = frozenset(number << 3 | wire for number, one in PAYLOAD.items() for wire in (one, LEN))
+_DATA_TYPE_TAG: Final = 2 << 3 | VARINT
+_DOC_STRING_TAG: Final = 12 << 3 | LEN
 _MODEL_TAGS: Final = {number << 3 | wire for number, wire in MODEL_FIELDS.items()} | {None}  # None: torn within a tag
 
 _AGAIN: Final = "download or copy the file again, or export the model again"
@@ -91,14 +98,22 @@ def payload_left_out(tensor: TensorProto) -> bool:
     return PAYLOAD.keys().isdisjoint(field.number for field, _ in tensor.ListFields())
 
 
-def read_skeleton(path: Path) -> Skeleton:
+def read_skeleton(
+    path: Path, whole: frozenset[int] = frozenset(), *, digests: bool = False, located: bool = False
+) -> Skeleton:
     """Read a model file without its large tensor payloads.
+
+    Tensors of the element types `whole` (TensorProto.DataType) keep payloads of up to MAX_WHOLE bytes. With `digests` a
+    tensor whose payload is left out has the SHA-256 of it for a doc string, which takes reading all of them once.
+    Where it is `located`, such a tensor points to the place in the file where its payload lies, as external data do
+    (offset and length in bytes): the model can be run from the folder of the file. Payloads in a form that external
+    data cannot have (varints, text) stay then.
 
     Raises:
         UnreadableError: the file cannot be opened, or is no ONNX model, or is damaged.
     """
     try:
-        return _read(path)
+        return _read(path, _Wanted(whole, digests, path.name if located else None))
     except PermissionError:
         raise UnreadableError("no permission to read the file", "change its permissions") from None
     except (OSError, ValueError, OverflowError) as error:
@@ -106,7 +121,7 @@ def read_skeleton(path: Path) -> Skeleton:
         raise UnreadableError(f"cannot be read: {what}", "check the path and the disk") from error
 
 
-def _read(path: Path) -> Skeleton:
+def _read(path: Path, wanted: "_Wanted") -> Skeleton:
     # A FIFO or a device must not even be opened: that can wait for ever.
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
@@ -120,7 +135,7 @@ def _read(path: Path) -> Skeleton:
             if found := re.match(pattern, head, re.DOTALL | re.MULTILINE):
                 size = found.groupdict().get("bytes")
                 raise UnreadableError(reason + (f" to a file of {int(size):,} bytes" if size else ""), advice)
-        walk = _Walk(Source(file))
+        walk = _Walk(Source(file), wanted)
         walk.run()
     if walk.source.size > MAX_FILE:
         reason = f"{walk.source.size:,} bytes, more than the 2 GiB that protobuf can hold"
@@ -128,11 +143,20 @@ def _read(path: Path) -> Skeleton:
     return Skeleton(_parse(b"".join(walk.pieces)), walk.source.size, walk.inline_bytes, walk.left_out)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What becomes of payloads; `location` is the file that tensors without theirs point to."""
+
+    whole: frozenset[int]
+    digests: bool
+    location: str | None
+
+
 class _Walk:
     """One pass over the framing of a model; collects what is kept."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, source: Source, wanted: _Wanted) -> None:
+        self.source, self.wanted = source, wanted
         self.pieces: list[bytes] = []
         self.kept = self.inline_bytes = self.left_out = 0
 
@@ -176,20 +200,43 @@ class _Walk:
 
     def _tensor(self, start: int, end: int) -> None:
         spans: list[tuple[int, int]] = []
-        payload = 0
+        fields: list[tuple[int, int, int]] = []
+        limit = SMALL_PAYLOAD
         for tag, at, value, stop in self.source.fields(start, end):
+            if tag == _DATA_TYPE_TAG and self.source.varint(value, end, tag)[0] in self.wanted.whole:
+                limit = MAX_WHOLE
             if tag in _PAYLOAD_TAGS:
-                payload += stop - value
+                fields.append((tag, value, stop))
                 # Values that are not packed are one field each; neighbours become one span.
                 first = spans.pop()[0] if spans and spans[-1][1] == at else at
                 spans.append((first, stop))
-        if sum(stop - first for first, stop in spans) > SMALL_PAYLOAD:
-            for first, stop in spans:
-                self._keep(start, first)
-                start = stop
-            self.inline_bytes += payload
-            self.left_out += 1
+        movable = self.wanted.location is None or (len(fields) == 1 and fields[0][0] in _PLAIN_TAGS)
+        if sum(stop - first for first, stop in spans) <= limit or not movable:
+            self._keep(start, end)
+            return
+        for first, stop in spans:
+            self._keep(start, first)
+            start = stop
         self._keep(start, end)
+        self.inline_bytes += sum(stop - value for _, value, stop in fields)
+        self.left_out += 1
+        if self.wanted.location is not None:
+            self._add(_pointer(self.wanted.location, *fields[0][1:]))
+        if self.wanted.digests:
+            self._add(self._digest(spans))
+
+    def _digest(self, spans: list[tuple[int, int]]) -> bytes:
+        """The SHA-256 of some bytes, as the doc string of a tensor."""
+        digest = hashlib.sha256()
+        for first, stop in spans:
+            for at in range(first, stop, PORTION):
+                digest.update(self.source.read(at, min(at + PORTION, stop)))
+        text = digest.hexdigest().encode()
+        return encode_varint(_DOC_STRING_TAG) + encode_varint(len(text)) + text
+
+    def _add(self, field: bytes) -> None:
+        self.kept += len(field)
+        self.pieces.append(field)
 
     def _keep(self, start: int, end: int) -> None:
         self.kept += end - start
@@ -198,6 +245,14 @@ class _Walk:
             raise UnreadableError(reason, "remove large texts or metadata from the model")
         if start < end:
             self.pieces.append(self.source.read(start, end))
+
+
+def _pointer(location: str, start: int, end: int) -> bytes:
+    """The fields of a tensor that say where its bytes lie."""
+    tensor = TensorProto(data_location=TensorProto.EXTERNAL)
+    for key, value in {"location": location, "offset": str(start), "length": str(end - start)}.items():
+        tensor.external_data.add(key=key, value=value)
+    return bytes(tensor.SerializeToString())
 
 
 def _parse(kept: bytes) -> ModelProto:

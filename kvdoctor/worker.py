@@ -4,9 +4,12 @@ It reads jobs from standard input, one JSON object a line, runs whole experiment
 JSON object a line. It announces every step before it runs it, so that its death has an address. Standard library,
 numpy and onnxruntime only, so that it starts in an environment that holds nothing else.
 
-Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits"}
+Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits",
+         "keep_calls", "prompt": [token ids], "inputs": a file of arrays, "trace": a file, "settings", "timed"};
+         with "trial" one call on a changed graph (see trials.py), with "record" one experiment is told call by call,
+         with "script" calls are played (see replaying.py)
 Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, note,
-obstacle, crash, done.
+obstacle, crash, tried, scripted, playing, played, done.
 """
 
 import json
@@ -24,19 +27,35 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from kvdoctor.caller.reading import read_trace
+from kvdoctor.caller.replay import replaying
 from kvdoctor.contract import CacheContract
+from kvdoctor.errors import UsageError
 from kvdoctor.examination import Examination
 from kvdoctor.experiments import load
 from kvdoctor.plain import from_plain, to_plain
+from kvdoctor.replaying import record, replay
+from kvdoctor.samples import Samples, read_arrays
 from kvdoctor.sessions import Announce, ProviderMissing, Sessions
+from kvdoctor.trials import trial
 
 
 def examine(job: dict[str, Any], announce: Announce) -> None:
     """Carry out one job."""
-    sessions = Sessions(Path(job["folder"]), job["provider"], job["threads"], announce)
+    sessions = Sessions(Path(job["folder"]), job["provider"], job["threads"], announce, job["settings"])
     contract = from_plain(CacheContract, job["contract"])
-    exam = Examination(job["stack"], contract, sessions, job["seed"], announce, bool(job["keep_logits"]))
-    for experiment in load():
+    samples = Samples(tuple(job["prompt"]), read_arrays(Path(job["inputs"])) if job["inputs"] else {})
+    exam = Examination(
+        job["stack"], contract, sessions, job["seed"], announce, bool(job["keep_logits"]), samples, job["timed"]
+    )
+    exam.kept_calls = Path(job["keep_calls"]) if job.get("keep_calls") else None
+    experiments = load()
+    if job["trace"]:
+        try:
+            experiments += (replaying(read_trace(job["trace"]), contract),)
+        except UsageError:
+            announce("obstacle", text="the trace was changed while it was read; give it again")
+    for experiment in experiments:
         if experiment.name in job["experiments"]:
             announce("start", experiment=experiment.name)
             begin = time.perf_counter()
@@ -45,12 +64,20 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
             except ProviderMissing as error:
                 announce("obstacle", text=str(error))
                 break
+            except UsageError:
+                announce("obstacle", text="values of the trace cannot be read; save it again")
+                continue
             except Exception:  # a fault of ours in one experiment must not cost the others
                 announce("crash", text=traceback.format_exc())
                 continue
             announce("run", run=to_plain(run), seconds=time.perf_counter() - begin)
     if job["keep_logits"]:
         np.savez(job["keep_logits"], **exam.logits)  # type: ignore[arg-type]
+
+
+def try_out(job: dict[str, Any], announce: Announce) -> None:
+    """Carry out a trial."""
+    announce("tried", **trial(job))
 
 
 def main() -> None:
@@ -68,7 +95,9 @@ def main() -> None:
     announce("hello", **versions, providers=ort.get_available_providers())
     for line in _jobs():
         try:
-            examine(json.loads(line), announce)
+            job = json.loads(line)
+            kinds = {"trial": try_out, "record": record, "script": replay}
+            next((carry_out for kind, carry_out in kinds.items() if kind in job), examine)(job, announce)
         except Exception:  # a fault of ours must reach the parent as a fact, not as a dead pipe
             announce("crash", text=traceback.format_exc())
         announce("done")

@@ -61,7 +61,19 @@ def test_an_unknown_check_is_answered_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["inspect"], ["step-test"], ["re-export"], ["gate"], ["explain"], ["env"], ["contract"], ["schema"]]
+    "command",
+    [
+        [],
+        ["inspect"],
+        ["step-test"],
+        ["re-export"],
+        ["repro"],
+        ["gate"],
+        ["explain"],
+        ["env"],
+        ["contract"],
+        ["schema"],
+    ],
 )
 def test_help_works(command: list[str]) -> None:
     done = run([*command, "--help"])
@@ -74,3 +86,13 @@ def test_env_names_what_is_here() -> None:
     assert done.returncode == 0
     for word in ("onnxruntime", "CPUExecutionProvider", "kvdoctor"):
         assert word in done.stdout
+
+
+def test_what_the_page_on_reproducers_shows_is_printed(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "repro.md").read_text(encoding="utf-8")
+    (name, shown), *_ = re.findall(r"<!-- played: (.+?) -->\n```text\n(.+?)```", page, re.DOTALL)
+    assert run(["repro", f"fixtures/exports/{name}", "-o", str(tmp_path / "out")]).returncode == 1
+    program = [sys.executable, str(tmp_path / "out" / "reproduce.py")]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert shown.strip() in done.stdout

@@ -11,17 +11,32 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "kvdoctor"
 
 ROOMS = (
-    *("errors", "plain", "contract", "trace", "parity", "feeds", "experiments"),
-    *("sessions", "examination", "worker", "child", "runtimes"),
-    *("wire", "onnx_schema", "skeleton", "external_data", "graph", "cache_operators", "flow", "dataflow", "dialects"),
-    *("axes", "roles", "configs", "stacks", "lost_state", "lacks", "model_folder", "slots", "reading", "given"),
-    *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts"),
-    *("export", "reference", "doctor"),
-    *("out_folder", "repairs", "re_exporting", "environment", "cli_options", "cli", "__main__"),
+    *("errors", "plain", "uses", "contract", "trace", "parity", "samples", "feeds", "script", "experiments"),
+    *("kept_calls", "caller"),
+    *("sessions", "examination", "trials", "replaying", "worker", "child", "runtimes"),
+    *("out_folder", "wire", "onnx_schema", "skeleton", "external_data", "graph", "cache_operators", "exactness"),
+    *("flow", "dataflow", "dialects", "axes", "roles", "configs", "stacks", "lost_state", "lacks", "model_folder"),
+    *("slots", "reading", "given", "given_samples", "twins", "place"),
+    *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
+    *("options", "obstacles", "open_questions"),
+    *("export", "reference", "stack_test", "doctor"),
+    *("repairs", "re_exporting", "repro", "reproducing", "environment", "progress", "cli_options", "cli", "__main__"),
 )
 """From early to late: a room imports earlier ones only."""
 
-LIGHT = ("plain", "contract", "trace", "parity", "feeds", "experiments")
+LIGHT = (
+    "errors",
+    "plain",
+    "contract",
+    "trace",
+    "parity",
+    "samples",
+    "feeds",
+    "script",
+    "experiments",
+    "kept_calls",
+    "caller",
+)
 """What the worker loads in an environment with nothing but onnxruntime and numpy."""
 
 FRAMEWORK_DOORS = ("export/transformers.py",)
@@ -64,11 +79,12 @@ def test_imports_point_to_earlier_rooms(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_onnxruntime_is_imported_behind_its_door_only(path: Path) -> None:
-    if room(path) in ("worker", "sessions"):
+    if room(path) in ("worker", "sessions", "trials"):
         return
     assert not [name for name in imported(path, also_for_types=True) if name.split(".")[0] == "onnxruntime"]
     assert not [name for name in imported(path) if name in ("kvdoctor.worker", "kvdoctor.sessions")] or room(path) in (
         "examination",
+        "replaying",
     )
 
 
@@ -84,7 +100,7 @@ def test_frameworks_are_imported_behind_their_doors_only(path: Path) -> None:
 
 @pytest.mark.parametrize("name", LIGHT)
 def test_what_the_worker_needs_is_light(name: str) -> None:
-    files = [PACKAGE / f"{name}.py"] if (PACKAGE / f"{name}.py").exists() else list((PACKAGE / name).glob("*.py"))
+    files = [PACKAGE / f"{name}.py"] if (PACKAGE / f"{name}.py").exists() else list((PACKAGE / name).rglob("*.py"))
     for path in files:
         for module in imported(path, also_for_types=True):
             root = module.split(".")[0]

@@ -1,11 +1,17 @@
 """The repaired file on a runtime that is older than kvdoctor itself supports, with the plainest consumer there is."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from isolated import EXPORTS, MERGED, Environment, re_export
+
+from kvdoctor.kept_calls import save_call
+from kvdoctor.place.flat import flatten
+from kvdoctor.place.variants import read_located, write_variant
 
 pytestmark = pytest.mark.slow
 
@@ -46,3 +52,25 @@ def test_original_file_fails_in_the_plain_loop(name: str) -> None:
         assert len(run["steps"]) == FIRST_FED_BACK
         assert_parity(run["steps"])
         assert "optimum::if" in run["error"]
+
+
+def test_a_variant_finds_its_weights_in_the_original(tmp_path: Path) -> None:
+    """The old runtime takes no folder for external data, and the newest no link out of one."""
+    source = EXPORTS / "gpt2" / "model.onnx"
+    flat = flatten(read_located(source), {})
+    variant = write_variant(flat, source, tmp_path / "variant.onnx", values=["/transformer/wte/Gather_output_0"])
+    save_call(tmp_path / "feeds.npz", {"input_ids": np.array([[3, 5]])})
+    side = {"path": str(variant.path), "root": str(variant.root), "feeds": str(tmp_path / "feeds.npz"), "level": "off"}
+    job = {
+        "trial": "compare",
+        "left": side,
+        "right": side,
+        "inject": [],
+        "provider": "CPUExecutionProvider",
+        "threads": 1,
+    }
+    job["pairs"] = [["kvdoctor.value.0", "kvdoctor.value.0", [None, None, None]]]
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    result = OLD_RUNTIME.run("trial.py", tmp_path / "job.json", Path(__file__).parent.parent)
+    assert result["onnxruntime"] == "1.16.3"
+    assert result["pairs"] == [{"dtype": "float", "relative": 0.0}]

@@ -1,10 +1,11 @@
 """Faults whose cause an experiment decided: the frame that their checks share."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvdoctor.case import Case, leading_cause
-from kvdoctor.checks.step_fails import explained_elsewhere
+from kvdoctor.case import Case, cause_in_use, leading_cause, off_by
+from kvdoctor.checks.placed import because, placed
+from kvdoctor.checks.step_fails import explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, Fault, Severity
 from kvdoctor.trace import Run
 
@@ -19,17 +20,37 @@ class Words:
 
 
 def caused(case: Case, name: str, words: Words) -> Iterator[Fault]:
-    """The error of a check whose hypothesis an experiment decided for; none where another fault explains the runs."""
+    """The fault of a check whose hypothesis an experiment decided for; none where another fault explains the runs.
+
+    Where only runs of other sizes differ for that cause, it is one fault, by the worst of them.
+    """
     leading = leading_cause(case)
-    if leading is None or leading[0] != name or explained_elsewhere(case, name):
+    if explained_elsewhere(case, name):
+        return
+    if leading is None or leading[0] != name:
+        yield from _in_other_uses(case, name, words)
         return
     judged = case.judged
-    if judged is not None and judged.outcome == "differs":
-        yield decided(
-            case, leading[1], words, "error", f"{judged.experiment}: logits differ at step {judged.failed_step}"
-        )
-    else:
+    if judged is None or judged.shows != "differs":
         yield decided(case, leading[1], words, "error")
+        return
+    # Two graphs quantised apart have other weights, by no more than quantisation changes them anyway.
+    severity: Severity = "warning" if judged.hidden and name == "branches-disagree" else "error"
+    yield decided(case, leading[1], words, severity, f"{judged.experiment}: logits differ at step {judged.failed_step}")
+
+
+def _in_other_uses(case: Case, name: str, words: Words) -> Iterator[Fault]:
+    found = []
+    for run, use in fails_only_so(case, "differs"):
+        cause = cause_in_use(case, run.experiment)
+        if cause is not None and cause[0] == name:
+            found.append((run, use, cause[1]))
+    found.sort(key=lambda entry: entry[1].severity != "error")
+    if found:
+        _, use, why = found[0]
+        shown = [f"{run.experiment}: logits differ at step {run.failed_step}" for run, _, _ in found]
+        fault = decided(case, why, replace(words, cause=f"with {use.words}: {words.cause}"), use.severity, *shown)
+        yield replace(fault, use=use.required)
 
 
 def decided(case: Case, run: Run, words: Words, severity: Severity, *follows: str) -> Fault:
@@ -42,14 +63,22 @@ def decided(case: Case, run: Run, words: Words, severity: Severity, *follows: st
         subject=(name,),
         where=f"output {name}, {run.experiment}",
         promised=words.promised,
-        observed=run.cause.evidence if run.cause else run.reason or _difference(run),
+        observed=_evidence(run),
         cause=words.cause,
         advice=Advice("re-export", words.advice),
         follows=follows,
+        because=because(placed(case)),
     )
+
+
+def _evidence(run: Run) -> str:
+    """What decided, and whether that was seen without what the model rounds."""
+    if run.cause is None:
+        return run.reason or _difference(run)
+    return run.cause.evidence + ("; so where nothing is rounded" if run.unrounded is not None else "")
 
 
 def _difference(run: Run) -> str:
     step = next((step for step in run.steps if step.step == run.failed_step), None)
-    size = f", off by {step.difference.relative:g} of their spread" if step and step.difference else ""
-    return f"step {run.failed_step}: other logits{size}"
+    size = off_by(run, step)
+    return f"step {run.failed_step}: other logits" + (f", {size}" if size else "")

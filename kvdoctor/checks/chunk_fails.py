@@ -30,4 +30,4 @@ def chunk_fails(case: Case) -> Iterator[Fault]:
         return
     fault = decided(case, run, WORDS, "warning")
     place = f'{run.node.op} "{run.node.name}"' if run.node else fault.where
-    yield replace(fault, where=place, observed=f"step {run.failed_step}: {run.error}")
+    yield replace(fault, use="chunked-prefill", where=place, observed=f"chunk, step {run.failed_step}: {run.error}")

@@ -14,7 +14,7 @@ Source: issue 424 of the crate `ort`.
 from collections.abc import Iterator
 
 from kvdoctor.case import Case, first_and_count
-from kvdoctor.checks.growth import has_wrong_lengths
+from kvdoctor.checks.lengths import has_wrong_lengths
 from kvdoctor.contract import describe
 from kvdoctor.findings import Advice, Fault, check
 

@@ -106,6 +106,7 @@ def _frozen_inputs(case: Case, axis: Axis, severity: Callable[[str, int], Severi
                 observed=describe(port.dtype, port.shape),
                 cause=f"the axis {axis!r} is fixed at {size}",
                 advice=EXPORT_AGAIN,
+                use="batch" if axis == "batch" else "chunked-prefill",
             )
 
 

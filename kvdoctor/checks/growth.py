@@ -5,7 +5,8 @@ fixed size as long as before. It has another length (KV205), or it holds the new
 history is lost when it is fed back. KV205 is also a present of the right length that nothing of the new tokens reaches:
 the past comes back as it was, or turned round. An exporter can lose the write of new keys and values when it traces a
 cache that is changed in place. That is found by following the tokens through the graph, without a run; a run whose
-logits are right overrules it.
+logits are right overrules it. Where the graph does not tell, a step whose logits differ is run with another token: its
+entry must change.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths stand in the table of steps.
 
@@ -15,11 +16,18 @@ Repair: export again; in a loop of your own, append what is returned to what you
 from collections.abc import Iterator
 
 from kvdoctor.case import Case, first_and_count
+from kvdoctor.checks.caused import Words, caused
+from kvdoctor.checks.lengths import dropped, wrong_lengths
 from kvdoctor.contract import Slot, describe
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.trace import Seen, Step
 
 EXPORT_AGAIN = Advice("re-export", "export again, so that present = past followed by the new tokens")
+WORDS = Words(
+    cause="the entry of a new token holds nothing of it",
+    promised="the past and behind it the keys or values of the new tokens",
+    advice=EXPORT_AGAIN.text,
+)
 
 
 @check("KV205", "present-does-not-grow", "contract", "runs")
@@ -28,14 +36,16 @@ def present_does_not_grow(case: Case) -> Iterator[Fault]:
     if case.declared_faults is None:
         yield from _untouched(case)
         return
-    wrong = [item for item in _wrong_lengths(case) if not _dropped(item)]
+    wrong = [item for item in wrong_lengths(case) if not dropped(item)]
     yield from _faults(case, wrong, "the present has another length than past + new")
+    if not wrong:
+        yield from caused(case, "present-does-not-grow", WORDS)
 
 
 @check("KV206", "present-drops-past", "runs")
 def present_drops_past(case: Case) -> Iterator[Fault]:
     """Slots that hold only the new tokens after a step with a past."""
-    wrong = [item for item in _wrong_lengths(case) if _dropped(item)]
+    wrong = [item for item in wrong_lengths(case) if dropped(item)]
     yield from _faults(case, wrong, "the present holds the new tokens alone, the past is dropped")
 
 
@@ -58,52 +68,6 @@ def _untouched(case: Case) -> Iterator[Fault]:
         follows=(f"{lost[0].past} of the next step lacks the token before it",),
         confidence="confirmed" if run is not None and run.outcome in ("differs", "failed") else "suspected",
     )
-
-
-def has_wrong_lengths(case: Case) -> bool:
-    """Whether any slot of this case is as long as it must not be: then wrong logits need no other cause."""
-    return next(_wrong_lengths(case), None) is not None
-
-
-def _dropped(item: tuple[Slot, Step, Seen, int]) -> bool:
-    slot, step, _, length = item
-    return slot.growth in ("grow", "shared") and step.past_length > 0 and length == step.new_tokens
-
-
-def _wrong_lengths(case: Case) -> Iterator[tuple[Slot, Step, Seen, int]]:
-    """Each slot at the first step after which it has a wrong length: (slot, step, what came back, length)."""
-    run = case.run("plain-loop")
-    if case.declared_faults:
-        return  # which axis is the length is then not known
-    for slot in case.contract.slots if case.contract else ():
-        at = slot.length_axis
-        if at is None or slot.growth in ("constant", "paged"):
-            continue
-        for step in run.steps if run else ():
-            seen = step.returned.get((slot.filled_by if step.phase == "prefill" else slot.present) or "")
-            if seen is None or len(seen.shape) != len(slot.axes):
-                continue
-            right = _right_lengths(slot, step, at)
-            if slot.trimmed and case.judged is not None and case.judged.outcome == "passed":
-                break  # a window whose width nothing declares: the logits say that it is wide enough
-            if None not in right and seen.shape[at] not in right:
-                yield slot, step, seen, seen.shape[at]
-                break
-
-
-def _right_lengths(slot: Slot, step: Step, at: int) -> set[int | None]:
-    """The lengths that a slot may rightly have after a step, in tokens; None where nothing says."""
-    shape = step.fed[slot.past].shape if slot.past in step.fed else ()
-    # In the first graph of a pair another input may bear the name.
-    fed = shape[at] if len(shape) == len(slot.axes) else slot.size("capacity")
-    total = step.past_length + step.new_tokens
-    if slot.growth == "delta":
-        return {step.new_tokens}
-    if slot.growth in ("static", "ring"):
-        return {fed + step.new_tokens if fed and slot.carry == "drop-oldest" else fed}
-    # A cache with a window may drop what no later token sees: of W positions the next one needs W - 1.
-    windowed = (slot.window - 1, slot.window) if slot.window is not None else ()
-    return {total, *(length for length in windowed if length < total)}
 
 
 def _faults(case: Case, wrong: list[tuple[Slot, Step, Seen, int]], cause: str) -> Iterator[Fault]:

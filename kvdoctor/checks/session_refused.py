@@ -12,13 +12,17 @@ Repair: export again for this runtime, or use a runtime that takes the file's IR
 from collections.abc import Iterator
 
 from kvdoctor.case import Case
+from kvdoctor.checks.invalid_graph import refusal_by_rule
 from kvdoctor.findings import Advice, Fault, check
 
 
 @check("KV010", "session-refused", "runs")
 def session_refused(case: Case) -> Iterator[Fault]:
     """Files that no session could be made of, or only at a lower level."""
+    files = {file.name: file for file in case.stack.files.values()} if case.stack else {}
     for file, errors, opens_at in case.refusals:
+        if opens_at is None and file in files and refusal_by_rule(files[file]) is not None:
+            continue  # KV004 says why
         levels: dict[str, list[str]] = {}
         for level, error in errors.items():
             levels.setdefault(error, []).append(level)

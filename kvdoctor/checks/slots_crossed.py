@@ -8,7 +8,8 @@ it is a note: a tool that quantises keys and values apart, or drops layers, woul
 
 How it is found: by following each past to the output that carries its content and to the attention that uses it, before
 the Softmax as a key or behind it as a value; and each output that first fills a past to its own attention. A run whose
-logits are right overrules that.
+logits are right overrules that. Where the graph does not tell, a step whose logits differ is looked into: an entry is
+held against those of the other slots.
 
 Reproduce: `kvdoctor contract MODEL --format json`: `used_as`, `used_at`, `continues_as`, `made_as` and `made_at` of a
 slot beside its `part`, `layer` and `present`.
@@ -20,11 +21,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvdoctor.case import Case, first_and_count
+from kvdoctor.checks.caused import Words, caused
 from kvdoctor.contract import Slot
 from kvdoctor.findings import Advice, Fault, check
 
 EXPORT_AGAIN = Advice(
     "re-export", "rename the outputs, or export again with the output names in the order the graph returns them"
+)
+
+PARTS = Words(
+    cause="a key comes back where a value must, or the other way round",
+    promised="each slot's own entries under its name",
+    advice=EXPORT_AGAIN.text,
+)
+LAYERS = Words(
+    cause="the entries of one layer come back where those of another must",
+    promised="each slot's own entries under its name",
+    advice=EXPORT_AGAIN.text,
 )
 
 
@@ -37,9 +50,12 @@ class _Crossing:
     holds: str
 
 
-@check("KV306", "key-value-swapped", "contract")
+@check("KV306", "key-value-swapped", "contract", "runs")
 def key_value_swapped(case: Case) -> Iterator[Fault]:
     """Slots that are carried or filled from the other half of their layer, or only named after it."""
+    if case.declared_faults is not None:
+        yield from caused(case, "key-value-swapped", PARTS)
+        return
     slots = case.contract.slots if case.contract else ()
     crossed = [item for item in _crossings(slots) if item.holds in ("the key", "the value")]
     yield from _faults(case, crossed, "keys and values of the cache are swapped")
@@ -48,9 +64,12 @@ def key_value_swapped(case: Case) -> Iterator[Fault]:
         yield _misnamed(case, misnamed, f"the {misnamed[0].part}", f"the {misnamed[0].used_as}", "keys and values")
 
 
-@check("KV307", "layers-swapped", "contract")
+@check("KV307", "layers-swapped", "contract", "runs")
 def layers_swapped(case: Case) -> Iterator[Fault]:
     """Slots that are carried or filled from another layer."""
+    if case.declared_faults is not None:
+        yield from caused(case, "layers-swapped", LAYERS)
+        return
     slots = case.contract.slots if case.contract else ()
     crossed = [item for item in _crossings(slots) if item.holds.startswith("layer")]
     yield from _faults(case, crossed, "layers of the cache are swapped")

@@ -11,22 +11,16 @@ length that no config declares usable is no fault.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvdoctor.case import Case, broken_promise, leading_cause
-from kvdoctor.checks.growth import has_wrong_lengths
+from kvdoctor.checks.lengths import has_wrong_lengths
+from kvdoctor.checks.placed import because, node_words
 from kvdoctor.checks.session_refused import fails_where_opened
 from kvdoctor.contract import describe
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run, Seen, Step
-
-OTHER_USES: dict[str, tuple[str, Severity]] = {
-    "one-token-prompt": ("a prompt of one token", "error"),
-    "long-past": ("up to 50 tokens", "error"),
-    "batch": ("a batch of 2", "warning"),
-    "other-encoder-length": ("an encoder length other than the first", "warning"),
-    "chunk": ("several new tokens on top of a cache", "warning"),
-}
-"""Experiments with other sizes than the judged loop: what they stand for, and the severity where only they fail."""
+from kvdoctor.uses import USES, Use
 
 TELLING = ("token_ids", "token_and_position", "embeddings", "past")
 
@@ -55,24 +49,28 @@ def step_fails(case: Case) -> Iterator[Fault]:
     if run.outcome == "failed":
         yield _fault(case, run, "error", _what_fails(run), "a step that runs")
         return
-    for other, use, severity in fails_only_so(case, "failed"):
-        if other.experiment == "chunk":
-            continue  # that has a check of its own
+    for other, use in fails_only_so(case, "failed"):
+        if other.experiment in ("chunk", "full-context"):
+            continue  # those have checks of their own
         last = other.steps[-1] if other.steps else None
         if other.experiment == "long-past" and last and (_limit(case) or 0) < last.past_length + last.new_tokens:
             raise CannotCheck(
                 f"{last.past_length + last.new_tokens} tokens fail, and no config declares so many usable"
             )
-        yield _fault(case, other, severity, f"with {use}, {_what_fails(other)}", use)
+        fault = _fault(case, other, use.severity, f"with {use.words}, {_what_fails(other)}", use.words)
+        yield replace(fault, use=use.required)
 
 
-def fails_only_so(case: Case, outcome: str) -> Iterator[tuple[Run, str, Severity]]:
-    """Runs of other sizes with that outcome, where the judged loop itself passes: (run, use, severity)."""
+def fails_only_so(case: Case, outcome: str) -> Iterator[tuple[Run, Use]]:
+    """Runs of other sizes with that outcome, where the judged loop itself passes and no simpler use fails as well."""
     judged = case.judged
-    for experiment, (use, severity) in OTHER_USES.items():
-        other = case.run(experiment)
-        if other is not None and other.outcome == outcome and judged is not None and judged.outcome == "passed":
-            yield other, use, severity
+    if judged is None or judged.shows != "passed":
+        return
+    wrong = {run.experiment for run in case.runs if run.shows in ("failed", "differs")}
+    for experiment, use in USES.items():
+        run = case.run(experiment)
+        if run is not None and run.shows == outcome and not wrong.intersection(use.after):
+            yield run, use
 
 
 def _what_fails(run: Run) -> str:
@@ -120,7 +118,9 @@ def _telling(case: Case, step: Step | None) -> list[tuple[str, Seen]]:
 
 
 def _fault(case: Case, run: Run, severity: Severity, cause: str, promised: str) -> Fault:
-    place = f'{run.node.op} "{run.node.name}"' if run.node else f"file {case.decode_file}"
+    node = run.place.node if run.place and run.place.node else run.node
+    place = f'{node.op} "{node.name}"' if node else f"file {case.decode_file}"
+    place = node_words(run.place) if run.place and run.place.node else place
     step = run.steps[-1] if run.steps else None
     promise = broken_promise(case, run)
     shown = ", ".join(f"{name} {describe(seen.dtype, seen.shape)}" for name, seen in _telling(case, step)[:3])
@@ -128,10 +128,11 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str, promised: str) 
     return Fault(
         severity=severity,
         file=case.decode_file,
-        subject=(run.node.name,) if run.node else (case.decode_file,),
+        subject=(node.name,) if node else (case.decode_file,),
         where=place,
         promised=promised,
         observed=f"{run.experiment}, {call}" + (f", fed {shown}" if shown else "") + f": {run.error or run.reason}",
         cause=cause + (f" ({run.reason})" if run.reason and run.error else "") + (f": {promise}" if promise else ""),
         advice=SHORT_STATE if promise else EXPORT_AGAIN,
+        because=because(run),
     )

@@ -40,8 +40,12 @@ class Experiment:
 
     `applies` gives the reason why a contract does not allow it, or None. Runs of a `judged` experiment are what
     findings rest on, and are located when they fail; the others show what teams try and what becomes of it, with `why`.
+    A `thorough` one takes long or much memory, and is run only when it was asked for.
     One that is not `shown` serves another finding or figure, and people see it only when they ask for everything. Where
     `asks_why` names experiments, it looks for the cause of their differences, and is run only if one of them differs.
+    What follows from the success of another experiment is not run after it: `unless_passed`.
+    One that `changes_deal` makes calls of other rows or masks than those of the deal it is given: there is no reference
+    run of that deal to find the place of a difference by.
     One `on_request` is run only where the command asks for it. `keeps` says what it leaves in the scratch file, given
     the deal and the logits of its steps; without it that is the logits in a row.
     """
@@ -53,8 +57,11 @@ class Experiment:
     applies: Callable[[CacheContract], str | None] = several_tokens
     judged: bool = True
     shown: bool = True
+    thorough: bool = False
     why: str = ""
     asks_why: tuple[str, ...] = ()
+    unless_passed: str | None = None
+    changes_deal: bool = False
     on_request: bool = False
     keeps: Callable[[Deal, list[Array]], dict[str, Array]] | None = None
     order: int = 50

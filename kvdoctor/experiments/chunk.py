@@ -2,28 +2,31 @@
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Decision, Experiment
-from kvdoctor.experiments.rows import disturbed, same_logits
-from kvdoctor.experiments.why import can_be_looked_into, probe
+from kvdoctor.experiments.rows import disturbed, other_token, probe, same_logits
+from kvdoctor.experiments.why import can_be_looked_into
 from kvdoctor.experiments.workarounds import has_length
-from kvdoctor.feeds import Deal, Scenario
+from kvdoctor.feeds import Answer, Deal, Past, Scenario
 from kvdoctor.trace import Cause
 
 CHUNK = 3
 BEFORE = 5
 """Tokens in the cache before: more than the state of a convolution holds, which a shorter prompt may leave short."""
+SHARED = Scenario(prompt=BEFORE, steps=Scenario().total - BEFORE + 1)
+"""The sequence of the loops, so that the reference run is shared with them."""
 
 
 def chunk(deal: Deal) -> Calls:
-    """A prompt of 5 tokens, 3 more, 3 more, and one."""
+    """A prompt of 5 tokens, 3 more, and what is left of the sequence."""
     expected = yield from deal.whole()
     start = deal.scenario.prompt
     answer = yield deal.prefill(start, expected[:, :start])
     past = deal.carry(None, answer, "held")
     while start < deal.scenario.total:
-        stop = min(start + CHUNK, deal.scenario.total)
-        answer = yield deal.decode(start, stop, past, expected[:, start:stop])
+        before, new = past, min(CHUNK, deal.scenario.total - start)
+        answer = yield deal.decode(start, start + new, past, expected[:, start : start + new])
         past = deal.carry(past, answer, "held")
-        start = stop
+        start += new
+    yield from deal.controls(start - new, start, before, expected)
 
 
 def why_chunk(deal: Deal) -> Decision:
@@ -53,6 +56,20 @@ def why_chunk(deal: Deal) -> Decision:
                 "mask-not-offset",
                 f"of {CHUNK} new tokens on a past of {start}, the first one does not see entry {place} of the past",
             )
+    return (yield from _blind_to_new(deal, past, base))
+
+
+def _blind_to_new(deal: Deal, past: Past, base: Answer) -> Decision:
+    """Each new token must see the new ones before it."""
+    start = deal.scenario.prompt
+    for place in range(CHUNK - 1):
+        answer = yield probe(other_token(deal, start + place).decode(start, start + CHUNK, past))
+        after = slice(place + 1, place + 2)
+        if not answer.failed and same_logits(answer.logits[:, after], base.logits[:, after], deal.contract.exactness):
+            return Cause(
+                "mask-not-offset",
+                f"of {CHUNK} new tokens on a past of {start}, number {place + 1} does not see the one before it",
+            )
     return None
 
 
@@ -68,7 +85,7 @@ EXPERIMENTS = (
         "chunk",
         f"{CHUNK} new tokens at once on top of a cache",
         chunk,
-        Scenario(prompt=BEFORE, steps=8),
+        SHARED,
         takes_chunks,
         order=5,
     ),
@@ -76,7 +93,7 @@ EXPERIMENTS = (
         "why-chunk",
         "what the first of several new tokens attends to",
         why_chunk,
-        Scenario(prompt=BEFORE, steps=8),
+        SHARED,
         can_be_looked_into,
         judged=False,
         shown=False,

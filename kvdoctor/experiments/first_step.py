@@ -18,7 +18,8 @@ def dummy_past(deal: Deal) -> Calls:
 
 
 def dummy_past_runs(deal: Deal) -> Calls:
-    """A dummy past of length 1, held against nothing: tells whether it is the length 0 that a first step fails on."""
+    """The same calls with a dummy past of length 1: tells whether it is the length 0 that a first step fails on."""
+    yield deal.prefill(deal.scenario.total, dummy=1)
     yield deal.prefill(deal.scenario.prompt, dummy=1)
 
 
@@ -49,7 +50,8 @@ EXPERIMENTS = (
         dummy_past_runs,
         applies=takes_past,
         shown=False,
-        order=2,
+        unless_passed="empty-past",
+        order=3,
     ),
     Experiment(
         "dummy-past",

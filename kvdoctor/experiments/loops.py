@@ -6,7 +6,11 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Experiment, always, several_tokens
-from kvdoctor.feeds import Array, Deal, Loop, Past, Scenario
+from kvdoctor.experiments.rows import growing
+from kvdoctor.feeds import Answer, Array, Deal, Loop, Past, Scenario, Value
+
+FEW = 3
+"""Decode steps of an experiment that repeats the loop with other sizes."""
 
 
 def plain(deal: Deal) -> Calls:
@@ -19,22 +23,37 @@ def held(deal: Deal) -> Calls:
     yield from decode_loop(deal, "held")
 
 
-def decode_loop(deal: Deal, loop: Loop) -> Calls:
-    """Prefill, then one token a step; each step held against the reference run. Ends with the positive controls."""
-    expected = yield from deal.whole()
+def held_shortly(deal: Deal) -> Calls:
+    """The held loop for a few steps of the sequence, which is enough where the whole loop was run before."""
+    yield from decode_loop(deal, "held", FEW)
+
+
+def decode_loop(deal: Deal, loop: Loop, most: int | None = None) -> Calls:
+    """Prefill, then one token a step; each step held against the reference run. Ends with the positive controls.
+
+    The cache after the last token is held against that of the reference run.
+    """
+    expected, whole = yield from deal.whole_answer()
     start = deal.scenario.prompt
     if deal.contract.exactness == "dynamic-quantisation":
         yield from own_noise(deal, expected)
     answer = yield deal.prefill(start, expected[:, :start])
     past = deal.carry(None, answer, loop)
-    before_last = past
-    for position in range(start, deal.scenario.total):
+    before_last, last = past, deal.scenario.total - 1
+    if most is not None:
+        last = min(last, start + most - 1)
+    for position in range(start, last + 1):
         before_last = past
-        answer = yield deal.decode(position, position + 1, past, expected[:, position : position + 1])
+        slots = same_slots(deal.contract, whole) if position == deal.scenario.total - 1 else {}
+        answer = yield deal.decode(position, position + 1, past, expected[:, position : position + 1], slots=slots)
         past = deal.carry(past, answer, loop)
-    last = deal.scenario.total - 1
-    for spoilt, past_spoilt in deal.spoil(before_last):
-        yield deal.decode(last, last + 1, past_spoilt, expected[:, last:], kind="control", label=spoilt)
+    yield from deal.controls(last, last + 1, before_last, expected)
+
+
+def same_slots(contract: CacheContract, whole: Answer) -> dict[str, Value]:
+    """What the presents of the last step must be, by name: the slots that one call over the same tokens fills."""
+    pairs = ((slot.present or "", slot.filled_by or "") for slot in growing(contract))
+    return {present: whole.outputs[made] for present, made in pairs if made in whole.outputs}
 
 
 def replayed(deal: Deal) -> Calls:
@@ -55,8 +74,7 @@ def replayed(deal: Deal) -> Calls:
             past = deal.carry(past, answer, "plain")
     assert before is not None  # noqa: S101 - a scenario has two steps or more
     last = deal.scenario.total - 1
-    for spoilt, past_spoilt in deal.spoil(before):
-        yield deal.decode(last, last + 1, past_spoilt, logits[last], kind="control", label=spoilt)
+    yield from deal.controls(last, last + 1, before, np.concatenate(logits, axis=1))
 
 
 def own_noise(deal: Deal, expected: Array) -> Calls:
@@ -114,20 +132,27 @@ def takes_any_batch(contract: CacheContract) -> str | None:
 EXPERIMENTS = (
     Experiment("plain-loop", "every returned slot fed back, one token a step", plain, applies=always, order=1),
     Experiment("held-loop", "cross-attention cache of the prefill held", held, applies=has_something_to_hold, order=2),
-    Experiment("batch", "the held loop with batch 2", held, Scenario(batch=2), applies=takes_any_batch, order=3),
+    Experiment("batch", "the held loop with batch 2", held_shortly, Scenario(batch=2), takes_any_batch, order=3),
     Experiment(
         "batch-rows",
         "each row of a batch of 2 against the same row alone, without a cache",
         rows_alone,
         Scenario(batch=2),
         applies=has_exact_rows,
+        changes_deal=True,
         order=3,
     ),
-    Experiment("one-token-prompt", "the held loop after a prompt of one token", held, Scenario(prompt=1), order=3),
+    Experiment(
+        "one-token-prompt",
+        "the held loop after a prompt of one token",
+        held_shortly,
+        Scenario(prompt=1, steps=Scenario().total),
+        order=3,
+    ),
     Experiment(
         "other-encoder-length",
         "the held loop with encoder length 11",
-        held,
+        held_shortly,
         Scenario(encoder=11),
         applies=takes_encoder_states,
         order=4,

@@ -1,27 +1,41 @@
 """What every cache rests on: the same feed gives the same logits, and a token's logits do not know the next token."""
 
+import numpy as np
+
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Decision, Experiment, several_tokens
-from kvdoctor.experiments.rows import same_logits
-from kvdoctor.experiments.why import probe
-from kvdoctor.feeds import Deal, Scenario
+from kvdoctor.experiments.rows import other_token, probe, same_logits
+from kvdoctor.feeds import Array, Deal, Scenario
 from kvdoctor.trace import Cause
 
 
 def same_feed(deal: Deal) -> Calls:
-    """The reference run a second time."""
+    """The reference run a second time, and one decode step twice."""
     expected = yield from deal.whole()
     if deal.contract.last_logits_only:
         expected = expected[:, -1:]
     yield deal.prefill(deal.scenario.total, expected)
+    start = deal.scenario.prompt
+    answer = yield probe(deal.prefill(start))
+    if answer.failed:
+        return
+    past = deal.carry(None, answer, "held")
+    step = yield probe(deal.decode(start, start + 1, past))
+    if not step.failed and np.isfinite(step.logits).all():
+        yield deal.decode(start, start + 1, past, step.logits)
 
 
 def later_token(deal: Deal) -> Decision:
     """The reference run with another last token: nothing before it may change."""
     expected = yield from deal.whole()
-    tokens = deal.tokens.copy()
-    tokens[:, -1] += 1
-    other = yield probe(Deal(deal.contract, deal.scenario, deal.encoded, tokens).prefill(deal.scenario.total))
+    return (yield from looks_ahead(deal, expected))
+
+
+def looks_ahead(deal: Deal, expected: Array) -> Decision:
+    """Whether another last token changes the logits of those before it, without a cache."""
+    if deal.contract.last_logits_only:
+        return None
+    other = yield probe(other_token(deal, -1).prefill(deal.scenario.total))
     if other.failed or same_logits(other.logits[:, :-1], expected[:, :-1], deal.contract.exactness):
         return None
     return Cause("not-causal", "without a cache, another last token changes the logits of the tokens before it")

@@ -1,12 +1,13 @@
 """Entries of a cache, token by token: to compare them, and to change one of them."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.feeds import Answer, Array, Deal, Past, as_array
+from kvdoctor.feeds import Answer, Array, Call, Deal, Past, as_array
 from kvdoctor.parity import TOLERANCES, compare, judge
 
 
@@ -14,6 +15,11 @@ def growing(contract: CacheContract) -> tuple[Slot, ...]:
     """Self-attention slots that grow and come back whole, in the order of their layers."""
     found = (s for s in contract.of_kind("self-attention") if s.growth in ("grow", "shared") and s.carry == "feed-back")
     return tuple(slot for slot in found if "past" in slot.axes and slot.present is not None)
+
+
+def probe(call: Call) -> Call:
+    """The call as one that may fail."""
+    return replace(call, kind="probe", expected=None)
 
 
 def rows(slot: Slot, tensor: Array, start: int, stop: int) -> Array:
@@ -59,6 +65,14 @@ def swapped(deal: Deal, past: Past, one: int, other: int) -> Past:
         order[one], order[other] = order[other], order[one]
         changed[slot.past] = np.take(tensor, order, axis=_at(slot))
     return Past(changed, past.length)
+
+
+def other_token(deal: Deal, place: int, row: int | slice = slice(None)) -> Deal:
+    """The deal with another token at a place of the sequence, in one row or in all."""
+    tokens = deal.tokens.copy()
+    last = (deal.contract.vocabulary or 2**31) - 1
+    tokens[row, place] += np.where(tokens[row, place] < last, 1, -1)
+    return replace(deal, tokens=tokens)
 
 
 def returned(slot: Slot, answer: Answer, first: bool) -> Array:

@@ -97,6 +97,23 @@ class RepairRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Reproducer:
+    """What `repro` wrote. `out` is None, and `reason` says why, where a failure could not be reproduced.
+
+    `finding` is the fingerprint of the finding that it `shows`; `bytes` are those of all files; `left_out` are parts of
+    the model that the failure does not need.
+    """
+
+    out: str | None
+    reason: str | None
+    finding: str | None = None
+    shows: str | None = None
+    files: tuple[str, ...] = ()
+    bytes: int = 0
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What a command found on one model. All times (seconds) and memory (bytes) of this run are under `measured`."""
 
@@ -111,6 +128,7 @@ class Report:
     findings: tuple[Finding, ...] = ()
     not_checked: tuple[NotChecked, ...] = ()
     repair: RepairRecord | None = None
+    reproducer: Reproducer | None = None
     measured: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -142,6 +160,8 @@ def decide(
 
 def exit_code(report: Report, fail_on: FailOn) -> int:
     """0, 1 or 3 by the verdict; with `never` findings do not count, but what could not be checked does."""
+    if report.reproducer is not None and report.reproducer.out is None:
+        return EXIT_INCOMPLETE
     if report.verdict == "unhealthy" and fail_on != "never":
         return EXIT_FINDINGS
     return EXIT_INCOMPLETE if _is_open(report.findings, report.not_checked) else EXIT_HEALTHY

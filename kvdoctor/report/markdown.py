@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kvdoctor.findings import Finding
 from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import plan_text, wording
+from kvdoctor.report import parity_text, plan_text, wording
 from kvdoctor.report.document import RepairRecord, Report, StackFacts
 from kvdoctor.report.safe import code, markdown, shortened
 from kvdoctor.trace import Run
@@ -21,6 +21,9 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"Model {code(report.model.path)}; " + ", ".join(f"{k} {markdown(v)}" for k, v in report.environment.items())
     if report.repair is not None:
         yield from _repair(report.repair)
+    if made := wording.reproducer_line(report):
+        yield ""
+        yield markdown(made)
     yield from findings(report)
     for stack in report.stacks:
         runs = [run for run in report.runs if run.stack == stack.name]
@@ -97,6 +100,20 @@ def _stack(stack: StackFacts, runs: list[Run]) -> Iterator[str]:
             yield f"Steps of {run.experiment}:"
             yield ""
             yield from table(header, rows)
+            yield from _differences(run)
+
+
+def _differences(run: Run) -> Iterator[str]:
+    """How close a loop is to the reference run."""
+    if (found := parity_text.differences_table(run)) is None:
+        return
+    yield ""
+    yield f"{run.experiment} against the reference run:"
+    yield ""
+    yield from table(*found)
+    for label, text in parity_text.facts(run):
+        yield ""
+        yield f"{label}: {markdown(text)}"
 
 
 def _plan(plan: MemoryPlan) -> Iterator[str]:

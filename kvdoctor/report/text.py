@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import plan_text, wording
+from kvdoctor.report import parity_text, plan_text, wording
 from kvdoctor.report.document import Report, StackFacts
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.trace import Run
@@ -33,6 +33,8 @@ def render(report: Report, console: Console, verbosity: int = 0, show_diff: bool
         page.repair(report, show_diff)
         page.notes(report)
     page.findings(report)
+    if made := wording.reproducer_line(report):
+        page.line(made, "bold")
     page.line(wording.verdict_line(report), VERDICTS[report.verdict])
 
 
@@ -133,11 +135,11 @@ class _Page:
         done = [run for run in runs if run.outcome != "skipped"]
         judged = [run for run in done if run.experiment in known and known[run.experiment].judged]
         # Of a loop that feeds an emptied cache back the findings speak, also where they are notes only.
-        sound = judged and all(run.outcome == "passed" or run.experiment == "plain-loop" for run in judged)
+        sound = judged and all(run.shows == "passed" or run.experiment == "plain-loop" for run in judged)
         sick = any(f.stack == stack.name and f.severity != "note" for f in report.findings)
         open_ends = any(entry.stack == stack.name and entry.essential for entry in report.not_checked)
         if sound and not (sick or open_ends or self.verbosity > 0):
-            judged = [run for run in judged if run.outcome == "passed"]
+            judged = [run for run in judged if run.shows == "passed"]
             names = ", ".join(run.experiment for run in judged if known[run.experiment].shown)
             self.line(f"{stack.name} ({stack.layout}): {names} passed", "bold green")
             self.cost(stack, report)
@@ -169,8 +171,14 @@ class _Page:
             return
         self.line(f"  {run.experiment}, step by step", "bold")
         self.table(*wording.steps_table(run, stack.contract))
+        if self.verbosity > 0 and (differences := parity_text.differences_table(run)) is not None:
+            self.line(f"  {run.experiment}, against the reference run", "bold")
+            self.table(*differences)
+            self.pairs(parity_text.facts(run))
         if run.error:
             self.pairs([("runtime", shortened(run.error, 1200 if self.verbosity > 0 else 320))])
+        if self.verbosity > 0:
+            self.pairs(wording.place_rows(run))
 
     def cost(self, stack: StackFacts, report: Report) -> None:
         measured = report.measured.get(stack.name, {}).get("step_seconds", {})

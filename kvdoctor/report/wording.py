@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kvdoctor.case import first_and_count
-from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.findings import Finding
 from kvdoctor.report import contract_words
 from kvdoctor.report.document import FileFacts, Report, StackFacts
@@ -26,10 +26,12 @@ def evidence(finding: Finding) -> Iterator[tuple[str, str]]:
     yield "where", where
     yield "promised", finding.promised
     yield "observed", finding.observed
+    for reason in finding.because:
+        yield "because", reason
     for consequence in finding.follows:
         yield "so", consequence
     if finding.confidence == "suspected":
-        yield "how sure", "suspected from the declarations, not shown by a run"
+        yield "how sure", "suspected, not shown by a run"
     if finding.repair.command:
         yield "repair", f"{finding.repair.command}"
         yield "", finding.repair.text
@@ -43,6 +45,25 @@ def outcome(run: Run) -> str:
     return f"{run.outcome} at step {at}" if run.outcome in ("failed", "differs") and at is not None else run.outcome
 
 
+def place_rows(run: Run) -> Iterator[tuple[str, str]]:
+    """All that is known of the place of a run's fault: (label, text)."""
+    if run.no_place is not None:
+        yield "place", f"not found: {run.no_place}"
+    if run.place is None:
+        return
+    place = run.place
+    node = f'{place.node.op} "{place.node.name}"' if place.node else "no single node"
+    layer = f", layer {place.layer}" if place.layer is not None else ""
+    yield "place", node + layer + (f", in {place.scope}" if place.scope else "")
+    for name, seen in place.shapes.items():
+        yield "came in", f"{name} {describe(seen.dtype, seen.shape)}"
+    for line in place.provenance:
+        yield "from", line
+    if place.frozen_by is not None:
+        yield "frozen by", place.frozen_by
+    yield "blame", f"{place.blame}: {place.words}"
+
+
 def detail(run: Run, why: str = "") -> str:
     """What stands beside an outcome: the place of a failure, the size of a difference, the reason of a skip."""
     if run.outcome == "failed":
@@ -50,13 +71,17 @@ def detail(run: Run, why: str = "") -> str:
         return place if not why else f"{why}"
     differences = [step.difference for step in run.steps if step.difference]
     worst = max((difference.relative for difference in differences), default=None)
+    twin = run.unrounded.worst if run.unrounded is not None and run.unrounded.relative else None
+    unrounded = f", {twin:.1e} where nothing is rounded" if twin is not None else ""
     if run.outcome in ("passed", "ambiguous") and worst is not None:
-        return f"logits within {worst:.1e}"
+        return f"logits within {worst:.1e}{unrounded}"
+    if twin is not None and worst is None:
+        return f"logits {'within' if run.outcome != 'differs' else 'off by'} {twin:.1e} where nothing is rounded"
     if run.outcome == "differs":
         finite = all(difference.finite for difference in differences)
         gap = run.reason or "logits not finite"
         if worst is not None and finite and run.reason is None:
-            gap = f"logits off by {worst:.2g}"
+            gap = f"logits off by {worst:.2g}{unrounded}"
         return f"{gap}; {why}" if why else gap
     return run.reason or why
 
@@ -204,3 +229,15 @@ def verdict_line(report: Report) -> str:
         "nothing-found": "nothing found without running it; step-test runs decode steps",
     }
     return f"{report.model.path}: {words[report.verdict]}" + (f" ({', '.join(counts)})" if counts else "")
+
+
+def reproducer_line(report: Report) -> str | None:
+    """What `repro` wrote, or why it wrote nothing."""
+    if report.command != "repro":
+        return None
+    made = report.reproducer
+    if made is None:
+        return "nothing to reproduce: no finding of the severity asked for, and no folder was made"
+    if made.out is None:
+        return f"no reproducer, nothing was written: {made.reason}"
+    return f"reproducer: {made.out} ({made.bytes:,} bytes, no weights): {made.shows}; python {made.out}/reproduce.py"

@@ -22,6 +22,12 @@ UNMASKED = tuple(
     )
     for stack in ("merged", "pair")
 )
+COUNTED = Fault(
+    "padding-changes-logits",
+    "decoder",
+    "learned positions are counted from the start of the past, padding on the left included",
+    "warning",
+)
 DECODER = (Stack.of("decoder", "optimum-decoder-only", "empty-past", [keys_and_values()]),)
 ENCODER_DECODER = (
     Stack.of("merged", "optimum-merged", "no-past-branch", [keys_and_values(), cross_cache()]),
@@ -43,9 +49,9 @@ NO_CROSS_CACHE = (
 )
 
 
-def decoder(name: str) -> Row:
+def decoder(name: str, *faults: Fault) -> Row:
     """A decoder alone. It is right in every loop."""
-    return Row("optimum", name, DECODER)
+    return Row("optimum", name, DECODER, faults=faults)
 
 
 def encoder_decoder(name: str, *more: Fault) -> Row:
@@ -89,7 +95,7 @@ ROWS = (
     no_cross_cache("vit-gpt2"),
     decoder("gpt2"),
     decoder("llama"),
-    decoder("bart-causal"),  # takes the position from the length of the past
+    decoder("bart-causal", COUNTED),  # takes the position from the length of the past
     decoder("gptj"),
     decoder("gpt_bigcode"),  # one head for key and value
     decoder("codegen"),

@@ -1,0 +1,82 @@
+"""Every input of the graph is fed, none that it has not, and each in its element type and rank."""
+
+import difflib
+from collections.abc import Iterator
+
+from kvdoctor.caller.moment import Break, Moment, shown
+from kvdoctor.contract import Port, describe
+
+MEANINGS = {
+    "branch_switch": "false on the first step, true on every later step",
+    "attention_mask": "one entry for each token of the past and each new one",
+    "position_ids": "the positions of the new tokens, counted on from the past",
+    "cache_position": "the positions of the new tokens, counted on from the past",
+    "encoder_states": "what the encoder gave, at every step",
+    "encoder_mask": "the mask of the encoder's input, at every step",
+    "token_ids": "the new tokens",
+}
+
+
+def ports(moment: Moment) -> Iterator[Break]:
+    """Missing and unknown inputs, element types and ranks."""
+    file, fed = moment.graph.file, moment.step.fed
+    known = {port.name: port for port in moment.graph.inputs}
+    missing = [port for name, port in known.items() if name not in fed]
+    unknown = [name for name in fed if name not in known]
+    if missing:
+        yield _missing(missing, unknown, file)
+    elif unknown:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        yield Break(
+            kind="input-unknown",
+            inputs=tuple(unknown),
+            promised=f"{file} has no such input" + (f"; near is {near[0]}" if near else ""),
+            observed=shown(unknown, moment),
+            cause=f"{_named(unknown)} is fed, which {file} does not take",
+            advice="leave it out of the feed of this graph",
+        )
+    wrong = [port for name, port in known.items() if name in fed and fed[name].dtype != port.dtype]
+    if wrong:
+        yield _unlike(wrong, moment, "wrong-type", f"is fed as {fed[wrong[0].name].dtype}, not {wrong[0].dtype}")
+    ranks = [p for name, p in known.items() if name in fed and p.shape is not None and _rank(p) != _fed_rank(moment, p)]
+    if ranks and not wrong:
+        text = f"is fed with {_fed_rank(moment, ranks[0])} axes, not {_rank(ranks[0])}"
+        yield _unlike(ranks, moment, "wrong-rank", text)
+
+
+def _missing(missing: list[Port], unknown: list[str], file: str) -> Break:
+    names, first = [port.name for port in missing], missing[0]
+    near = difflib.get_close_matches(first.name, unknown, 1, 0.8)
+    meaning = MEANINGS.get(first.role)
+    return Break(
+        kind="input-missing",
+        inputs=tuple(names),
+        promised=f"{first.name} {describe(first.dtype, first.shape)}" + (f": {meaning}" if meaning else ""),
+        observed="not fed" + (f"; {near[0]} is, which {file} does not have" if near else ""),
+        cause=f"{_named(names)} is missing, an input of {file}",
+        advice="feed every input of the graph at every step" + (f": {first.name} is {meaning}" if meaning else ""),
+    )
+
+
+def _unlike(wrong: list[Port], moment: Moment, kind: str, text: str) -> Break:
+    first = wrong[0]
+    return Break(
+        kind="wrong-type" if kind == "wrong-type" else "wrong-rank",
+        inputs=tuple(port.name for port in wrong),
+        promised=f"{first.name} {describe(first.dtype, first.shape)}",
+        observed=shown([port.name for port in wrong], moment),
+        cause=f"{_named([port.name for port in wrong])} {text}",
+        advice=f"feed {first.name} as {describe(first.dtype, first.shape)}",
+    )
+
+
+def _rank(port: Port) -> int:
+    return len(port.shape or ())
+
+
+def _fed_rank(moment: Moment, port: Port) -> int:
+    return len(moment.step.fed[port.name].shape)
+
+
+def _named(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

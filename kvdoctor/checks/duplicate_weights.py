@@ -1,0 +1,111 @@
+"""Byte-identical weights are stored more than once in one file.
+
+What it means: merging two branches, quantising tied weights, or exporting a subgraph with copies of its own makes a
+file larger than its weights, and the runtime loads every copy.
+
+How it is decided: tensors of the same type and shape whose first bytes are alike are compared whole. Vectors that hold
+one number throughout, as norms at their start do, do not count, nor do copies that together take less than a hundredth
+of the weights.
+
+Reproduce: `kvdoctor step-test MODEL` names the copies and their bytes.
+
+Repair: export again, or merge the branches with a tool that hoists what they share; beware that scales and weights of
+quantised MatMuls must stay where their node is.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvdoctor.case import Case, first_and_count
+from kvdoctor.errors import UnreadableError
+from kvdoctor.findings import Advice, CannotCheck, Fault, check
+from kvdoctor.graph import GraphView
+from kvdoctor.onnx_schema import TensorProto
+from kvdoctor.skeleton import read_skeleton
+from kvdoctor.stacks import OnnxFile
+
+SMALLEST = 4096
+"""Bytes: smaller copies cost nothing."""
+WORTH_SAYING = 0.01
+HEAD, PORTION = 4096, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A weight: its type, where its bytes lie, and how many there are."""
+
+    name: str
+    kind: tuple[int, ...]
+    path: Path
+    offset: int
+    length: int
+
+    def read(self, most: int) -> Iterator[bytes]:
+        """Up to `most` of its bytes, in portions."""
+        left = min(self.length, most)
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while left > 0 and (part := file.read(min(PORTION, left))):
+                yield part
+                left -= len(part)
+
+
+@check("KV502", "duplicate-weights", "runs")
+def duplicate_weights(case: Case) -> Iterator[Fault]:
+    """One fault for each file: all its copies."""
+    assert case.stack is not None  # noqa: S101 - asked only where there is a stack
+    for file in case.stack.files.values():
+        try:
+            weights = list(_stored(file))
+            copies = [same for same in _alike(weights).values() if len(same) > 1]
+        except (OSError, UnreadableError) as error:
+            raise CannotCheck(f"{file.name} could not be read again: {error}") from None
+        wasted = sum(weight.length for same in copies for weight in same[1:])
+        if wasted <= WORTH_SAYING * sum(weight.length for weight in weights):
+            continue
+        subject = tuple(weight.name for same in copies for weight in same)
+        count = f"{len(copies)} weight{'s' * (len(copies) > 1)}"
+        yield Fault(
+            severity="note",
+            file=file.name,
+            subject=subject,
+            where=f"initializers of {file.name}",
+            promised="each weight stored once",
+            observed=f"{first_and_count(subject)} hold {count}; the copies take {wasted:,} bytes",
+            cause="byte-identical weights are stored more than once",
+            advice=Advice("re-export", "export again, or hoist what two branches share into the graph around them"),
+        )
+
+
+def _stored(file: OnnxFile) -> Iterator[Stored]:
+    """The large initializers of a file, at any depth."""
+    places = {found.location: found.path for found in file.external if found.bytes is not None}
+    if file.external_problems:
+        return
+    for scope in GraphView(read_skeleton(file.path, located=True).model).scopes():
+        for tensor in scope.graph.initializer:
+            facts = {entry.key: entry.value for entry in tensor.external_data}
+            offset, length = facts.get("offset") or "0", facts.get("length") or "0"
+            path = {**places, file.path.name: file.path}.get(facts.get("location", ""))
+            if path is None or tensor.data_location != TensorProto.EXTERNAL or int(length) < SMALLEST:
+                continue
+            yield Stored(tensor.name, (tensor.data_type, *tensor.dims), path, int(offset), int(length))
+
+
+def _alike(weights: list[Stored]) -> dict[bytes, list[Stored]]:
+    """Weights by content, of those that share type, shape and first bytes with another."""
+    heads: dict[tuple[object, ...], list[Stored]] = {}
+    for weight in weights:
+        head = b"".join(weight.read(HEAD))
+        if any(head[at : at + 4] != head[:4] for at in range(4, len(head), 4)):
+            heads.setdefault((weight.kind, head), []).append(weight)
+    found: dict[bytes, list[Stored]] = {}
+    for group in heads.values():
+        for weight in group if len(group) > 1 else ():
+            digest = hashlib.sha256(repr(weight.kind).encode())
+            for part in weight.read(weight.length):
+                digest.update(part)
+            found.setdefault(digest.digest(), []).append(weight)
+    return found

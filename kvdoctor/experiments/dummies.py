@@ -1,0 +1,78 @@
+"""Content that no one may read: the past of a branch that takes none, the places behind the end of a buffer."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.experiments import Calls, Experiment, several_tokens
+from kvdoctor.feeds import Deal, Past, Scenario, as_array
+
+LARGE, LEFT_OVER = 1e4, 10.0
+"""What stands where zeros might: in a branch that reads no past, within the range of float16; in a buffer about what
+an earlier sequence leaves there, since masks hide that, and not every number (0 * NaN is NaN)."""
+
+
+def unread(deal: Deal) -> Calls:
+    """The held loop where large numbers stand in every place that the contract calls empty."""
+    expected = yield from deal.whole()
+    start = deal.scenario.prompt
+    call = deal.prefill(start, expected[:, :start], dummy=int(deal.contract.first_step == "no-past-branch"))
+    past = Past({slot.past: call.feeds[slot.past] for slot in deal.contract.slots if slot.past in call.feeds})
+    filled = _filled(deal.contract, past, 0)
+    answer = yield replace(call, feeds={**call.feeds, **filled})
+    past = deal.carry(None, answer, "held")
+    for position in range(start, deal.scenario.total):
+        past = Past({**past, **_filled(deal.contract, past, position, buffers_only=True)}, past.length)
+        before = past
+        answer = yield deal.decode(position, position + 1, past, expected[:, position : position + 1])
+        past = deal.carry(past, answer, "held")
+    yield from deal.controls(position, position + 1, before, expected)
+
+
+def _filled(contract: CacheContract, past: Past, length: int, buffers_only: bool = False) -> dict[str, Any]:
+    """The pasts whose content behind the first `length` tokens is not to be read, with large numbers there."""
+    filled = {}
+    for slot in _unread_slots(contract):
+        if slot.past not in past or (buffers_only and slot.growth != "static"):
+            continue
+        tensor = as_array(past[slot.past]).copy()
+        if slot.growth == "static":
+            place: list[Any] = [slice(None)] * tensor.ndim
+            place[slot.axes.index("capacity")] = slice(length, None)
+            tensor[tuple(place)] = LEFT_OVER
+        else:
+            tensor = np.full_like(tensor, LARGE)
+        filled[slot.past] = tensor
+    return filled
+
+
+def _unread_slots(contract: CacheContract) -> Iterator[Slot]:
+    """Every slot of a branch without a past; buffers that are written at the length of the past, in any layout."""
+    for slot in contract.slots:
+        if "int" in slot.dtype or slot.kind == "counter":
+            continue
+        buffer = slot.growth == "static" and slot.carry in ("feed-back", "write") and "capacity" in slot.axes
+        if buffer or (contract.first_step == "no-past-branch" and slot.growth != "constant"):
+            yield slot
+
+
+def has_unread_content(contract: CacheContract) -> str | None:
+    """There must be a place whose content does not count, and a first step that takes it."""
+    if not any(_unread_slots(contract)):
+        return "all content of the cache counts"
+    return several_tokens(contract)
+
+
+EXPERIMENTS = (
+    Experiment(
+        "unread-content",
+        "the held loop with large numbers in every place of the cache that counts as empty",
+        unread,
+        Scenario(steps=4),
+        has_unread_content,
+        order=7,
+    ),
+)

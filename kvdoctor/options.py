@@ -1,0 +1,55 @@
+"""What the user asked for, the same for every command."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvdoctor.case import Consumer
+from kvdoctor.child import Limits
+from kvdoctor.findings import Selection
+from kvdoctor.kept import Load
+from kvdoctor.plain import to_plain
+from kvdoctor.report.document import FailOn
+from kvdoctor.uses import Required
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for, the same for every command."""
+
+    consumer: Consumer = "plain"
+    fail_on: FailOn = "error"
+    selection: Selection = field(default_factory=Selection)
+    seed: int = 0
+    provider: str = "CPUExecutionProvider"
+    limits: Limits = field(default_factory=Limits)
+    hash_files: bool = False
+    contract: str | None = None
+    required: tuple[Required, ...] = ()
+    thorough: bool = False
+    trace: str | None = None
+    prompt: tuple[int, ...] = ()
+    inputs: str | None = None
+    reference: str | None = None
+    offline: bool = False
+    load: Load = field(default_factory=Load)
+    progress: Callable[[str, int, int], None] | None = None
+
+    def as_arguments(self) -> dict[str, Any]:
+        """The options as the report shows them; what the memory is planned for only where it was asked."""
+        load = {name: number for name, number in to_plain(self.load).items() if number is not None}
+        return {
+            "consumer": self.consumer,
+            "fail_on": self.fail_on,
+            "select": list(self.selection.select),
+            "ignore": list(self.selection.ignore),
+            "provider": self.provider,
+            **({"contract": self.contract} if self.contract is not None else {}),
+            **({"require": list(self.required)} if self.required else {}),
+            **({"thorough": True} if self.thorough else {}),
+            **({"trace": self.trace} if self.trace is not None else {}),
+            **({"prompt_ids": list(self.prompt)} if self.prompt else {}),
+            **({"inputs": self.inputs} if self.inputs is not None else {}),
+            **({"reference": self.reference, "offline": self.offline} if self.reference is not None else {}),
+            **load,
+        }

@@ -1,0 +1,206 @@
+"""The program that is handed over: a script as Python that needs onnxruntime and numpy alone.
+
+Names come from a model: they are written as escaped literals, never into code or comments.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvdoctor.feeds import NUMPY_TYPES
+from kvdoctor.parity import TOLERANCES
+from kvdoctor.report.safe import printable
+from kvdoctor.script import Comparison, Given, Returned, Script, made
+
+FEW_NUMBERS = 32
+"""Numbers that are written into the program; longer arrays go into a file beside it."""
+
+STORE = "inputs.npz"
+
+HEAD = '''"""{title}
+
+Needs onnxruntime and numpy, and nothing else: python reproduce.py
+Exit code 1: {one}. 0: {nought}. 2: something else happened.
+"""
+
+import os{imports}
+import sys
+from pathlib import Path
+
+
+def stop(*error):
+    sys.__excepthook__(*error)
+    sys.stdout.flush()
+    os._exit(2)
+
+
+sys.excepthook = stop  # an error of any other kind must not look like the failure
+
+import numpy as np
+import onnxruntime as ort
+
+
+def show(*things):
+    print(*(ascii(str(thing))[1:-1] for thing in things), flush=True)
+
+
+ort.set_default_logger_severity(4)
+show("onnxruntime", ort.__version__, "numpy", np.__version__, "python", sys.version.split()[0])
+HERE = Path(__file__).parent
+'''
+OPEN = """options = ort.SessionOptions()
+options.graph_optimization_level = ort.GraphOptimizationLevel.{level}{why}
+MODELS = {{file: ort.InferenceSession(str(HERE / file), options, providers=[{provider}]) for file in {files}}}
+"""
+NOISE = """
+
+def noise(seed, shape, dtype):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+"""
+STEPS = """
+# What each call is fed; (n, name) is the output of that name that the call number n returned.
+CALLS = [
+{calls}
+]
+"""
+LOOP = """
+returned = []
+for title, file, feeds in CALLS:
+    feeds = {name: returned[v[0]][v[1]] if isinstance(v, tuple) else v for name, v in feeds.items()}
+    show(title, "is fed", {name: value.shape for name, value in feeds.items()})
+"""
+FAILS = """    try:
+        outputs = MODELS[file].run(None, feeds)
+    except Exception as error:
+        show(title, "fails:", error)
+        sys.exit(1 if title == FAILING and NODE in str(error) else 2)
+    returned.append(dict(zip([output.name for output in MODELS[file].get_outputs()], outputs)))
+show("not reproduced:", FAILING, "runs")
+"""
+RUNS = """    outputs = MODELS[file].run(None, feeds)
+    returned.append(dict(zip([output.name for output in MODELS[file].get_outputs()], outputs)))
+"""
+COMPARES = """
+# Logits that must be the same: the last `count` positions of a call, and those of the reference from `start` on.
+LOGITS, worst = {logits}, 0.0
+for call, reference, row, start, count in [
+{comparisons}
+]:
+    got, want = (returned[index][LOGITS[CALLS[index][1]]] for index in (call, reference))
+    got, want = (a.reshape(a.shape[0], -1, a.shape[-1]).astype(np.float64) for a in (got, want))
+    got, want = got[:, -count:], want[row : row + got.shape[0], start : start + count]
+    off = float(np.abs(got - want).max() / want.std(axis=-1).mean())
+    show(CALLS[call][0], f"differs from the {{CALLS[reference][0]}} by {{off:.1e}} of the spread of its logits")
+    worst = max(worst, off) if off == off else float("inf")
+show("the largest difference is", f"{{worst:.1e}}", "and {tolerance:.0e} is too much")
+sys.exit(1 if worst > {tolerance} else 0)
+"""
+DIES = """
+# A child process makes the calls: this one is to live and tell.
+if "child" not in sys.argv:
+    try:
+        code = subprocess.run([sys.executable, __file__, "child"], timeout={seconds}).returncode
+    except subprocess.TimeoutExpired:
+        code = "none: it hangs"
+    show("exit code of the process that made the calls:", code)
+    sys.exit(1 if code not in (0, 1, 2) else 2 * bool(code))
+
+"""
+REFUSED = """try:
+    ort.InferenceSession(str(HERE / "model.onnx"), providers=[{provider}])
+except Exception as error:
+    show("refused:", error)
+    sys.exit(1)
+show("not reproduced: the runtime opens the file")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """What the program says of itself. `node` must stand in the error where it is not empty."""
+
+    title: str
+    failing: str
+    node: str
+    provider: str
+    exactness: str
+    seconds: float
+
+
+def program(script: Script, wording: Wording, names: dict[str, str]) -> tuple[str, dict[str, "np.ndarray[Any, Any]"]]:
+    """The program, and the arrays that it reads from `inputs.npz`. `names` are the files as they are handed over."""
+    stored: dict[str, np.ndarray[Any, Any]] = {}
+    parts = [_head(script, wording)]
+    if script.kind == "refused":
+        return "".join([*parts, REFUSED.format(provider=ascii(wording.provider))]), stored
+    if script.kind == "dies":
+        parts.append(DIES.format(seconds=wording.seconds))
+    parts.append(_opening(script, wording, names))
+    calls = ",\n".join(_call(call, names, stored) for call in script.calls)
+    if stored:
+        parts.append(f'STORED = np.load(HERE / "{STORE}")\n')
+    if "noise(" in calls:
+        parts.append(NOISE)
+    if script.kind == "fails":
+        parts.append(f"FAILING, NODE = {wording.failing!a}, {wording.node!a}\n")
+    parts += [STEPS.format(calls=calls), LOOP, FAILS if script.kind == "fails" else RUNS]
+    if script.kind == "differs":
+        comparisons = ",\n".join(f"    {_comparison(comparison)}" for comparison in script.comparisons)
+        logits = ascii({names[call.file]: call.logits for call in script.calls})
+        tolerance = TOLERANCES[wording.exactness].fails
+        parts.append(COMPARES.format(comparisons=comparisons, logits=logits, tolerance=tolerance))
+    return "".join(parts), stored
+
+
+def _head(script: Script, wording: Wording) -> str:
+    said = {
+        "fails": ("it fails as said", "every step runs"),
+        "differs": ("the logits differ", "they do not"),
+        "refused": ("the runtime refuses the file", "it opens it"),
+        "dies": ("the process that runs the model dies", "it lives"),
+    }
+    one, nought = said[script.kind]
+    imports = "\nimport subprocess" if script.kind == "dies" else ""
+    title = printable(wording.title).replace("\\", "/").replace('"', "'")
+    return HEAD.format(title=title, one=one, nought=nought, imports=imports)
+
+
+def _opening(script: Script, wording: Wording, names: dict[str, str]) -> str:
+    level, why = {"all": "ORT_ENABLE_ALL", "basic": "ORT_ENABLE_BASIC", "off": "ORT_DISABLE_ALL"}[script.level], ""
+    if script.kind == "fails" and wording.node:
+        level, why = "ORT_DISABLE_ALL", "  # then errors name nodes of the file"
+    files = sorted({names[call.file] for call in script.calls})
+    return OPEN.format(level=level, why=why, provider=ascii(wording.provider), files=files)
+
+
+def _call(call: Any, names: dict[str, str], stored: dict[str, "np.ndarray[Any, Any]"]) -> str:
+    feeds = "".join(f"        {name!a}: {_value(value, stored)},\n" for name, value in call.feeds.items())
+    return f"    ({call.title!a}, {names[call.file]!a}, {{\n{feeds}    }})"
+
+
+def _value(value: "Given | Returned", stored: dict[str, "np.ndarray[Any, Any]"]) -> str:
+    if isinstance(value, Returned):
+        return f"({value.call}, {value.output!a})"
+    kind = np.dtype(NUMPY_TYPES[value.dtype]).name
+    if value.seed is not None:
+        return f"noise({value.seed}, {value.shape}, {kind!r})"
+    if value.numbers is None:
+        fill = repr(made(replace(value, shape=(1,)))[0].item())
+        fill = fill if np.isfinite(value.fill) else f'float("{fill}")'
+        return f"np.full({value.shape}, {fill}, {kind!r})"
+    array = made(value)
+    if array.size <= FEW_NUMBERS and np.isfinite(array).all():
+        return f"np.array({array.tolist()}, {kind!r})"
+    known = next(
+        (key for key, other in stored.items() if other.dtype == array.dtype and np.array_equal(other, array)), None
+    )
+    key = known or f"a{len(stored)}"
+    stored[key] = array
+    return f"STORED[{key!r}]"
+
+
+def _comparison(comparison: Comparison) -> str:
+    numbers = (comparison.call, comparison.reference, comparison.row, comparison.start, comparison.count)
+    return str(numbers)

@@ -1,0 +1,172 @@
+"""Writes docs/faults.md from a run of all faults.
+
+    python tests/faults/make_table.py [--exports DIR]
+
+It takes about a quarter of an hour and makes the isolated environments of the zoo. DIR keeps the exports, for the next
+run. Nothing is written where a fault is not found, or something harmless is.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "zoo"), str(HERE.parent)]
+
+from making import Maker  # noqa: E402 - the modules are found from here on
+from outcome import Missing, Outcome, healthy_export, treat  # noqa: E402
+from registry import Fault, load  # noqa: E402
+
+from kvdoctor.doctor import Options  # noqa: E402
+from kvdoctor.runtimes import Runtime  # noqa: E402
+
+DOCUMENT = HERE.parents[1] / "docs" / "faults.md"
+DEMANDED = 95
+"""Faults in a hundred that must have the right name."""
+HEAD = """# The faults
+
+Healthy exports, each broken in one way on purpose, and what kvdoctor says of them. Made by
+`python tests/faults/make_table.py` from a run; `python -m pytest tests/faults -m 'slow or not slow'` holds every cell
+to it. What is done is written in `tests/faults`, with nothing but onnx: it knows nothing of how kvdoctor finds it.
+
+*must be called*: the name of the leading finding, the first of the highest severity; a warning where the loop of one
+token a step is right. *found*, *named*: of how many exports the fault was found, and was called so. *decided by*: the
+experiment that the finding rests on (`kvdoctor step-test -v` shows them all), the graph, or the file.
+
+{summary}
+
+| fault | what was done | must be called | severity | exports | found | named | decided by |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+HARMLESS_HEAD = """
+## What hurts nobody
+
+Of these nothing may be found, and the verdict must be healthy.
+
+| change | what was done | exports | silent |
+| --- | --- | --- | --- |
+"""
+MISNAMED_HEAD = """
+## Called by another name
+
+Found, and not called as it should be.
+
+| fault | export | called |
+| --- | --- | --- |
+"""
+
+
+@dataclass
+class Measured:
+    """The cells of a row that come from a run."""
+
+    found: int = 0
+    named: int = 0
+    decided: Counter[str] = field(default_factory=Counter)
+    misnamed: dict[str, str] = field(default_factory=dict)
+
+    def add(self, patient: str, outcome: Outcome) -> None:
+        self.found += outcome.found
+        self.named += outcome.named
+        if outcome.decided_by:
+            self.decided[outcome.decided_by] += 1
+        if outcome.found and not outcome.named:
+            self.misnamed[patient] = outcome.called
+
+
+def page(measured: dict[str, Measured]) -> str:
+    """The whole page."""
+    faults = load()
+    rows, silent, other = [], [], []
+    for name, fault in faults.items():
+        cells = measured[name]
+        if not fault.check:
+            silent.append(_line(name, fault.idea, _exports(fault), f"{cells.named} of {len(fault.patients)}"))
+            continue
+        decided = ", ".join(word for word, _ in sorted(cells.decided.items(), key=lambda item: (-item[1], item[0])))
+        counts = (f"{count} of {len(fault.patients)}" for count in (cells.found, cells.named))
+        rows.append(_line(name, fault.idea, fault.check, fault.severity, _exports(fault), *counts, decided))
+        other += [_line(name, patient, called) for patient, called in cells.misnamed.items()]
+    text = HEAD.format(summary=_summary(measured)) + "\n".join(rows) + "\n" + HARMLESS_HEAD + "\n".join(silent) + "\n"
+    return text + (MISNAMED_HEAD + "\n".join(other) + "\n" if other else "")
+
+
+def read(text: str) -> dict[str, Measured]:
+    """The measured cells of a page."""
+    measured: dict[str, Measured] = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("| ") or cells[0] in ("fault", "change", "---"):
+            continue
+        if len(cells) == 8:
+            found, named = (int(cell.partition(" ")[0]) for cell in cells[5:7])
+            # The page keeps the order of the words; how often each decided is not read back.
+            decided = Counter({word: 100 - place for place, word in enumerate(cells[7].split(", ")) if word})
+            measured[cells[0]] = Measured(found, named, decided)
+        elif len(cells) == 4:
+            measured[cells[0]] = Measured(named=int(cells[3].partition(" ")[0]))
+        elif len(cells) == 3:
+            measured[cells[0]].misnamed[cells[1]] = cells[2]
+    return measured
+
+
+def counted(measured: dict[str, Measured]) -> tuple[int, int, int]:
+    """Broken exports, those of which the fault was found, and those of which it was named."""
+    faults = [fault for fault in load().values() if fault.check]
+    done = sum(len(fault.patients) for fault in faults)
+    return done, sum(measured[f.name].found for f in faults), sum(measured[f.name].named for f in faults)
+
+
+def _summary(measured: dict[str, Measured]) -> str:
+    faults = load().values()
+    done, found, named = counted(measured)
+    harmless = [fault for fault in faults if not fault.check]
+    silent, changed = sum(measured[f.name].named for f in harmless), sum(len(f.patients) for f in harmless)
+    return (
+        f"{len(faults) - len(harmless)} faults in {done} broken exports: {found} found, {named} of them by the right "
+        f"name ({100 * named / done:.1f} in 100). {len(harmless)} harmless changes in {changed} exports: {silent} "
+        f"silent."
+    )
+
+
+def _exports(fault: Fault) -> str:
+    return ", ".join(fault.patients)
+
+
+def _line(*cells: str) -> str:
+    assert not any(re.search(r"[|\n]", cell) for cell in cells), cells
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> int:
+    """Reads the command line, runs all faults, writes the page and returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--exports", type=Path, metavar="DIR", help="where the exports are kept, or lie already")
+    args = parser.parse_args()
+    measured, problems = {name: Measured() for name in load()}, []
+    with tempfile.TemporaryDirectory() as scratch, Runtime(Options().limits) as runtime:
+        maker = Maker(args.exports or Path(scratch, "exports"))
+        for name, fault in load().items():
+            for patient in fault.patients:
+                try:
+                    outcome = treat(fault, healthy_export(patient, maker), Path(scratch, name, patient), runtime)
+                except Missing as missing:
+                    problems.append(f"{patient}: {missing}")
+                    continue
+                measured[name].add(patient, outcome)
+                if not outcome.found:
+                    problems.append(f"{name} in {patient}: {outcome.details}")
+            print(f"{name}: {measured[name].named} of {len(fault.patients)} {measured[name].misnamed}", flush=True)
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+        return 1
+    DOCUMENT.write_text(page(measured), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

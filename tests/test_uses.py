@@ -1,0 +1,136 @@
+"""Uses of a cache beyond one sequence: required ones, thorough ones, and what the user gives to begin with."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from text_fixtures import load_all
+
+from kvdoctor.experiments import load
+from kvdoctor.uses import REQUIRED, USES
+
+ROOT = Path(__file__).parent.parent
+EXPORTS = ROOT / "fixtures" / "exports"
+FIXTURES = load_all()
+
+
+def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "kvdoctor", "step-test", *arguments, "--format", "json"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    return done.returncode, json.loads(done.stdout) if done.stdout else {"error": done.stderr}
+
+
+def written(name: str, folder: Path) -> str:
+    return str(FIXTURES[name].write(folder))
+
+
+def test_every_use_is_an_experiment() -> None:
+    names = {experiment.name for experiment in load()}
+    assert set(USES) <= names
+    assert {name for use in USES.values() for name in use.after} <= names
+    assert {use.required for use in USES.values() if use.required} == set(REQUIRED)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "use", "finding"),
+    [
+        ("padding-changes-logits", "left-padding", "padding-changes-logits"),
+        ("mask-not-offset", "chunked-prefill", "mask-not-offset"),
+        ("chunk-fails", "chunked-prefill", "chunk-fails"),
+        ("batch-rows-interact", "batch", "batch-rows-interact"),
+        ("batch-rows-interact-steps", "batch", "batch-rows-interact"),
+        ("batch-axis-frozen", "batch", "batch-axis-frozen"),
+        ("context-limit-fails", "full-context", "context-limit-fails"),
+    ],
+)
+def test_a_required_use_that_fails_is_an_error(fixture: str, use: str, finding: str, tmp_path: Path) -> None:
+    code, report = run(written(fixture, tmp_path), "--require", use)
+    assert code == 1
+    assert [f["severity"] for f in report["findings"] if f["name"] == finding] == ["error"], report["findings"]
+
+
+def test_a_required_use_that_works_is_none(tmp_path: Path) -> None:
+    code, report = run(written("context-limit-healthy", tmp_path), "--require", ",".join(REQUIRED))
+    assert (code, report["verdict"], report["not_checked"]) == (0, "healthy", [])
+    assert report["arguments"]["require"] == list(REQUIRED)
+    outcomes = {r["experiment"]: r["outcome"] for r in report["runs"]}
+    assert outcomes["full-context"] == "passed"
+    assert outcomes["sweep"] == "skipped"
+
+
+def test_a_required_use_that_cannot_be_tried_is_not_healthy() -> None:
+    code, report = run(str(EXPORTS / "marian-4.57.6"), "--consumer", "held", "--require", "left-padding")
+    assert (code, report["verdict"]) == (3, "incomplete")
+    assert "required use left-padding: decoder_model_merged.onnx takes no attention_mask" in str(report["not_checked"])
+
+
+def test_an_unknown_use_is_refused() -> None:
+    code, report = run(str(EXPORTS / "gpt2"), "--require", "batches")
+    assert code == 2
+    assert "--require takes chunked-prefill, batch" in report["error"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "t5", "whisper"])
+def test_healthy_exports_stay_healthy_when_all_is_tried(name: str) -> None:
+    code, report = run(str(EXPORTS / name), "--consumer", "held", "--thorough")
+    assert code == 0, report["findings"]
+    assert {f["severity"] for f in report["findings"]} <= {"note"}
+    thorough = {e.name for e in load() if e.thorough}
+    assert {r["experiment"] for r in report["runs"] if r["outcome"] == "passed"} & thorough
+
+
+def test_the_prompt_that_was_given_is_decoded() -> None:
+    code, report = run(str(EXPORTS / "gpt2"), "--prompt-ids", "5,6,7,8,9")
+    assert code == 0
+    loop = next(r for r in report["runs"] if r["experiment"] == "plain-loop")
+    assert [step["new_tokens"] for step in loop["steps"]][:2] == [5, 1]
+    assert report["arguments"]["prompt_ids"] == [5, 6, 7, 8, 9]
+
+
+def test_inputs_of_the_encoder_set_its_length(tmp_path: Path) -> None:
+    file = tmp_path / "inputs.npz"
+    np.savez(file, encoder_hidden_states=np.random.default_rng(3).standard_normal((1, 13, 32)).astype(np.float32))
+    model = tmp_path / "decoder"
+    shutil.copytree(EXPORTS / "t5", model, ignore=shutil.ignore_patterns("encoder_model.onnx"))
+    code, report = run(str(model), "--consumer", "held", "--inputs", str(file))
+    assert code == 0, report
+    loop = next(r for r in report["runs"] if r["experiment"] == "held-loop")
+    assert loop["steps"][0]["fed"]["encoder_hidden_states"]["shape"] == [1, 13, 32]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--prompt-ids", "1,x"), "--prompt-ids takes whole numbers"),
+        (("--prompt-ids", "1,128"), "token id 128 is not in the vocabulary, which has 128 words"),
+        (("--prompt-ids", "-1"), "token id -1 is not in the vocabulary"),
+        (("--inputs", "nothing.npz"), "--inputs nothing.npz: "),
+    ],
+)
+def test_what_fits_no_input_is_refused(given: tuple[str, ...], words: str) -> None:
+    code, report = run(str(EXPORTS / "gpt2"), *given)
+    assert code == 2
+    assert words in " ".join(report["error"].split())
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"attention_mask": np.ones((1, 4), np.int64)}, "is no input that can be given; give input_ids"),
+        ({"input_ids": np.ones((1, 4), np.float32)}, "holds float32, the model takes int64"),
+        ({"input_ids": np.ones(4, np.int64)}, "is int64[4], the model takes int64[batch_size"),
+        ({"input_ids": np.array([["a"]])}, "is no array of numbers"),
+        ({"input_ids": np.array([[{}]], object)}, "pickle"),
+    ],
+)
+def test_arrays_that_fit_no_input_are_refused(arrays: dict[str, Any], words: str, tmp_path: Path) -> None:
+    file = tmp_path / "inputs.npz"
+    np.savez(file, **arrays)
+    code, report = run(str(EXPORTS / "gpt2"), "--inputs", str(file))
+    assert code == 2
+    assert words.lower() in " ".join(report["error"].split()).lower()
