@@ -50,10 +50,15 @@ def report(name: str, command: str = "step-test") -> tuple[int, dict[str, Any]]:
     return done.returncode, document
 
 
+def severe(document: dict[str, Any]) -> list[str]:
+    """Findings but for notes: the masks of two layers are rightly called duplicates."""
+    return [finding["name"] for finding in document["findings"] if finding["severity"] != "note"]
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_sound_one_is_healthy(name: str) -> None:
     code, document = report(name)
-    assert (code, document["verdict"], document["findings"]) == (0, "healthy", [])
+    assert (code, document["verdict"], severe(document)) == (0, "healthy", [])
 
 
 @pytest.mark.parametrize("name", SICK)
@@ -61,7 +66,7 @@ def test_the_mistake_is_named(name: str) -> None:
     twin, expected = SICK[name]
     assert twin in HEALTHY
     code, document = report(name)
-    assert [finding["name"] for finding in document["findings"]] == expected
+    assert severe(document) == expected
     assert document["verdict"] != "healthy" or expected == ["chunk-fails"]
     errors = any(finding["severity"] == "error" for finding in document["findings"])
     assert (code == 1) == errors
