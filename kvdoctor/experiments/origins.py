@@ -15,12 +15,17 @@ from kvdoctor.trace import Cause
 
 def new_entry(slot: Slot, step: Answer, start: int) -> Array:
     """The entry that a step added."""
-    return rows(slot, returned(slot, step, False), start, start + 1)
+    return _first_layer(slot, rows(slot, returned(slot, step, False), start, start + 1))
 
 
 def right_entry(slot: Slot, whole: Answer, start: int) -> Array:
     """The entry of the same token in a prefill of the whole sequence."""
-    return rows(slot, returned(slot, whole, True), start, start + 1)
+    return _first_layer(slot, rows(slot, returned(slot, whole, True), start, start + 1))
+
+
+def _first_layer(slot: Slot, entries: Array) -> Array:
+    """Of a slot that stacks all layers the first, which depends on nothing but the token and its position."""
+    return np.take(entries, [0], axis=slot.axes.index("layers")) if "layers" in slot.axes else entries
 
 
 def where_from(deal: Deal, start: int, slot: Slot, step: Answer, whole: Answer) -> Decision:
@@ -49,7 +54,7 @@ def _place(deal: Deal, start: int, slot: Slot, new: Array) -> "Generator[Call, A
     answer = yield probe(replace(deal, tokens=everywhere).prefill(deal.scenario.total))
     if answer.failed:
         return None
-    entries = returned(slot, answer, True)
+    entries = _first_layer(slot, returned(slot, answer, True))
     if alike(new, rows(slot, entries, start, start + 1), deal.contract.exactness):
         return None
     places = range(deal.scenario.total)

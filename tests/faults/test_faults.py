@@ -36,6 +36,7 @@ LEFT_OUT = {
     "names-mislead": "names hurt nobody who goes by the graph: it is a note, with fixtures of its own",
     "loop-breaks-contract": "a fault of the caller's loop, not of an export",
     "reference-differs": "asked only with a checkpoint, whose weights would have to be broken instead",
+    "invalid-graph": "what the rules of ONNX refuse has nothing to do with a cache: it has a fixture of its own",
     "cached-branch-first": "a note on every merged decoder, and no fault of it",
 }
 """Checks without a fault here, and why."""
