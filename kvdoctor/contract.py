@@ -8,7 +8,7 @@ Shapes are written as `float[batch, kv_heads, past, head_dim]`: the words below 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Dim = int | str | None
@@ -364,6 +364,20 @@ class CacheContract:
     def has_encoder_states(self) -> bool:
         """Whether the decoder takes the states of an encoder."""
         return any(graph.port("encoder_states") for graph in self.graphs.values())
+
+
+def with_last_logits_only(contract: CacheContract) -> CacheContract:
+    """The contract whose calls give the logits of the last token alone, whatever the graph declares."""
+
+    def put_right(port: Port) -> Port:
+        if port.role != "logits" or port.shape is None or "new" not in port.axes:
+            return port
+        return replace(port, shape=tuple(1 if a == "new" else d for a, d in zip(port.axes, port.shape, strict=True)))
+
+    graphs = {
+        name: replace(graph, outputs=tuple(map(put_right, graph.outputs))) for name, graph in contract.graphs.items()
+    }
+    return replace(contract, graphs=graphs)
 
 
 def describe(dtype: str, shape: Sequence[Dim] | None) -> str:

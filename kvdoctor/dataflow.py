@@ -156,6 +156,7 @@ class Dataflow:
     flow: Flow
     looked: int = 0
     _scores: dict[int, bool] = field(default_factory=dict)
+    _reached: dict[str, set[str]] = field(default_factory=dict)
 
     def goes_on(self) -> bool:
         """Count one value that a walk looks at; False once all walks together have looked at MOST_LOOKS."""
@@ -343,7 +344,8 @@ class Dataflow:
             value, way = waiting.popleft()
             yield value, way
             for node, index in self.flow.consumers.get(value, ()):
-                for output, joins in _onward(node, index):
+                for output, brings in _onward(node, index):
+                    joins = brings and (node.op != "Where" or self._chooses_new(node, index, name))
                     # A second Concat puts keys and values, or all layers, together again.
                     crosses = joins and not (way.crossing is not None and node.op == "Concat")
                     crossed = crosses or way.crossing is not None
@@ -356,6 +358,15 @@ class Dataflow:
                     else:
                         trimmed = way.trimmed or (way.crossing is not None and node.op in TRIMS)
                         waiting.append((output, _Way(axes, way.crossing, way.axis, trimmed)))
+
+    def _chooses_new(self, node: FlowNode, index: int, name: str) -> bool:
+        """Whether a Where has new entries beside the content of an input: padding put to zero brings none."""
+        other = node.inputs[3 - index]
+        if other in self.flow.fixed:
+            return False
+        if name not in self._reached:
+            self._reached[name] = self.reached_from({name})
+        return other not in self._reached[name]
 
     def _joined(self, name: str, use: Use | None, output: str | None, way: _Way) -> StateFlow:
         """A state that new entries join, with the output, if any, that holds them and nothing of the state itself."""

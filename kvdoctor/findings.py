@@ -110,8 +110,10 @@ class Check:
 
     @property
     def summary(self) -> str:
-        """The first line of its documentation."""
-        return self.documentation.partition("\n")[0]
+        """The first line of its documentation; where a module holds several checks, that of its own function."""
+        alone = sum(one.function.__module__ == self.function.__module__ for one in _REGISTERED.values()) == 1
+        text = self.documentation if alone else inspect.cleandoc(self.function.__doc__ or "")
+        return text.partition("\n")[0]
 
 
 _REGISTERED: dict[str, Check] = {}

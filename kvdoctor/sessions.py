@@ -135,10 +135,6 @@ class Sessions:
     def _open(self, file: str, level: str, reuse: bool = True) -> Any:
         options = session_options(level, self.threads)
         options.enable_mem_reuse = reuse
-        options.graph_optimization_level = LEVELS[level]
-        options.log_severity_level = FATAL_ONLY
-        options.intra_op_num_threads = self.threads
-        options.inter_op_num_threads = 1
         for key, value in self.settings.items():
             options.add_session_config_entry(key, value)
         session = ort.InferenceSession(str(self.folder / file), options, providers=[self.provider])

@@ -35,6 +35,7 @@ from kvdoctor.checks.placed import because
 from kvdoctor.checks.step_fails import SHORT_STATE, explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 from kvdoctor.trace import Run
+from kvdoctor.uses import Use
 
 HAVE_OWN_CHECKS = ("left-padding", "encoder-padding", "full-context")
 
@@ -69,7 +70,7 @@ def cached_differs(case: Case) -> Iterator[Fault]:
         if other.experiment in HAVE_OWN_CHECKS or _has_a_name(case, other):
             continue
         cause = f"with {use.words}, decoding with the cache gives other logits than without"
-        yield replace(_fault(case, other, use.severity, cause), use=use.required)
+        yield replace(_fault(case, other, _severity(other, use), cause), use=use.required)
     plain = case.run("plain-loop")
     if case.consumer == "plain" and case.emptied and plain is not None and plain.outcome in ("failed", "died"):
         raise CannotCheck(f"logits parity of the plain loop: no step completed after {(plain.failed_step or 0) - 1}")
@@ -101,6 +102,13 @@ def non_finite(case: Case) -> Iterator[Fault]:
             cause = f"with {use.words}, logits are not finite at step {', '.join(map(str, steps))}"
             yield replace(_fault(case, other, use.severity, cause), use=use.required)
             return
+
+
+def _severity(run: Run, use: Use) -> Severity:
+    """What one token at a time in batch 1 makes wrong is an error, whatever the lengths."""
+    step = next((step for step in run.steps if step.step == run.failed_step), None)
+    alone = run.experiment == "sweep" and step is not None and step.phase == "decode" and step.new_tokens == 1
+    return "error" if alone else use.severity
 
 
 def _has_a_name(case: Case, other: Run) -> bool:

@@ -12,6 +12,7 @@ their own shape.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvdoctor.caller import telling
 from kvdoctor.case import Case
@@ -37,7 +38,10 @@ def caller_runtime_differs(case: Case) -> Iterator[Fault]:
     failed = held.failed.number if held.failed is not None else None
     if run.outcome == "differs":
         at = f"trace step {run.failed_step}" if run.failed_step is not None else "trace"
-        yield _fault(case, at, "what the same feed gives here", _seen(run), "the caller's runtime gives other outputs")
+        fault = _fault(
+            case, at, "what the same feed gives here", _seen(run), "the caller's runtime gives other outputs"
+        )
+        yield _unless(fault, held.blind) if held.blind else fault
     elif failed is not None and run.outcome in ("passed", "ambiguous"):
         error = telling.said(held.failed) if held.failed is not None else ""
         cause = "a step that keeps the contract fails in the caller's runtime, and runs here"
@@ -45,6 +49,17 @@ def caller_runtime_differs(case: Case) -> Iterator[Fault]:
     elif failed is None and run.outcome == "failed":
         cause = "a step that keeps the contract runs in the caller's runtime, and fails here"
         yield _fault(case, f"trace step {run.failed_step}", "a step that runs, as it did there", run.error or "", cause)
+
+
+def _unless(fault: Fault, blind: tuple[str, ...]) -> Fault:
+    """The fault where the trace does not tell all values: a loop that feeds others is as likely."""
+    shown = ", ".join(blind[:2]) + (f" and {len(blind) - 2} more" if len(blind) > 2 else "")
+    return replace(
+        fault,
+        confidence="suspected",
+        cause="other outputs than from a right feed: the caller's runtime, or values fed that the trace does not tell",
+        advice=Advice("caller", f"give the values of {shown} as well (npz, or data in each line): they decide"),
+    )
 
 
 def _seen(run: Run) -> str:

@@ -8,6 +8,7 @@ from kvdoctor.checks.placed import because, placed
 from kvdoctor.checks.step_fails import explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, Fault, Severity
 from kvdoctor.trace import Run
+from kvdoctor.uses import USES
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def decided(case: Case, run: Run, words: Words, severity: Severity, *follows: st
         cause=words.cause,
         advice=Advice("re-export", words.advice),
         follows=follows,
-        because=because(placed(case)),
+        because=because(run if run.place is not None or run.experiment in USES else placed(case)),
     )
 
 

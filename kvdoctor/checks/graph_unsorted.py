@@ -27,7 +27,7 @@ def graph_unsorted(case: Case) -> Iterator[Fault]:
     bodies = [(scope.path, list(scope.graph.node)) for scope in view.scopes()]
     bodies += [(f"function {function.name}", list(function.node)) for function in view.model.functions]
     for path, nodes in bodies:
-        early, names = _needs_later(nodes), Counter(node.name for node in nodes if node.name)
+        early, names = needs_later(nodes), Counter(node.name for node in nodes if node.name)
         shared = next((name for name, count in names.items() if count > 1), None)
         if early is None and shared is None:
             continue
@@ -48,7 +48,7 @@ def graph_unsorted(case: Case) -> Iterator[Fault]:
         return
 
 
-def _needs_later(nodes: list[NodeProto]) -> tuple[NodeProto, str] | None:
+def needs_later(nodes: list[NodeProto]) -> tuple[NodeProto, str] | None:
     """The first node that needs a value of a later one, where an order exists: a circle is another fault."""
     made_at = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     needs = [{made_at[name] for name in _read(node) if name in made_at} for node in nodes]

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvdoctor.case import Case
+from kvdoctor.checks.graph_unsorted import needs_later
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.onnx_schema import ModelProto
 from kvdoctor.skeleton import payload_left_out
@@ -53,8 +54,8 @@ def invalid_graph(case: Case) -> Iterator[Fault]:
 
 def refusal_by_rule(file: OnnxFile) -> str | None:
     """What onnx.checker says against the structure of a file, or None. It is asked only about what it knows."""
-    if file.view is None:
-        return None
+    if file.view is None or any(needs_later(list(scope.graph.node)) for scope in file.view.scopes()):
+        return None  # the order of nodes has a check of its own, and the runtime does not mind it
     import onnx
 
     model = onnx.load_model_from_string(file.view.model.SerializeToString())

@@ -19,7 +19,7 @@ from kvdoctor.checks.caused import Words, caused
 from kvdoctor.findings import Fault, check
 
 WORDS = Words(
-    cause="positions restart at 0 in cached steps",
+    cause="cached steps compute their tokens at a wrong position",
     promised="new tokens at the positions behind the past",
     advice="export again with positions that start behind the past",
 )

@@ -53,7 +53,8 @@ def step_fails(case: Case) -> Iterator[Fault]:
         if other.experiment in ("chunk", "full-context"):
             continue  # those have checks of their own
         last = other.steps[-1] if other.steps else None
-        if other.experiment == "long-past" and last and (_limit(case) or 0) < last.past_length + last.new_tokens:
+        uncached = last is not None and last.phase != "decode"
+        if other.experiment == "long-past" and last and uncached and (_limit(case) or 0) < last.new_tokens:
             raise CannotCheck(
                 f"{last.past_length + last.new_tokens} tokens fail, and no config declares so many usable"
             )

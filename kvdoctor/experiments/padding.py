@@ -11,32 +11,34 @@ from kvdoctor.experiments.loops import has_exact_rows, takes_encoder_states
 from kvdoctor.experiments.rows import probe, same_logits
 from kvdoctor.feeds import Answer, Array, Call, Deal, Encoded, Scenario
 
-PADDING = (2, 0)
+PADDING = (2, 1, 0)
 """Tokens of padding before each row of the batch."""
-ENCODER_PADDING = (4, 0)
+ENCODER_PADDING = (4, 2, 0)
 """Encoder states of padding behind those of each row."""
 
 
 def left(deal: Deal) -> Calls:
-    """The held loop, one row padded: each row must give what it gives alone without padding. Masks hide the padding."""
-    short, full = deal.row(0).behind(PADDING[0]), deal.row(1)
-    alone, beside = (yield from short.whole()), (yield from full.whole())
-    expected = np.concatenate([alone, beside[:, PADDING[0] :]])
-    yield from _loop(replace(deal, padding=PADDING), deal, expected)
+    """The held loop, two rows padded behind a mask: each row must give what it gives alone without padding."""
+    alone = []
+    for row, pads in enumerate(PADDING):
+        logits = yield from deal.row(row).behind(pads).whole()
+        alone.append(logits[:, max(PADDING) - pads :])
+    yield from _loop(replace(deal, padding=PADDING), deal, np.concatenate(alone))
 
 
 def two_lengths(deal: Deal) -> Calls:
-    """The held loop, one row with fewer encoder states and a mask that says so: each row as it is alone."""
+    """The held loop, two rows with fewer encoder states and a mask that says so: each row as it is alone."""
     states = deal.encoded.states
     assert states is not None  # noqa: S101 - applies says that there is an encoder
     padded = replace(deal, encoder_padding=ENCODER_PADDING)
     if (control := (yield from _counts_something_else(deal, padded))) is not None:
         yield control
         return
-    fewer = Encoded(states[:1, : states.shape[1] - ENCODER_PADDING[0]])
-    short = replace(deal.row(0), encoded=fewer)
-    alone, beside = (yield from short.whole()), (yield from deal.row(1).whole())
-    yield from _loop(padded, deal, np.concatenate([alone, beside]))
+    alone = []
+    for row, pads in enumerate(ENCODER_PADDING):
+        own = Encoded(states[row : row + 1, : states.shape[1] - pads])
+        alone.append((yield from replace(deal.row(row), encoded=own).whole()))
+    yield from _loop(padded, deal, np.concatenate(alone))
 
 
 def _counts_something_else(deal: Deal, padded: Deal) -> "Generator[Call, Answer, Call | None]":
@@ -56,7 +58,7 @@ def _counts_something_else(deal: Deal, padded: Deal) -> "Generator[Call, Answer,
 
 
 def _loop(padded: Deal, unpadded: Deal, expected: Array) -> Calls:
-    """The held loop against the logits that both rows have; the control shows the padding."""
+    """The held loop against the logits that all rows have; the control shows the padding."""
     start, total = padded.scenario.prompt, padded.scenario.total
     words = expected.shape[1] - (total - start)  # of the prompt, in the row that has the fewest
     answer = yield padded.prefill(start, expected[:, :words])
@@ -100,18 +102,18 @@ def _has_mask(contract: CacheContract, role: str, axis: str) -> str | None:
 EXPERIMENTS = (
     Experiment(
         "left-padding",
-        f"the held loop with batch 2, one row with {PADDING[0]} tokens of padding on the left",
+        "the held loop with batch 3, rows with 2, 1 and 0 tokens of padding on the left",
         left,
-        Scenario(batch=2, prompt=5, steps=3),
+        Scenario(batch=len(PADDING), prompt=5, steps=3),
         takes_left_padding,
         changes_deal=True,
         order=7,
     ),
     Experiment(
         "encoder-padding",
-        f"the held loop with batch 2, one row with {ENCODER_PADDING[0]} encoder states less",
+        "the held loop with batch 3, rows with 4, 2 and 0 encoder states less",
         two_lengths,
-        Scenario(batch=2, encoder=11, steps=3),
+        Scenario(batch=len(ENCODER_PADDING), encoder=11, steps=3),
         takes_encoder_padding,
         changes_deal=True,
         order=7,

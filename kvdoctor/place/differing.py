@@ -143,7 +143,7 @@ class Differing:
         blame: Blame = "graph" if parted.sudden or root is not None else "precision"
         if exchanged is not None:
             words = f"{exchanged[0]} does not hold the entries that belong here, {exchanged[1]} does"
-        elif root is not None and parted.numbers is not None:
+        elif root is not None and parted.numbers is not None and parted.numbers[0] != parted.numbers[1]:
             got, wanted = parted.numbers
             words = f"{root} is {got} where the run without a cache has {wanted}: put right, the logits are right"
         elif root is not None:
@@ -163,7 +163,7 @@ class Differing:
         return Place(
             node=node_of(node),
             scope=scope_of(node),
-            layer=layer_in(flat, node, layers(self.contract)),
+            layer=layer_in(node, layers(self.contract)),
             shapes={name: one for name, one in seen.items() if one is not None},
             provenance=tuple(lines),
             frozen_by=None,

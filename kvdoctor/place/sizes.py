@@ -60,7 +60,7 @@ class Sizes:
         return Place(
             node=node_of(self.node),
             scope=scope_of(self.node),
-            layer=layer_in(self.flat, self.node, self.layers),
+            layer=layer_in(self.node, self.layers),
             shapes={self.flat.label(name): self._seen(known, name) for name in self.node.proto.input if name},
             provenance=tuple(dict.fromkeys(self._line(origins, *one) for one in told)),
             frozen_by=frozen,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.place.flat import Flat, FlatNode
+from kvdoctor.place.flat import FlatNode
 from kvdoctor.place.origins import Source
 from kvdoctor.trace import Node
 
@@ -35,13 +35,13 @@ def layers(contract: CacheContract) -> dict[str, int]:
     return {slot.past: slot.layer for slot in contract.slots if slot.layer is not None}
 
 
-def layer_in(flat: Flat, node: FlatNode, pasts: Mapping[str, int]) -> int | None:
-    """The layer of a node: by its name, else the last one whose past it is computed from."""
+def layer_in(node: FlatNode, pasts: Mapping[str, int]) -> int | None:
+    """The layer of a node: by its name, else that of a past which it reads itself.
+
+    What a node is computed from does not tell: the projections of a layer know the pasts of earlier ones alone.
+    """
     named = layer_of(node.origin.name, *node.origin.output)
-    if named is not None:
-        return named
-    read = {name for one in flat.before(node.reads) for name in one.reads} | set(node.reads)
-    return max((layer for name, layer in pasts.items() if name in read), default=None)
+    return named if named is not None else next((pasts[name] for name in node.reads if name in pasts), None)
 
 
 def origin_words(size: int, sources: Sequence[Source]) -> str:

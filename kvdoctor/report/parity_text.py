@@ -49,6 +49,6 @@ def _cells(difference: Difference) -> list[str]:
 def _slots(last: Step) -> str:
     worst = max(last.slots, key=lambda name: last.slots[name])
     return (
-        f"after step {last.step}, {len(last.slots)} growing slots are what one call over the same tokens returns, "
-        f"within {last.slots[worst]:.1e} of their spread ({worst})"
+        f"after step {last.step}, {len(last.slots)} growing slots held against one call over the same tokens: "
+        f"off by {last.slots[worst]:.1e} of their spread at most ({worst})"
     )
