@@ -59,6 +59,10 @@ the mistakes that a loop or an exporter makes on them; those of static quantisat
 decoders with QDQ, QOperator and 4- and 8-bit weights (MatMulNBits), and with caches of 8 and 4 bits."""
 
 
+UNMEASURABLE = Difference(-1.0, -1.0, same_top1=0.0, near_ties=0.0, finite=False, cosine=0.0, kl=-1.0, same_top5=0.0)
+"""What logits have between them that are not finite, or have no finite distance."""
+
+
 def compare(actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]", exactness: str = "float") -> Difference:
     """Compare logits, both float[batch, new, vocabulary], computed in the arithmetic that `exactness` names.
 
@@ -69,13 +73,15 @@ def compare(actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]", ex
         raise ValueError(f"logits have shape {list(actual.shape)}, expected {list(expected.shape)}")
     got, want = (logits.reshape(-1, logits.shape[-1]) for logits in (actual, expected))
     block = max(BLOCK // want.shape[-1], 1)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         parts = [_measured(got[i : i + block], want[i : i + block]) for i in range(0, len(want), block)]
     worst, spreads, cosines, divergences = np.concatenate(parts, axis=1)
     if not np.isfinite(worst).all():
         return _not_finite(got, want, exactness)
     if not worst.any():
         return Difference(max_abs=0.0, relative=0.0, same_top1=1.0, near_ties=0.0, finite=True)
+    if not (np.isfinite(spreads).all() and np.isfinite(cosines).all() and np.isfinite(divergences).all()):
+        return UNMEASURABLE  # finite, and too large for their squares
     most, width = float(worst.max()), max(float(spreads.mean()), LEAST_SPREAD)
     noise = TOLERANCES[exactness].passes * width
     same, near = _same_word(got, want, noise)
@@ -99,7 +105,7 @@ def _not_finite(got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", exact
     if np.isfinite(got[~masked]).all() and np.isfinite(want[~masked]).all() and not masked.all(-1).any():
         floor = float(want[~masked].min(initial=0.0))
         return compare(np.where(masked, floor, got), np.where(masked, floor, want), exactness)
-    return Difference(-1.0, -1.0, same_top1=0.0, near_ties=0.0, finite=False, cosine=0.0, kl=-1.0, same_top5=0.0)
+    return UNMEASURABLE
 
 
 def _measured(got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":

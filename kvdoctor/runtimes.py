@@ -15,8 +15,11 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.errors import WorkerDied
 from kvdoctor.plain import from_plain, to_plain
 from kvdoctor.trace import Run, Step
+from kvdoctor.uses import USES
 
 MOST_DEATHS = 5
+LOOPS = ("plain-loop", "held-loop")
+"""What every use of a cache rests on: where neither lives, other sizes would only die as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,10 @@ class Runtime:
                 deaths += 1
                 examined.runs.append(_died(job, current, death, self.versions))
                 left = left[left.index(current.experiment) + 1 :]
+                if current.experiment in USES and not _some_loop_passed(examined):
+                    reason = "not run: the worker died in the loop itself"
+                    examined.runs += [_not_run(job, name, reason, self.versions) for name in left if name in USES]
+                    left = tuple(name for name in left if name not in USES)
                 self._restart(examined)
             if deaths >= MOST_DEATHS:
                 reason = f"not run: the worker died {deaths} times"
@@ -228,6 +235,10 @@ def _died(job: Job, current: _Current, death: WorkerDied, versions: dict[str, st
         died_by=death.limit or death.how,
         steps=tuple(current.steps.values()),
     )
+
+
+def _some_loop_passed(examined: Examined) -> bool:
+    return any(run.experiment in LOOPS and run.outcome == "passed" for run in examined.runs)
 
 
 def _not_run(job: Job, experiment: str, reason: str, versions: dict[str, str]) -> Run:
