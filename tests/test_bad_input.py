@@ -24,7 +24,9 @@ RUNS = ("step-test", "gate")
 LIMITS = ("--timeout", "20", "--max-memory", "3000")
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX system")
-every_command = pytest.mark.parametrize("command", COMMANDS)
+GATE = pytest.param("gate", marks=pytest.mark.slow)
+"""A step-test with another frame: what holds for that holds for it, and is looked at when there is time."""
+every_command = pytest.mark.parametrize("command", [GATE if command == "gate" else command for command in COMMANDS])
 
 
 def sample(cases: list[tuple[Any, ...]], every: int) -> list[Any]:
@@ -259,7 +261,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("command", ["inspect", "step-test"])
+@pytest.mark.parametrize("command", ["inspect", pytest.param("step-test", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_config_that_makes_no_sense(command: str, config: str, tmp_path: Path) -> None:
     """The config says how long the context is, and no more: without it the model is diagnosed all the same."""
@@ -543,7 +545,7 @@ def hostile(where: str, name: str) -> onnx.ModelProto:
 WHERE = ["input", "output", "node", "axis", "producer", "domain", "location"]
 
 
-@pytest.mark.parametrize(("name", "where"), sample([(name, where) for name in NAMES for where in WHERE], 4))
+@pytest.mark.parametrize(("name", "where"), sample([(name, where) for name in NAMES for where in WHERE], 8))
 def test_hostile_names(name: str, where: str, tmp_path: Path) -> None:
     folder = saved(hostile(where, NAMES[name]), tmp_path / "model")
     command = "inspect" if where in ("axis", "producer", "domain") else "step-test"
@@ -574,7 +576,7 @@ def test_markdown_on_standard_output(tmp_path: Path) -> None:
 
 @posix
 @pytest.mark.parametrize("name", ["clear-screen", "newlines", "script", "workflow-command", "right-to-left", "wide"])
-@pytest.mark.parametrize("broken", [True, False], ids=["broken", "whole"])
+@pytest.mark.parametrize("broken", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["broken", "whole"])
 def test_hostile_names_of_files(name: str, broken: bool, tmp_path: Path) -> None:
     title = NAMES[name].replace("/", "_")
     folder = tmp_path / f"{title}folder"
@@ -631,7 +633,7 @@ def test_an_output_that_cannot_hold_every_character(encoding: str, format_: str,
 
 
 @posix
-@pytest.mark.parametrize("format_", ["text", "json", "markdown"])
+@pytest.mark.parametrize("format_", ["json", *(pytest.param(f, marks=pytest.mark.slow) for f in ("text", "markdown"))])
 @pytest.mark.parametrize("command", ["inspect", "step-test", "gate", "explain", "env", "--help"])
 def test_a_reader_that_goes_away(command: str, format_: str) -> None:
     arguments = [command]
@@ -647,7 +649,7 @@ def test_a_reader_that_goes_away(command: str, format_: str) -> None:
 
 @posix
 @pytest.mark.parametrize("where", [">&-", ">/dev/full", "2>&-", "<&-", ">&- 2>&-", ">/dev/full 2>/dev/full"])
-@pytest.mark.parametrize("format_", ["text", "json"])
+@pytest.mark.parametrize("format_", ["text", pytest.param("json", marks=pytest.mark.slow)])
 def test_an_output_that_takes_nothing(where: str, format_: str) -> None:
     if "/dev/full" in where and not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here")
@@ -850,7 +852,7 @@ def test_the_report_alone_does_not_make_a_folder_kvdoctor_s(marian: Path, tmp_pa
     refused(marian, out, "--force", watched=tmp_path)
 
 
-@pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "force"])
+@pytest.mark.parametrize("force", [pytest.param((), marks=pytest.mark.slow), ("--force",)], ids=["", "force"])
 @pytest.mark.parametrize("what", ["same", "inside", "deep-inside", "parent", "grandparent", "same-by-link", "dots"])
 def test_out_and_the_model_overlap(what: str, force: tuple[str, ...], tmp_path: Path) -> None:
     model = copied(MARIAN, tmp_path / "a" / "b" / "marian")
