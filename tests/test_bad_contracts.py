@@ -266,6 +266,10 @@ UNREADABLE: dict[str, tuple[Build, str]] = {
 
 
 SLOW = {
+    "3000-caches-on-one-chain",
+    "3000-more-caches",
+    "3000-keys-that-nothing-fills",
+    "an-axis-name-of-a-megabyte",
     "inputs-without-shape",
     "ids-without-type",
     "ids-optional",
@@ -407,6 +411,7 @@ def test_one_slot_for_keys_and_values(kept: str, tmp_path: Path) -> None:
     assert (result.code, result.report["verdict"]) == (0, "healthy")
 
 
+@pytest.mark.slow
 def test_1500_layers_are_read(tmp_path: Path) -> None:
     folder = saved(bad.many_layers(1500), tmp_path / "model")
     contract = only_contract(folder)

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import bad_models as bad
 import numpy as np
@@ -18,6 +17,7 @@ import onnx
 import pytest
 from bad_models import EXPORTS, GPT2, MARIAN, UNSAFE, as_json, call, copied, saved, snapshot, unchanged
 from onnx import TensorProto, helper
+from sampling import sampled
 
 COMMANDS = ("inspect", "step-test", "gate")
 RUNS = ("step-test", "gate")
@@ -27,13 +27,6 @@ posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX system")
 GATE = pytest.param("gate", marks=pytest.mark.slow)
 """A step-test with another frame: what holds for that holds for it, and is looked at when there is time."""
 every_command = pytest.mark.parametrize("command", [GATE if command == "gate" else command for command in COMMANDS])
-
-
-def sample(cases: list[tuple[Any, ...]], every: int) -> list[Any]:
-    """One case in `every` for all runs of the tests; the others are left to the slow ones."""
-    return [
-        case if not index % every else pytest.param(*case, marks=pytest.mark.slow) for index, case in enumerate(cases)
-    ]
 
 
 def only_report(command: str, path: str | Path, *more: str, **how: object) -> bad.Result:
@@ -545,7 +538,7 @@ def hostile(where: str, name: str) -> onnx.ModelProto:
 WHERE = ["input", "output", "node", "axis", "producer", "domain", "location"]
 
 
-@pytest.mark.parametrize(("name", "where"), sample([(name, where) for name in NAMES for where in WHERE], 8))
+@pytest.mark.parametrize(("name", "where"), sampled([(name, where) for name in NAMES for where in WHERE], 8))
 def test_hostile_names(name: str, where: str, tmp_path: Path) -> None:
     folder = saved(hostile(where, NAMES[name]), tmp_path / "model")
     command = "inspect" if where in ("axis", "producer", "domain") else "step-test"
@@ -684,7 +677,7 @@ def test_an_output_file_that_is_a_link_is_written_through(tmp_path: Path) -> Non
     json.loads((tmp_path / "real.json").read_text("ascii"))
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "re-export"])
+@pytest.mark.parametrize("command", sampled(["step-test", "inspect", "gate", "re-export"], 2))
 def test_twice_the_same_document(command: str, tmp_path: Path) -> None:
     """All that may differ between two runs stands under `measured`."""
 
@@ -765,7 +758,7 @@ HARM = {
 }
 
 
-@pytest.mark.parametrize("command", RUNS)
+@pytest.mark.parametrize("command", sampled(RUNS, 2))
 @pytest.mark.parametrize("harm", HARM)
 def test_a_model_that_takes_the_runtime_with_it(command: str, harm: str, tmp_path: Path) -> None:
     if harm == "signal" and platform.machine().lower() not in ("x86_64", "amd64"):
@@ -898,7 +891,7 @@ def test_a_name_that_is_too_long_for_the_file_system(marian: Path, tmp_path: Pat
         refused(marian, tmp_path / ("x" * length), watched=tmp_path)
 
 
-@pytest.mark.parametrize("option", ["--dry-run", "--diff"])
+@pytest.mark.parametrize("option", sampled(["--diff", "--dry-run"], 2))
 def test_to_look_writes_nothing(option: str, marian: Path, tmp_path: Path) -> None:
     with unchanged(tmp_path), tempfile.TemporaryDirectory() as scratch:
         for more in ((), ("-o", str(tmp_path / "out"))):
@@ -976,7 +969,7 @@ def test_a_repaired_file(marian: Path, tmp_path: Path) -> None:
 
 
 @posix
-@pytest.mark.parametrize("what", ["folder", "file", "hub", "hub-file"])
+@pytest.mark.parametrize("what", sampled(["hub", "folder", "file", "hub-file"], 4))
 def test_a_repaired_model_behind_links(what: str, marian: Path, tmp_path: Path) -> None:
     paths = {
         "folder": tmp_path / "link",
@@ -1021,6 +1014,7 @@ def test_out_relative_to_where_one_is(marian: Path, tmp_path: Path) -> None:
     assert_repaired(marian, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_pattern_characters_in_out(marian: Path, tmp_path: Path) -> None:
     for name in ("[ab]", "*", "?", "out.partial"):
         assert call("re-export", marian, "-o", tmp_path / name).code == 0

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from bad_models import MARIAN, call, copied, saved, unchanged
+from sampling import sampled
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs the signals of POSIX")
 
@@ -77,7 +78,7 @@ def assert_a_later_run_cleans_up(marian: Path, out: Path) -> None:
     assert sorted(path.name for path in out.parent.iterdir()) == sorted([marian.name, out.name])
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", sampled(MOMENTS, 5))
 def test_killed_at_any_moment(moment: float, marian: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with unchanged(marian):
@@ -87,7 +88,7 @@ def test_killed_at_any_moment(moment: float, marian: Path, tmp_path: Path) -> No
         assert_a_later_run_cleans_up(marian, out)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.01, 0.1, 0.3])
+@pytest.mark.parametrize("delay", sampled([0.01, 0.0, 0.1, 0.3], 4))
 def test_killed_while_writing(delay: float, marian: Path, tmp_path: Path) -> None:
     """From the moment on when something stands beside the model."""
     out = tmp_path / "out"
@@ -100,7 +101,7 @@ def test_killed_while_writing(delay: float, marian: Path, tmp_path: Path) -> Non
         assert_a_later_run_cleans_up(marian, out)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.1])
+@pytest.mark.parametrize("delay", sampled([0.1, 0.0], 2))
 def test_killed_while_replacing(delay: float, marian: Path, tmp_path: Path) -> None:
     """With --force the old folder stands until the new one is whole."""
     out = tmp_path / "out"
@@ -146,7 +147,7 @@ def test_two_runs_at_once_for_one_out(marian: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["marian", "out"]
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize("delay", sampled([0.0, 0.05, 0.5, 0.2, 0.9], 2))
 def test_interrupted(delay: float, marian: Path, tmp_path: Path) -> None:
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     scratch.mkdir()

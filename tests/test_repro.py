@@ -16,6 +16,7 @@ from bad_models import EXPORTS, UNSAFE, Result, as_json, call, snapshot, unchang
 from isolated import Environment
 from isolated import call as run_command
 from onnx import numpy_helper
+from sampling import sampled
 from test_kill import started
 from text_fixtures import compile_text, load_all
 
@@ -95,7 +96,7 @@ def floats(model: onnx.ModelProto) -> list[np.ndarray[Any, Any]]:
     return [array for array in found if array.dtype.kind == "f" and array.size > 8]
 
 
-@pytest.mark.parametrize("name", MERGED)
+@pytest.mark.parametrize("name", sampled(MERGED, 2))
 def test_the_loop_of_a_merged_decoder(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with unchanged(EXPORTS / name):
@@ -273,7 +274,7 @@ def test_large_weights_become_small_ones(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["marian-4.57.6", "positions-not-offset", "branches-disagree"])
+@pytest.mark.parametrize("name", sampled(["positions-not-offset", "marian-4.57.6", "branches-disagree"], 3))
 def test_two_runs_write_the_same_bytes(name: str, tmp_path: Path) -> None:
     model = EXPORTS / name if (EXPORTS / name).exists() else written(name, tmp_path / "model")
     folders = [tmp_path / "one" / "out", tmp_path / "other" / "out"]
@@ -324,6 +325,7 @@ def test_hostile_names(name: str, tmp_path: Path) -> None:
     assert "<img" not in (out / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_where_it_may_be_written(tmp_path: Path) -> None:
     model = written("step-fails", tmp_path / "model")
     out, others = tmp_path / "out", tmp_path / "others"

@@ -27,6 +27,7 @@ from rounded import (
     past_ignored,
     positions_restart,
 )
+from sampling import sampled
 
 from kvdoctor.child import Limits
 from kvdoctor.doctor import Options, step_test
@@ -79,7 +80,7 @@ def test_a_healthy_model_that_rounds_is_healthy(
     assert not any(entry.essential for entry in report.not_checked)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", sampled(DECODERS, 2))
 @pytest.mark.parametrize("rounding", [as_float, *ROUNDINGS], ids=lambda one: one.__name__)
 @pytest.mark.parametrize(
     ("surgery", "check"),
@@ -97,7 +98,7 @@ def test_a_fault_is_named_whatever_is_rounded(  # noqa: PLR0913, PLR0917 - a tab
     assert severe(report) == [check]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", sampled(range(4), 2))
 def test_what_rounding_leaves_open_is_settled(seed: int, tmp_path: Path, runtime: Runtime) -> None:
     model = made(tmp_path / "model", "llama-gqa", healthy, as_int8)
     report = step_test(str(model), Options(seed=seed), runtime)
@@ -124,7 +125,7 @@ def test_the_document_holds_both_figures(tmp_path: Path) -> None:
     assert "unrounded_seconds" in document["measured"]["decoder"]
 
 
-@pytest.mark.parametrize("name", ["marian-4.57.6", "t5", "whisper"])
+@pytest.mark.parametrize("name", sampled(["marian-4.57.6", "t5", "whisper"], 3))
 def test_branches_and_encoders_have_twins(name: str, tmp_path: Path) -> None:
     target = tmp_path / "int8"
     target.mkdir()
