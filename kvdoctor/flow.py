@@ -5,11 +5,11 @@ there; of any other `If` both are, and its outputs follow from either. No weight
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvdoctor.graph import GraphView
+from kvdoctor.graph import GraphView, bodies_of
 from kvdoctor.onnx_schema import AttributeProto, GraphProto, NodeProto, TensorProto
 
 MOST_NODES = 500_000
@@ -213,7 +213,7 @@ class _Writer:
             if value is not None:
                 self.flow.constants[node.outputs[0]] = value
                 return
-        bodies = [body for attribute in proto.attribute for body in _graphs(attribute)]
+        bodies = [body for attribute in proto.attribute for body in bodies_of(attribute)]
         if bodies and self.branch is not None and self.switched is not None and proto.output == self.switched.output:
             bodies = [self.branch]
         if not bodies:
@@ -283,12 +283,6 @@ class _Writer:
 
 
 _SAME = NodeProto(op_type="Identity")
-
-
-def _graphs(attribute: AttributeProto) -> Iterator[GraphProto]:
-    if attribute.HasField("g"):
-        yield attribute.g
-    yield from attribute.graphs
 
 
 def _carried(node: FlowNode, bodies: list[GraphProto]) -> list[tuple[int, int]]:

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvdoctor.contract import Dim
-from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, ValueInfoProto
+from kvdoctor.onnx_schema import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    TensorShapeProto,
+    ValueInfoProto,
+)
 
 ELEMENT_TYPES = {number: name.lower() for name, number in TensorProto.DataType.items()}
 """ONNX words for element types: float, float16, int64, bool, ..."""
@@ -174,6 +182,13 @@ class GraphView:
         return name, holds
 
 
+def bodies_of(attribute: AttributeProto) -> Iterator[GraphProto]:
+    """The subgraphs that an attribute holds."""
+    if attribute.HasField("g"):
+        yield attribute.g
+    yield from attribute.graphs
+
+
 def _filled_shape(scope: Scope, name: str) -> tuple[int, ...] | None:
     """The shape that a ConstantOfShape makes from a constant."""
     node = scope.producers.get(scope.through(name, {"Identity"}))
@@ -209,5 +224,5 @@ def _scopes_below(scope: Scope) -> Iterator[Scope]:
     yield scope
     for node in scope.graph.node:
         for attribute in node.attribute:
-            for body in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+            for body in bodies_of(attribute):
                 yield from _scopes_below(Scope(body, f"{node.op_type} {node.name!r}, {attribute.name}", scope))

@@ -11,7 +11,7 @@ Repair: name the present outputs of the node, they need no reader; subtract one 
 operator Attention 23; ONNX Runtime, docs/ContribOperators.md, GroupQueryAttention.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvdoctor.cache_operators import CachePorts, ports_of
 from kvdoctor.case import Case
@@ -64,9 +64,9 @@ def _faults(view: GraphView) -> Iterator[tuple[list[NodeProto], str, str]]:
         yield off, "seqlens_k = total length - 1", "subtract one from the sum of the mask"
 
 
-def _given(names: "object", at: int) -> bool:
-    listed = list(names)  # type: ignore[call-overload]
-    return at < len(listed) and bool(listed[at])
+def _given(names: Sequence[str], at: int) -> bool:
+    """Whether an optional input or output is there."""
+    return at < len(names) and bool(names[at])
 
 
 def _counts_whole(node: NodeProto, ports: CachePorts, scope: Scope) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from kvdoctor.case import Case
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import NodeProto
 
 
@@ -31,19 +32,22 @@ def graph_unsorted(case: Case) -> Iterator[Fault]:
         shared = next((name for name, count in names.items() if count > 1), None)
         if early is None and shared is None:
             continue
-        node, value = early or (None, "")
-        title = (node.name or node.op_type) if node is not None else str(shared)
+        if early is not None:
+            title, observed = early[0].name or early[0].op_type, f"needs {early[1]}, which a later node makes"
+            cause, advice = "the nodes are not sorted", "sort the nodes"
+        else:
+            title, observed = str(shared), f"is the name of {names[str(shared)]} nodes"
+            cause = "nodes share a name"
+            advice = "give each node a name of its own; until then an error names no one node"
         yield Fault(
             severity="note",
             file=file.name,
             subject=(title,),
             where=f"{path} of {file.name}",
             promised="nodes in the order of their computation, each with a name of its own",
-            observed=f"{title} needs {value}, which a later node makes"
-            if node is not None
-            else f"{names[title]} nodes are named {title}",
-            cause="the nodes are not sorted" if node is not None else "nodes share a name",
-            advice=Advice("re-export", "sort the nodes, or export again without the tool that changed the graph"),
+            observed=f"{title} {observed}",
+            cause=cause,
+            advice=Advice("re-export", f"{advice}, or export again without the tool that changed the graph"),
         )
         return
 
@@ -64,7 +68,7 @@ def _read(node: NodeProto) -> Iterator[str]:
     """What a node reads, with what the bodies in it take from around them."""
     yield from node.input
     for attribute in node.attribute:
-        for body in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+        for body in bodies_of(attribute):
             for inner in body.node:
                 yield from _read(inner)
 

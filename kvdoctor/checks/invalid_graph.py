@@ -19,6 +19,7 @@ from typing import Any
 from kvdoctor.case import Case
 from kvdoctor.checks.graph_unsorted import needs_later
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import ModelProto
 from kvdoctor.skeleton import payload_left_out
 from kvdoctor.stacks import OnnxFile
@@ -83,8 +84,7 @@ def _is_known(model: ModelProto, defs: Any) -> bool:
             node = nodes.pop()
             if node.domain in STANDARD and (node.domain, node.op_type) not in own and not defs.has(node.op_type):
                 return False
-            graphs += [attribute.g for attribute in node.attribute if attribute.HasField("g")]
-            graphs += [graph for attribute in node.attribute for graph in attribute.graphs]
+            graphs += [body for attribute in node.attribute for body in bodies_of(attribute)]
     return True
 
 
@@ -107,5 +107,4 @@ def _without_weights(model: ModelProto) -> None:
                 if attribute.HasField("t") and (payload_left_out(attribute.t) or attribute.t.data_location):
                     kept = attribute.t
                     attribute.t.CopyFrom(TensorProto(name=kept.name, data_type=TensorProto.FLOAT, dims=[0]))
-                graphs += [attribute.g] if attribute.HasField("g") else []
-                graphs += attribute.graphs
+                graphs += bodies_of(attribute)

@@ -1,11 +1,11 @@
-"""Positions restart in cached steps.
+"""Positions are not offset by the past in cached steps.
 
-What it means: a step with a past computes its tokens as if they stood at the start of the sequence. Words come out
-that are right in grammar and wrong in place, and no runtime complains.
+What it means: a step with a past computes its tokens as if they stood elsewhere in the sequence, mostly at its start.
+Words come out that are right in grammar and wrong in place, and no runtime complains.
 
 How it is decided: in the first layer the entry that a step adds to the cache depends on its token and position alone.
-It is held against the entry of the same token in a prefill at its true position, and at position 0. Where keys hold
-no position (T5), two entries of the past in each other's place must change the logits.
+It is held against the entry of the same token in a prefill at its true position, and at every other one. Where keys
+hold no position (T5), two entries of the past in each other's place must change the logits.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
 

@@ -41,9 +41,7 @@ def why_chunk(deal: Deal) -> Decision:
     base = yield probe(deal.decode(start, start + CHUNK, past))
     if base.failed:
         return None
-    tokens = deal.tokens.copy()
-    tokens[:, start + 1 : start + CHUNK] = tokens[:, start + 1 : start + CHUNK][:, ::-1] + 1
-    other = yield probe(Deal(deal.contract, deal.scenario, deal.encoded, tokens).decode(start, start + CHUNK, past))
+    other = yield probe(deal.elsewhere(start + 1).decode(start, start + CHUNK, past))
     if not other.failed and not same_logits(other.logits[:, :1], base.logits[:, :1], exactness):
         return Cause(
             "mask-not-offset",

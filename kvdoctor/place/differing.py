@@ -158,7 +158,9 @@ class Differing:
         same = [flat.label(name) for name in parted.equal if exchanged is None or name != exchanged[0]]
         if same:
             lines = [f"{' and '.join(same)} {'go' if len(same) > 1 else 'goes'} in, the same as in the other run"]
-        lines.append(f"{parted.compared} of {parted.values} values of what was said have a partner in the other run")
+        if parted.compared < parted.values:
+            held = f"{parted.compared} of {parted.values} values could be held against the other run"
+            lines.append(f"{held}, so what is wrong may stand before")
         seen = {flat.label(name): self._fed(flat, name) for name in node.proto.input if name}
         return Place(
             node=node_of(node),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 STANDARD = ("", "ai.onnx")
@@ -219,7 +220,7 @@ class _Writer:
         copy.attribute.extend(_attributes(proto, around.call))
         free: list[str] = []
         for attribute in copy.attribute:
-            for body in _bodies(attribute):
+            for body in bodies_of(attribute):
                 free += _rename(body, names, around.call)
         self._add(copy, proto, around, (*filter(None, copy.input), *free))
 
@@ -285,16 +286,10 @@ def _domain(domain: str) -> str:
     return "" if domain in STANDARD else domain
 
 
-def _bodies(attribute: AttributeProto) -> Iterator[GraphProto]:
-    if attribute.HasField("g"):
-        yield attribute.g
-    yield from attribute.graphs
-
-
 def _with_bodies(proto: NodeProto) -> Iterator[NodeProto]:
     yield proto
     for attribute in proto.attribute:
-        for body in _bodies(attribute):
+        for body in bodies_of(attribute):
             for inner in body.node:
                 yield from _with_bodies(inner)
 
@@ -328,7 +323,7 @@ def _rename(body: GraphProto, names: _Names, call: Mapping[str, AttributeProto] 
         del node.attribute[:]
         node.attribute.extend(kept)
         for attribute in node.attribute:
-            for inner in _bodies(attribute):
+            for inner in bodies_of(attribute):
                 free += [name for name in _rename(inner, within, call) if name not in own]
     for value in body.output:
         if value.name not in own:

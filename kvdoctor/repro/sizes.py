@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvdoctor.contract import Axis, CacheContract, Dim, Port, Slot
+from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import GraphProto, ModelProto, TensorProto
 
 VOCABULARY, HEAD_DIM = 32, 8
@@ -80,7 +81,7 @@ class Sizes:
                 attribute.ints[:] = [self.of(n) for n in attribute.ints]
                 if attribute.HasField("i") and attribute.name in ("value_int", "hidden_size", "rotary_embedding_dim"):
                     attribute.i = self.of(attribute.i)
-                for body in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+                for body in bodies_of(attribute):
                     self._graph(body)
 
     def contract(self, contract: CacheContract) -> CacheContract:

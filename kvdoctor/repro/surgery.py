@@ -6,6 +6,7 @@ Everything here changes the model it is given.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 PROBE = "kvdoctor_probe"
@@ -15,9 +16,7 @@ PROBE = "kvdoctor_probe"
 def bodies(node: NodeProto) -> Iterator[GraphProto]:
     """The subgraphs of a node."""
     for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
+        yield from bodies_of(attribute)
 
 
 def graphs(graph: GraphProto) -> Iterator[GraphProto]:

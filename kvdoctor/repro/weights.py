@@ -18,6 +18,7 @@ import numpy as np
 
 from kvdoctor import __version__
 from kvdoctor.external_data import BITS, external_tensors
+from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.repro.sizes import Sizes
 from kvdoctor.skeleton import MAX_WHOLE, PORTION, payload_left_out
@@ -118,7 +119,7 @@ class Cleaner:
     def _attribute(self, attribute: AttributeProto, uses: Uses, made: str, place: str) -> None:
         for tensor in (*((attribute.t,) if attribute.HasField("t") else ()), *attribute.tensors):
             self._tensor(tensor, made, uses, place)
-        for body in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+        for body in bodies_of(attribute):
             self._graph(body, uses, f"{place}{attribute.name}/")
         if len(attribute.floats) > FEW:
             attribute.floats[:] = self._noise((len(attribute.floats),), place, 1.0).tolist()
@@ -244,5 +245,4 @@ def _all_nodes(model: ModelProto) -> Iterator[NodeProto]:
         for node in body.node:
             yield node
             for attribute in node.attribute:
-                bodies += [attribute.g] if attribute.HasField("g") else []
-                bodies += attribute.graphs
+                bodies += bodies_of(attribute)

@@ -4,6 +4,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 FLOAT = int(TensorProto.FLOAT)
@@ -44,7 +45,7 @@ def graphs(graph: GraphProto) -> Iterator[GraphProto]:
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
     """The graphs that a node holds, and all below them."""
     for attribute in node.attribute:
-        for body in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+        for body in bodies_of(attribute):
             yield from graphs(body)
 
 

@@ -22,7 +22,16 @@ BRANCHES_CONFUSED = Fault(
     "merged",
     "onnxslim 0.1.98 takes values of one name in the two branches for one value; no level of the runtime runs it",
 )
-BROKEN = {("marian", "onnxslim"), ("t5", "onnxslim"), ("bart", "onnxslim")}
+NODE_BEFORE_ITS_INPUT = Fault(
+    "invalid-graph",
+    "merged",
+    "onnxslim 0.1.98 confuses values of one name in the two branches, and leaves a node before what it reads",
+)
+BROKEN = {
+    ("marian", "onnxslim"): BRANCHES_CONFUSED,
+    ("t5", "onnxslim"): NODE_BEFORE_ITS_INPUT,
+    ("bart", "onnxslim"): BRANCHES_CONFUSED,
+}
 
 
 def in_noise(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
@@ -34,12 +43,12 @@ def in_noise(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
 
 def rewritten(source: Row, kind: Variant) -> Row:
     """The row of a rewritten export."""
-    broken = (source.architecture, kind) in BROKEN
+    broken = BROKEN.get((source.architecture, kind))
     faults = in_noise(source.faults) if kind == "int8" else source.faults
     return replace(
         source,
         variant=kind,
-        faults=(*faults, BRANCHES_CONFUSED) if broken else faults,
+        faults=(*faults, broken) if broken else faults,
         noisy=kind == "int8",
         largest=HALF if kind == "fp16" else source.largest,
     )
