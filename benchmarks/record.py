@@ -1,8 +1,11 @@
-"""Records what a step-test asks of the runtime: `python benchmarks/record.py FOLDER PLAN [EXPERIMENT ...]`.
+"""Records what a step-test asks of the runtime: `python benchmarks/record.py FOLDER PLAN [--three-loops]`.
 
 The worker's part is carried out in this process, with onnxruntime's own session class watched. The plan holds every
 session opened and every run, in order: repeated timing calls, controls and failing runs included. Feeds of integers are
 kept by value, since ids and positions must be valid; of a float feed only the shape, or which run returned it.
+
+With `--three-loops` the plan is what a team would write by hand: the plain loop, the held loop, and a loop without a
+cache, for the 8 steps of a step-test's own loops.
 """
 
 import json
@@ -15,6 +18,8 @@ import onnxruntime as ort
 
 from kvdoctor import doctor, worker
 from kvdoctor.child import Limits
+from kvdoctor.experiments import Calls, Experiment
+from kvdoctor.feeds import Deal
 from kvdoctor.runtimes import Examined, Job, Runtime
 
 NUMPY_NAMES = {"float": "float32", "double": "float64"}
@@ -98,9 +103,9 @@ def watched(tape: Tape) -> type:
 class RecordingRuntime(Runtime):
     """Carries out jobs in this process, each onto a tape of its own."""
 
-    def __init__(self, experiments: list[str]) -> None:
+    def __init__(self, by_hand: bool) -> None:
         self.limits = Limits()
-        self.experiments = experiments
+        self.by_hand = by_hand
         self.tapes: list[Tape] = []
 
     @property
@@ -110,17 +115,32 @@ class RecordingRuntime(Runtime):
     def examine(self, job: Job) -> Examined:
         self.tapes.append(Tape(job.folder))
         unwatched, ort.InferenceSession = ort.InferenceSession, watched(self.tapes[-1])
+        every, loops = worker.load, (Experiment("three-loops", "", three_loops),)
         try:
-            chosen = tuple(name for name in job.experiments if name in self.experiments or not self.experiments)
+            worker.load = (lambda: loops) if self.by_hand else every
+            chosen = tuple(experiment.name for experiment in loops) if self.by_hand else job.experiments
             worker.examine(json.loads(job.line(chosen)), lambda *_, **__: None)
         finally:
-            ort.InferenceSession = unwatched
+            ort.InferenceSession, worker.load = unwatched, every
         return Examined()
 
 
+def three_loops(deal: Deal) -> Calls:
+    """The plain loop, the held loop, and for each of their steps the whole sequence so far without a cache."""
+    scenario = deal.scenario
+    for rule in ("plain", "held"):
+        answer = yield deal.prefill(scenario.prompt)
+        past = deal.carry(None, answer, rule)
+        for position in range(scenario.prompt, scenario.total):
+            answer = yield deal.decode(position, position + 1, past)
+            past = deal.carry(past, answer, rule)
+    for stop in range(scenario.prompt, scenario.total + 1):
+        yield deal.reference(stop)
+
+
 def main() -> None:
-    """Record a step-test of the model in a folder, or some experiments of it."""
-    runtime = RecordingRuntime(sys.argv[3:])
+    """Record a step-test of the model in a folder, or the three loops."""
+    runtime = RecordingRuntime(sys.argv[3:] == ["--three-loops"])
     doctor.step_test(sys.argv[1], doctor.Options(), runtime)
     plan = {"failed": sum(tape.failed for tape in runtime.tapes), "stacks": [tape.finished() for tape in runtime.tapes]}
     Path(sys.argv[2]).write_text(json.dumps(plan), encoding="utf-8")

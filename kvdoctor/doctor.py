@@ -13,13 +13,11 @@ from kvdoctor.case import Case
 from kvdoctor.contract import CacheContract
 from kvdoctor.facts import environment, file_facts, stack_facts
 from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks
-from kvdoctor.given import given_stacks
 from kvdoctor.lost_state import gives_logits
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.open_questions import undecided, unnamed, unproved
 from kvdoctor.options import Options
 from kvdoctor.reading import read_contract
-from kvdoctor.reference import Checkpoint
 from kvdoctor.report.document import (
     EXIT_FINDINGS,
     EXIT_HEALTHY,
@@ -38,6 +36,7 @@ from kvdoctor.trace import REPLAY, Run
 
 if TYPE_CHECKING:
     from kvdoctor.caller.holding import Held
+    from kvdoctor.reference import Checkpoint
 
 __all__ = ("Options", "gate", "inspect", "step_test")
 
@@ -85,10 +84,10 @@ def step_test(
         with Runtime(options.limits) as fresh:
             return step_test(path, options, fresh, scratch, at)
     folder, verdicts = open_folder(path, at), Verdicts()
-    described = given_stacks(options.contract, folder) if options.contract is not None else ()
+    described = _described(options, folder)
     folder = _with_stacks(folder, tuple(stack for stack, _ in described))
     _check_files(folder, options, verdicts)
-    checkpoint = Checkpoint(options.reference, options.offline) if options.reference is not None else None
+    checkpoint = _checkpoint(options)
     scratch = scratch or (checkpoint.scratch if checkpoint is not None else None)
     stacks: list[StackFacts] = []
     runs, measured, told = list[Run](), {}, list[str]()
@@ -156,6 +155,23 @@ def gate(paths: tuple[str, ...], options: Options) -> tuple[str, list[Report], i
     verdict = next((v for v in ("unhealthy", "incomplete") if v in verdicts), "healthy")
     reports = [replace(report, command="gate") for report in reports]
     return verdict, reports, next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in codes), EXIT_HEALTHY)
+
+
+def _described(options: Options, folder: ModelFolder) -> tuple[tuple[StackFiles, CacheContract], ...]:
+    """The stacks whose contracts the user gave."""
+    if options.contract is None:
+        return ()
+    from kvdoctor.given import given_stacks
+
+    return given_stacks(options.contract, folder)
+
+
+def _checkpoint(options: Options) -> "Checkpoint | None":
+    if options.reference is None:
+        return None
+    from kvdoctor.reference import Checkpoint
+
+    return Checkpoint(options.reference, options.offline)
 
 
 def _with_stacks(folder: ModelFolder, described: tuple[StackFiles, ...]) -> ModelFolder:

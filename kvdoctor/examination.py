@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from kvdoctor.sessions import (
     Sessions,
     StepFailed,
     mentioned,
+    output_names,
     run_bound,
     runtime_version,
     to_runtime,
@@ -123,7 +125,7 @@ class Examination:
         """Run a call in the session of its phase, or in the one given."""
         file = self.contract.graph(call.phase).file
         session = session or (self.sessions.at(file, call.via) if call.via in LEVELS else self.sessions.get(file))
-        names = [output.name for output in session.get_outputs() if output.type.startswith("tensor(")]
+        names = output_names(session)
         feeds = {name: to_runtime(value) for name, value in call.feeds.items()}
         try:
             run = run_bound if call.via == "io-binding" else session.__class__.run_with_ort_values
@@ -462,8 +464,13 @@ def _seen(value: Value | Array) -> Seen:
     if isinstance(value, OrtTensor):
         return Seen(value.dtype, value.shape, value.null)
     array = as_array(value)
-    names = {"float32": "float", "float64": "double"}
-    return Seen(names.get(array.dtype.name, array.dtype.name), tuple(array.shape))
+    return Seen(_onnx_word(array.dtype), tuple(array.shape))
+
+
+@lru_cache
+def _onnx_word(dtype: np.dtype[Any]) -> str:
+    """The word of ONNX for a type of numpy. Kept, since numpy makes the name anew each time it is asked."""
+    return {"float32": "float", "float64": "double"}.get(dtype.name, str(dtype.name))
 
 
 def _digest(feeds: Mapping[str, Value | Array]) -> bytes:

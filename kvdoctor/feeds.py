@@ -354,11 +354,11 @@ class Deal:
         self, port: Port, phase: PhaseName, span: tuple[int, int], past: Past, sizes: dict[Axis, int]
     ) -> "Value | Array":
         kind, begin = NUMPY_TYPES[port.dtype], sizes["past"]
+        if port.role == "past":
+            return self._past(port, past, sizes["new"])
         shape = _sized(port, sizes)
         made: Any
         match port.role:
-            case "past":
-                return self._past(port, past, sizes["new"])
             case "token_ids":
                 made = self.tokens[:, span[0] : span[1]]
                 made = made if len(shape) == 2 else made.reshape(-1)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import onnxruntime as ort
@@ -157,6 +158,17 @@ def session_options(level: str, threads: int) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     return options
+
+
+def output_names(session: Any) -> list[str]:
+    """The outputs of a session that are tensors; kept with it, since the runtime makes its answer anew each time."""
+    if session not in _OUTPUT_NAMES:
+        outputs = session.get_outputs()
+        _OUTPUT_NAMES[session] = [output.name for output in outputs if output.type.startswith("tensor(")]
+    return _OUTPUT_NAMES[session]
+
+
+_OUTPUT_NAMES: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
 
 
 def mentioned(error: Exception) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from kvdoctor.findings import NotChecked, Verdicts
 from kvdoctor.obstacles import obstacles
 from kvdoctor.options import Options
 from kvdoctor.reading import with_observed
-from kvdoctor.reference import CannotCompare, Checkpoint, hold
 from kvdoctor.runtimes import Examined, Job, Runtime
 from kvdoctor.second_look import second_look
 from kvdoctor.trace import REPLAY, Node, Run
@@ -17,6 +16,7 @@ from kvdoctor.uses import USES
 
 if TYPE_CHECKING:
     from kvdoctor.experiments import Experiment
+    from kvdoctor.reference import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,12 @@ def _left_out(stack: str, experiment: "Experiment", options: Options, runtime: R
     return Run(stack, experiment.name, target, options.provider, "all", "skipped", reason=reason)
 
 
-def held_against(case: Case, checkpoint: Checkpoint | None, logits: Path | None, verdicts: Verdicts) -> Case:
+def held_against(case: Case, checkpoint: "Checkpoint | None", logits: Path | None, verdicts: Verdicts) -> Case:
     """Hold what the stack computed against the checkpoint, where there is one: it was asked for, so it must be done."""
     if checkpoint is None or logits is None or case.stack is None or case.contract is None:
         return case
+    from kvdoctor.reference import CannotCompare, hold
+
     try:
         run = hold(case.stack, case.contract, case.runs, logits, checkpoint)
     except CannotCompare as reason:

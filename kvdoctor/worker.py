@@ -27,14 +27,11 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from kvdoctor.caller.reading import read_trace
-from kvdoctor.caller.replay import replaying
 from kvdoctor.contract import CacheContract
 from kvdoctor.errors import UsageError
 from kvdoctor.examination import Examination
 from kvdoctor.experiments import load
 from kvdoctor.plain import from_plain, to_plain
-from kvdoctor.replaying import record, replay
 from kvdoctor.samples import Samples, read_arrays
 from kvdoctor.sessions import Announce, ProviderMissing, Sessions
 from kvdoctor.trials import trial
@@ -51,6 +48,10 @@ def examine(job: dict[str, Any], announce: Announce) -> None:
     exam.kept_calls = Path(job["keep_calls"]) if job.get("keep_calls") else None
     experiments = load()
     if job["trace"]:
+        # Here and below: what few jobs need is loaded by them, since every user waits for the start of the worker.
+        from kvdoctor.caller.reading import read_trace
+        from kvdoctor.caller.replay import replaying
+
         try:
             experiments += (replaying(read_trace(job["trace"]), contract),)
         except UsageError:
@@ -80,6 +81,20 @@ def try_out(job: dict[str, Any], announce: Announce) -> None:
     announce("tried", **trial(job))
 
 
+def record(job: dict[str, Any], announce: Announce) -> None:
+    """Tell an experiment call by call."""
+    from kvdoctor import replaying
+
+    replaying.record(job, announce)
+
+
+def play(job: dict[str, Any], announce: Announce) -> None:
+    """Play the calls of a script."""
+    from kvdoctor import replaying
+
+    replaying.replay(job, announce)
+
+
 def main() -> None:
     """Serve jobs until standard input ends."""
     ort.disable_telemetry_events()
@@ -96,7 +111,7 @@ def main() -> None:
     for line in _jobs():
         try:
             job = json.loads(line)
-            kinds = {"trial": try_out, "record": record, "script": replay}
+            kinds = {"trial": try_out, "record": record, "script": play}
             next((carry_out for kind, carry_out in kinds.items() if kind in job), examine)(job, announce)
         except Exception:  # a fault of ours must reach the parent as a fact, not as a dead pipe
             announce("crash", text=traceback.format_exc())
