@@ -19,11 +19,12 @@ RESCAN_SECONDS = 0.05  # looking for new children walks over all processes of th
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line, the exit code that it must have, and what is added to its environment."""
+    """A command line, the exit code that it must have, what is added to its environment, and the folder it works in."""
 
     line: tuple[str, ...]
     code: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    folder: Path | None = None
 
     def run(self, watch: Callable[[int], None] | None = None) -> str:
         """Run to the end and give standard error.
@@ -33,7 +34,9 @@ class Command:
         """
         with tempfile.TemporaryFile("w+") as errors:
             environment = os.environ | self.environment
-            process = subprocess.Popen(self.line, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+            process = subprocess.Popen(
+                self.line, stdout=subprocess.DEVNULL, stderr=errors, env=environment, cwd=self.folder
+            )
             if watch:
                 watch(process.pid)
             code = process.wait()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import peers
 import psutil
 from measure import Command, interleaved, kvdoctor, middle, peak_mib, python
 
@@ -148,6 +149,30 @@ def place(scratch: Path) -> Iterator[Row]:
         shutil.rmtree(folder)
 
 
+def polygraphy(scratch: Path) -> Iterator[Row]:
+    """The nearest peer on a decoder whose steps fail from a past of 4 on, by what it can do."""
+    if reason := peers.missing():
+        yield Row("step-test beside Polygraphy", "not measured", reason.splitlines()[0][:60])
+        return
+    folder = _model("100m-fails", scratch)
+    model = folder / "model.onnx"
+    ours = kvdoctor("step-test", "--format", "json", str(folder), code=1)
+    for theirs, what in (
+        (peers.run(model), "run: finds nothing"),
+        (peers.run_step(model), "run, shapes by hand: the error"),
+        (peers.reduce(model, scratch), "debug reduce: ends in an error"),
+    ):
+        pair = interleaved(ours, theirs, MEMORY_REPEATS)
+        row = (
+            "step-test: the failing node",
+            f"{pair.ours:.2f} s",
+            f"Polygraphy {what}",
+            f"{pair.theirs:.2f} s",
+        )
+        yield Row(*row, f"{pair.ratio:.2f}")
+    shutil.rmtree(folder)
+
+
 def fixture(scratch: Path) -> Iterator[Row]:
     """What a team waits for in CI on a model that costs nothing to run."""
     ours = kvdoctor("step-test", "--format", "json", str(FIXTURE), code=1)
@@ -184,6 +209,7 @@ BENCHMARKS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "contract": contract,
     "step-test": step_test,
     "place": place,
+    "polygraphy": polygraphy,
     "fixture": fixture,
     "re-export": re_export,
 }
