@@ -33,11 +33,14 @@ def why(deal: Deal) -> Decision:
 
 def why_long(deal: Deal) -> Decision:
     """The same question where only the step behind many tokens differs."""
-    expected = yield from deal.whole()
-    if cause := (yield from looks_ahead(deal, expected)):
-        return cause
-    whole = yield probe(deal.prefill(deal.scenario.total))
-    return None if whole.failed else (yield from look(deal, deal.scenario.prompt, expected, whole))
+    expected, total = (yield from deal.whole()), deal.scenario.total
+    whole = yield probe(deal.prefill(total))
+    if whole.failed:
+        return None
+    if not same_logits(whole.logits[:, -1:], expected[:, -1:], deal.contract.exactness):
+        return Cause("nondeterministic", f"{total} tokens without a cache give other logits the second time")
+    cause = yield from looks_ahead(deal, expected)
+    return cause or (yield from look(deal, deal.scenario.prompt, expected, whole))
 
 
 def why_fed_back(deal: Deal) -> Decision:
@@ -59,6 +62,11 @@ def why_fed_back(deal: Deal) -> Decision:
 
 def look(deal: Deal, start: int, expected: Array, whole: Answer) -> Decision:
     """One decode step on a past of `start` tokens that a prefill made: its new entries, the old ones, what it sees."""
+    exactness = deal.contract.exactness
+    if not same_logits(whole.logits[:, -1:], expected[:, -1:], exactness):
+        return Cause(
+            "nondeterministic", f"{expected.shape[1]} tokens without a cache give other logits the second time"
+        )
     first = yield probe(deal.prefill(start))
     if first.failed:
         return None
@@ -68,7 +76,14 @@ def look(deal: Deal, start: int, expected: Array, whole: Answer) -> Decision:
     if cause := (yield from _other_mathematics(deal, past, expected)):
         return cause
     step = yield probe(deal.decode(start, start + 1, past))
-    return None if step.failed else (yield from _step(deal, start, past, step, whole))
+    again = yield probe(deal.decode(start, start + 1, past))
+    if step.failed or again.failed:
+        return None
+    if not same_logits(step.logits, again.logits, exactness):
+        return Cause(
+            "nondeterministic", f"the same step on a past of {start} tokens gives other logits the second time"
+        )
+    return (yield from _step(deal, start, past, step, whole))
 
 
 def _step(deal: Deal, start: int, past: Past, step: Answer, whole: Answer) -> Decision:

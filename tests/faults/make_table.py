@@ -1,9 +1,10 @@
 """Writes docs/faults.md from a run of all faults.
 
-    python tests/faults/make_table.py [--exports DIR]
+    python tests/faults/make_table.py [--exports DIR] [FAULT ...]
 
 It takes about a quarter of an hour and makes the isolated environments of the zoo. DIR keeps the exports, for the next
-run. Nothing is written where a fault is not found, or something harmless is.
+run. With FAULTs only those are run, and the others stand as they stood. Nothing is written where a fault is not found,
+or something harmless is.
 """
 
 import argparse
@@ -146,11 +147,14 @@ def main() -> int:
     """Reads the command line, runs all faults, writes the page and returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--exports", type=Path, metavar="DIR", help="where the exports are kept, or lie already")
+    parser.add_argument("faults", nargs="*", metavar="FAULT", choices=[*load(), []], help="run these only")
     args = parser.parse_args()
-    measured, problems = {name: Measured() for name in load()}, []
+    chosen = {name: fault for name, fault in load().items() if name in args.faults or not args.faults}
+    before = read(DOCUMENT.read_text(encoding="utf-8")) if args.faults else {}
+    measured, problems = {name: Measured() if name in chosen else before[name] for name in load()}, []
     with tempfile.TemporaryDirectory() as scratch, Runtime(Options().limits) as runtime:
         maker = Maker(args.exports or Path(scratch, "exports"))
-        for name, fault in load().items():
+        for name, fault in chosen.items():
             for patient in fault.patients:
                 try:
                     outcome = treat(fault, healthy_export(patient, maker), Path(scratch, name, patient), runtime)

@@ -113,6 +113,28 @@ def noise(export: Export) -> None:
         )
 
 
+@fault("nondeterministic", "noise is added to the embeddings once there is a past of more than 20 tokens", SPELLED_OUT)
+def noise_when_long(export: Export) -> None:
+    body = export.later
+
+    def noisy(old: str) -> str:
+        long = body.op("Greater", body.past_length(), np.array([20]))
+        return body.op("Where", long, body.op("Add", old, body.op("RandomNormalLike", old, scale=0.5)), old)
+
+    body.replace(body.embedded(), noisy)
+
+
+@fault("nondeterministic", "noise is added to the embeddings of more than 20 new tokens", SPELLED_OUT)
+def noise_in_long_prompts(export: Export) -> None:
+    for body in export.bodies:
+
+        def noisy(old: str, body: Body = body) -> str:
+            long = body.op("Greater", body.new_length(), np.array([20]))
+            return body.op("Where", long, body.op("Add", old, body.op("RandomNormalLike", old, scale=0.5)), old)
+
+        body.replace(body.embedded(), noisy)
+
+
 def drop(body: Body, value: str, training: str) -> str:
     return body.op("Dropout", value, np.array(0.2, np.float32), training)
 

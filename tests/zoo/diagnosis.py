@@ -33,9 +33,10 @@ class Seen:
     details: str
 
 
-def diagnose(folder: Path, runtime: Runtime) -> Seen:
+def diagnose(folder: Path, runtime: Runtime, thorough: bool = False) -> Seen:
     """Runs the step test for both consumers."""
-    reports = {consumer: step_test(str(folder), Options(consumer=consumer), runtime) for consumer in CONSUMERS}
+    options = {consumer: Options(consumer=consumer, thorough=thorough) for consumer in CONSUMERS}
+    reports = {consumer: step_test(str(folder), options[consumer], runtime) for consumer in CONSUMERS}
     held = reports["held"]
     return Seen(
         stacks=tuple(_stack(stack) for stack in held.stacks),
