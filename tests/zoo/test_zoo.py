@@ -34,8 +34,9 @@ MANY = 100
 
 
 def parameters() -> list[object]:
-    """Every row, those beyond the sample as slow ones."""
-    return [pytest.param(row, id=str(row), marks=() if row in SAMPLE else pytest.mark.slow) for row in ROWS]
+    """Every row with everything that a thorough diagnosis tries, as slow ones; the sample as people run it by default."""
+    thorough = [pytest.param(row, True, id=f"{row}-thorough", marks=pytest.mark.slow) for row in ROWS]
+    return [*(pytest.param(row, False, id=str(row)) for row in ROWS if row in SAMPLE), *thorough]
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +53,8 @@ def runtime() -> Iterator[Runtime]:
         yield warm
 
 
-@pytest.mark.parametrize("row", parameters())
-def test_kvdoctor_says_what_is_true(row: Row, maker: Maker, runtime: Runtime) -> None:
+@pytest.mark.parametrize(("row", "thorough"), parameters())
+def test_kvdoctor_says_what_is_true(row: Row, thorough: bool, maker: Maker, runtime: Runtime) -> None:
     made = maker.make(row)
     if made.obstacle:
         give_up(made.obstacle)
@@ -61,7 +62,7 @@ def test_kvdoctor_says_what_is_true(row: Row, maker: Maker, runtime: Runtime) ->
         give_up(f"the onnxruntime of this Python does not make it: {made.failure}")
     assert made.failure is None
 
-    seen = diagnose(made.folder, runtime)
+    seen = diagnose(made.folder, runtime, thorough)
 
     assert seen.stacks == row.stacks, seen.details
     for consumer in CONSUMERS:
