@@ -34,7 +34,7 @@ MANY = 100
 
 
 def parameters() -> list[object]:
-    """Every row with everything that a thorough diagnosis tries, as slow ones; the sample as people run it by default."""
+    """Every row with all that a thorough diagnosis tries, as slow ones; the sample as people run it by default."""
     thorough = [pytest.param(row, True, id=f"{row}-thorough", marks=pytest.mark.slow) for row in ROWS]
     return [*(pytest.param(row, False, id=str(row)) for row in ROWS if row in SAMPLE), *thorough]
 
