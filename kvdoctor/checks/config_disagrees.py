@@ -23,7 +23,7 @@ from kvdoctor.checks.side_cars.config_json import config_json, has_usual_name, m
 from kvdoctor.checks.side_cars.disagreement import MOST_SHOWN, Disagreement
 from kvdoctor.checks.side_cars.export_json import export_json
 from kvdoctor.checks.side_cars.genai_config import genai_config
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Fault, check
 from kvdoctor.reading import read_contract
 
 Compare = Callable[[Case], list[Disagreement]]
@@ -36,7 +36,7 @@ def config_disagrees(case: Case) -> Iterator[Fault]:
     for name, compare in compared:
         found = compare(case)
         if found and not _said_of_another(case, found, compare):
-            yield _fault(name, found)
+            yield _fault(case, name, found)
 
 
 def _said_of_another(case: Case, found: list[Disagreement], compare: Compare) -> bool:
@@ -55,7 +55,7 @@ def _said_of_another(case: Case, found: list[Disagreement], compare: Compare) ->
     return False
 
 
-def _fault(name: str, found: list[Disagreement]) -> Fault:
+def _fault(case: Case, name: str, found: list[Disagreement]) -> Fault:
     shown = found[:MOST_SHOWN]
     rest = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
     keys = [*dict.fromkeys(one.key.rpartition(".")[2] for one in shown), *rest]
@@ -68,6 +68,6 @@ def _fault(name: str, found: list[Disagreement]) -> Fault:
         promised="; ".join([*(f"{one.key} {one.promised}" for one in shown), *rest]),
         observed="; ".join([*(one.observed for one in shown), *rest]),
         cause=f"{name} and the graph disagree on {', '.join(keys)}",
-        advice=Advice("caller", f"take names and sizes from the graph; what agrees with it in {name}: {right}"),
+        advice=case.re_export(f"or take names and sizes from the graph; what agrees with it in {name}: {right}"),
         follows=tuple(dict.fromkeys(one.so for one in shown if one.so)),
     )

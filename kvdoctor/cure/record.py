@@ -33,7 +33,7 @@ def fix_report(surgery: Surgery, outcome: Outcome, out: str | None) -> Report:
         out=out,
         after=Found(after.verdict, after.findings),
         advice=tuple(advice),
-        unmended=(*outcome.unmended, *_not_repairable(after, outcome.unmended)),
+        unmended=_left(after, outcome.unmended),
         diff=tuple(_diffs(surgery, outcome)),
         files=tuple(_files(surgery, outcome)),
         undo=_undo(before.model.path, out),
@@ -49,7 +49,7 @@ def fix_report(surgery: Surgery, outcome: Outcome, out: str | None) -> Report:
 
 def nothing_done(before: Report, unmended: tuple[Unmended, ...], fix: tuple[str, ...]) -> Report:
     """The report where no repair changed anything."""
-    left = (*unmended, *_not_repairable(before, unmended))
+    left = _left(before, unmended)
     text = "nothing to repair on the graph: no copy was written"
     if fix:
         calls = "; ".join(f"{name} mends {', '.join(found.mends)}" for name in fix if (found := named(name)))
@@ -69,7 +69,7 @@ def unproved(surgery: Surgery, outcome: Outcome) -> Report:
     )
     record = replace(
         _record(outcome),
-        unmended=(*outcome.unmended, *_not_repairable(before, outcome.unmended)),
+        unmended=_left(before, outcome.unmended),
         diff=tuple(_diffs(surgery, outcome)),
     )
     return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
@@ -97,15 +97,24 @@ def _failed(outcome: Outcome) -> str:
 
 
 def _not_repairable(report: Report, told: Iterable[Unmended]) -> Iterator[Unmended]:
-    """What is left of warnings and errors, and what each check says would do it."""
+    """What is left of warnings and errors that no repair spoke of, and what each check says would do it."""
     known = {entry.finding for entry in told}
-    mended = {name for repair in load() for name in repair.mends}
     for finding in report.findings:
-        if finding.severity != "note" and finding.name not in known and finding.name not in mended:
+        if finding.severity != "note" and finding.name not in known:
             known.add(finding.name)
-            reason = "no repair on the graph is known"
+            idle = [repair.name for repair in load() if finding.name in repair.mends]
+            reason = (
+                "nothing that this repair changes is found in the graph" if idle else "no repair on the graph is known"
+            )
             instead = f"{finding.repair.text}" + (f": {finding.repair.command}" if finding.repair.command else "")
-            yield Unmended(finding.stack, finding.name, "", reason, instead)
+            yield Unmended(finding.stack, finding.name, ", ".join(idle), reason, instead)
+
+
+def _left(report: Report, told: Iterable[Unmended]) -> tuple[Unmended, ...]:
+    """Why what is still found was not repaired: what repairs said of it, and where none is known."""
+    found = {finding.name for finding in report.findings}
+    told = tuple(dict.fromkeys(entry for entry in told if entry.finding in found))
+    return (*told, *_not_repairable(report, told))
 
 
 def _changed_names(outcome: Outcome) -> list[str]:
