@@ -23,7 +23,7 @@ from kvdoctor.checks.side_cars.config_json import config_json, has_usual_name, m
 from kvdoctor.checks.side_cars.disagreement import MOST_SHOWN, Disagreement
 from kvdoctor.checks.side_cars.export_json import export_json
 from kvdoctor.checks.side_cars.genai_config import genai_config
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.reading import read_contract
 
 Compare = Callable[[Case], list[Disagreement]]
@@ -60,6 +60,7 @@ def _fault(case: Case, name: str, found: list[Disagreement]) -> Fault:
     rest = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
     keys = [*dict.fromkeys(one.key.rpartition(".")[2] for one in shown), *rest]
     right = "; ".join([*(f"{one.key} {one.right}" for one in shown), *rest])
+    advice = f"take names and sizes from the graph; what agrees with it in {name}: {right}"
     return Fault(
         severity="warning",
         file=name,
@@ -68,6 +69,6 @@ def _fault(case: Case, name: str, found: list[Disagreement]) -> Fault:
         promised="; ".join([*(f"{one.key} {one.promised}" for one in shown), *rest]),
         observed="; ".join([*(one.observed for one in shown), *rest]),
         cause=f"{name} and the graph disagree on {', '.join(keys)}",
-        advice=case.re_export(f"or take names and sizes from the graph; what agrees with it in {name}: {right}"),
+        advice=case.re_export(f"or {advice}") if name != "export.json" else Advice("caller", advice),
         follows=tuple(dict.fromkeys(one.so for one in shown if one.so)),
     )

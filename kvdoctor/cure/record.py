@@ -38,10 +38,15 @@ def fix_report(surgery: Surgery, outcome: Outcome, out: str | None) -> Report:
         files=tuple(_files(surgery, outcome)),
         undo=_undo(before.model.path, out),
     )
-    measured = {"before": before.measured, "after": after.measured, "cost": _cost(surgery)}
+    measured = {"before": before.measured, "after": after.measured, "cost": _cost(surgery, outcome)}
     notes = list(after.notes)
     if out is None:
         notes.append("nothing was written: this shows what would be")
+    notes += [
+        f"{stack}: the original gave no logits to hold the copy against; parity of the copy's own loops speaks for it"
+        for stack in dict.fromkeys(one.stack for one in outcome.applied)
+        if not any(entry.stack == stack and "original" in entry.claim for entry in outcome.proof)
+    ]
     if not outcome.holds:
         notes.append(f"NOT PROVED; what did not hold: {_failed(outcome)}")
     return replace(after, command="re-export", repair=record, measured=measured, notes=tuple(notes))
@@ -85,7 +90,7 @@ def _record(outcome: Outcome) -> RepairRecord:
         after=None,
         proof=outcome.proof,
         repairs=tuple(
-            AppliedRepair(one.stack, one.repair.name, one.repair.mends, one.repair.keeps, one.repair.summary)
+            AppliedRepair(one.stack, one.repair.name, one.because, one.repair.keeps, one.repair.summary)
             for one in outcome.applied
         ),
         proved=outcome.holds,
@@ -154,11 +159,22 @@ def _undo(source: str, out: str | None) -> tuple[str, ...]:
     )
 
 
-def _cost(surgery: Surgery) -> dict[str, Any]:
-    """Bytes on disk of the whole export, before and after."""
+def _cost(surgery: Surgery, outcome: Outcome) -> dict[str, Any]:
+    """Bytes on disk of the models and their data, and seconds per step where one was timed, before and after."""
     model = surgery.folder
     sizes = {file.path: file.skeleton.bytes_on_disk for file in model.files if file.skeleton}
     sizes |= {external.path: external.bytes or 0 for file in model.files for external in file.external}
     places = [surgery.at / path.relative_to(model.root) for path in sizes if path.is_relative_to(model.root)]
     after = sum(place.stat().st_size for place in places if place.is_file())
-    return {"bytes_before": sum(sizes.values()), "bytes_after": after}
+    before, now = outcome.before.report.measured, outcome.after.report.measured
+    seconds = {
+        stack: _paired(before.get(stack, {}), now.get(stack, {}))
+        for stack in dict.fromkeys(one.stack for one in outcome.applied)
+    }
+    return {"bytes_before": sum(sizes.values()), "bytes_after": after, "step_seconds": seconds}
+
+
+def _paired(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[float | None]]:
+    """Seconds of each timed call of a stack, before and after."""
+    old, new = before.get("step_seconds", {}), after.get("step_seconds", {})
+    return {label: [old.get(label), new.get(label)] for label in dict.fromkeys([*old, *new])}
