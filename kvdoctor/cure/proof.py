@@ -66,18 +66,31 @@ def prove(applied: Iterable[Applied], before: Side, after: Side) -> Iterator[Pro
         yield from _numbers(stack, mine, before, after)
 
 
-def unhelpful(applied: Iterable[Applied], after: Report) -> Iterator[Applied]:
+def unhelpful(applied: Iterable[Applied], before: Report, after: Report) -> Iterator[Applied]:
     """The repairs that changed something, and whose finding is still there."""
     for one in applied:
-        if _of_stack(after, one.stack).intersection(one.repair.mends):
+        if _still(one.stack, before, after).intersection(one.repair.mends):
             yield one
+
+
+def _still(stack: str, before: Report, after: Report) -> set[str]:
+    """Findings of a stack that are still there.
+
+    Notes that stand beside a graver finding of the same check are no reason for a repair, and stay (one new token in a
+    graph for decode steps).
+    """
+    files = next((known.files for known in before.stacks if known.name == stack), ())
+    grave = {f.name for f in before.findings if concerns(f, stack, files) and f.severity != "note"}
+    return {
+        f.name for f in after.findings if concerns(f, stack, files) and (f.severity != "note" or f.name not in grave)
+    }
 
 
 def _findings(stack: str, applied: list[Applied], before: Report, after: Report) -> Iterator[Proof]:
     known, mine = _of_stack(before, stack), _of_stack(after, stack)
     mended = {name for one in applied for name in one.repair.mends if name in known}
     for name in sorted(mended):
-        yield Proof(stack, f"{name} is gone", name not in mine)
+        yield Proof(stack, f"{name} is gone", name not in _still(stack, before, after))
     fresh = [
         finding.name
         for finding in after.findings
