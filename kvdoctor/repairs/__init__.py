@@ -24,12 +24,13 @@ The file as such (sorted, named); what keeps the runtime from opening it; which 
 frozen or baked in; what is computed; declared names and sizes; weights, hoisted and merged; the configs beside it.
 """
 
-Keeps = Literal["bits", "first-step", "reference"]
+Keeps = Literal["bits", "first-step", "reference", "sizes"]
 """What of the original's numbers the repaired model must still give, besides parity of its own loops.
 
 bits: the logits of the held loop, and of the plain loop where that passed before, bit for bit. first-step: those of the
 first step bit for bit, for a fault that spoils what comes after. reference: those of the first step within the noise of
-the arithmetic, for a repair that computes another way.
+the arithmetic, for a repair that computes another way. sizes: every output bit for bit at the sizes that the original
+takes, which the repair has shown when it was applied: its loops are of other sizes, and need a reference run.
 """
 
 

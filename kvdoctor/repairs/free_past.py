@@ -22,7 +22,7 @@ REPAIR = Repair(
     name="free-past",
     mends=("past-axis-frozen",),
     stage="axes",
-    keeps="bits",
+    keeps="sizes",
     apply=apply,
     advice=("Without a change to the model: only steps with a past of that very length can be run.",),
 )

@@ -58,7 +58,7 @@ def joined_with(r: Reading, one: Term | None, other: Term | None) -> None:
         return
     if r.ledger.agree(one, other) is None:
         left, right = r.ledger.real(one), r.ledger.real(other)
-        r.clash(f"{left} and {right} must be the same")
+        r.clash(f"{left} and {right} must be the same", left, right)
 
 
 def _look_beside(r: Reading, given: list[Known], dims: "list[Term | None]") -> None:
@@ -67,7 +67,7 @@ def _look_beside(r: Reading, given: list[Known], dims: "list[Term | None]") -> N
     if rows is None or not any(known.fed for known in given):
         return
     for known in given:
-        if known.fed or known.shape is None:
+        if known.fed or known.shape is None or _is_one(r, known):
             continue
         for axis, dim in enumerate(known.shape):
             whole_dim = dims[len(dims) - len(known.shape) + axis]
@@ -75,3 +75,8 @@ def _look_beside(r: Reading, given: list[Known], dims: "list[Term | None]") -> N
                 continue
             if r.ledger.real(dim) == whole(1) and r.ledger.size(rows) == 1:
                 r.walk.beside.append(Beside(known.table, r.node, r.inside.path, axis))
+
+
+def _is_one(r: Reading, known: Known) -> bool:
+    """Whether it is a single value, the same for all places."""
+    return all(dim is not None and r.ledger.real(dim) == whole(1) for dim in known.shape or ())

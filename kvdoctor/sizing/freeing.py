@@ -77,7 +77,7 @@ class Freeing:
         return tuple(self.edits)
 
     def _refuse(self) -> None:
-        clash = next(iter(self.ledger.clashes), None)
+        clash = next((clash for clash in self.ledger.clashes if not self._agrees_when_settled(clash.sizes)), None)
         if clash is not None:
             raise NotFreed(f"in {_place(clash.node, clash.scope)} {clash.words}, and nothing tells which of them is meant")
         if self.lengths.freed.isdisjoint(("past", "new")):
@@ -91,6 +91,9 @@ class Freeing:
                 f"{what}, which {_place(one.node, one.path)} reads, has one row for the one new token of the trace: "
                 "whether it was computed for that place, and what it is at others, is not in the file"
             )
+
+    def _agrees_when_settled(self, sizes: tuple[Term, ...]) -> bool:
+        return len(sizes) == 2 and self.settled(sizes[0]) == self.settled(sizes[1])
 
     def _is_mask_row(self, site: "Site | None") -> bool:
         """Whether a row has a column for each cached token, and there are to be several rows."""

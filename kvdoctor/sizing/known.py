@@ -45,8 +45,8 @@ class Known:
     """What is known of a value.
 
     `numbers` are its elements where it is a short tensor of integers, `others` what they are where another choice is
-    made (`Where`). `fed` says whether anything fed has a part in it; `table` is the constant whose values it has,
-    however its axes were turned.
+    made (`Where`). `fed` says whether its values may depend on what is fed, or on how many tokens are; `table` is the
+    constant whose values it has, however its axes were turned.
     """
 
     shape: Dims | None = None
@@ -61,11 +61,12 @@ UNKNOWN = Known()
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """Two sizes that cannot agree at all lengths: where, and why in words."""
+    """Two sizes that cannot agree at all lengths: where, and why in words; `sizes` are the two, if it is those."""
 
     node: NodeProto
     scope: str
     words: str
+    sizes: tuple[Term, ...] = ()
 
 
 @dataclass
@@ -145,7 +146,7 @@ def constant(ledger: Ledger, site: Site, numbers: tuple[int, ...] | None) -> Kno
     if numbers is None or prod(dims) > MOST_NUMBERS:
         return Known(axes, fed=False, table=site)
     terms = tuple(ledger.stand_in(site, "number", at, n) if n > 0 else whole(n) for at, n in enumerate(numbers))
-    return Known(tuple(whole(dim) for dim in dims), terms, fed=False, table=site)
+    return Known(axes, terms, fed=False, table=site)
 
 
 def plain(dims: "tuple[int, ...]") -> Dims:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvdoctor.sizing.broadcast import broadcast, elementwise, joined_with
 from kvdoctor.sizing.integers import NUMBERS
 from kvdoctor.sizing.known import UNKNOWN, Dims, Known
-from kvdoctor.sizing.reshapes import aligned, given
+from kvdoctor.sizing.reshapes import Size, aligned, given
 from kvdoctor.sizing.terms import Term, product, symbol, whole
 from kvdoctor.sizing.walk import Reading, Reshaped
 
@@ -109,6 +109,10 @@ def _reshaped(r: Reading, into: Dims, target: Dims) -> Dims | None:
         r.clash("an axis is copied that is not there")
         return None
     said, guess = list(filled[0]), filled[1]
+    held = _holds(axes, said, guess, size)
+    if held is not None:
+        _note(r, axes, held, entries)
+        return held
     if guess is not None:
         total, rest = size(product(axes)), size(product(said))
         if not rest or total % rest:
@@ -124,9 +128,25 @@ def _reshaped(r: Reading, into: Dims, target: Dims) -> Dims | None:
         if at != guess and mine is not None and entries[at] != term and entries[at].number != 0:
             if r.ledger.agree(mine, term) is None:
                 r.clash(f"entry {at} is {entries[at]} and must be {term}")
+    _note(r, axes, out, entries)
+    return out
+
+
+def _holds(axes: tuple[Term, ...], said: list[Term], guess: int | None, size: Size) -> tuple[Term, ...] | None:
+    """The axes behind a Reshape whose target holds at every length as it is: nothing in it stands for a length."""
+    total = product(axes)
+    if guess is None:
+        return tuple(said) if product(said) == total else None
+    numbers = {entry.number for at, entry in enumerate(said) if at != guess}
+    quotient = total.divided(product(said))
+    if quotient is None or any(axis.symbols and size(axis) in numbers for axis in axes):
+        return None
+    return (*said[:guess], quotient, *said[guess + 1 :])
+
+
+def _note(r: Reading, axes: tuple[Term, ...], out: tuple[Term, ...], entries: tuple[Term, ...]) -> None:
     before = r.walk.reshapes.get(id(r.node))
     r.walk.reshapes[id(r.node)] = Reshaped(r.node, axes, out, (*(before.said if before else ()), entries))
-    return out
 
 
 def _expand(r: Reading) -> list[Known]:

@@ -118,16 +118,18 @@ class Table:
         """Indexes of a GatherND that pick each entry in its own place: the data itself, with axes of 1 put in."""
         import numpy as np
 
-        deep = self.values.shape[-1]
-        grid = self.values.shape[:-1]
-        wide = [axis for axis in range(len(grid)) if axis in self.axes]
-        if len(wide) != deep or any(grid[axis] != 1 for axis in range(len(grid)) if axis not in self.axes):
+        deep, grid = self.values.shape[-1], self.values.shape[:-1]
+        wide = [axis for axis, size in enumerate(grid) if size != 1 or axis in self.axes]
+        narrow = [axis for axis in range(len(grid)) if axis not in wide]
+        wide = sorted([*narrow[: max(deep - len(wide), 0)], *wide])
+        if len(wide) != deep:
             return None
         places = np.stack(np.meshgrid(*[np.arange(n) for n in grid], indexing="ij"), -1)[..., wide]
         if not np.array_equal(places, self.values):
             return None
-        target = writer.vector([self.axes.get(axis, 1) for axis in range(len(grid))])
+        target = writer.vector([self.axes.get(axis, int(size)) for axis, size in enumerate(grid)])
         self.node.op_type = "Reshape"
+        del self.node.attribute[:]
         return Rewritten(target, "every entry in its own place: a Reshape")
 
 

@@ -14,6 +14,10 @@ MOST_ROUNDS = 8
 """Times that a graph is walked until no more is bound: what is bound late says more of what came before."""
 
 
+SHAPING = {"Expand": 1, "Tile": 1, "Reshape": 1, "ConstantOfShape": 0, "Unsqueeze": 1, "Squeeze": 1}
+"""Operators with an input that says where values go, and has no part in what they are."""
+
+
 @dataclass(eq=False)
 class Inside:
     """The values of a graph or branch; those around it are looked up there. `path` is for people."""
@@ -83,9 +87,9 @@ class Reading:
             return tuple(found.ints)
         return self.ledger.known_numbers(self.at(index)) if self.has(index) else None
 
-    def clash(self, words: str) -> None:
+    def clash(self, words: str, *sizes: Term) -> None:
         """Note that sizes cannot agree."""
-        self.ledger.clashes.append(Clash(self.node, self.inside.path, words))
+        self.ledger.clashes.append(Clash(self.node, self.inside.path, words, sizes))
 
 
 @dataclass(eq=False)
@@ -171,9 +175,17 @@ class Walk:
         from kvdoctor.sizing.rules import made
 
         key = (reading.node.domain, reading.node.op_type)
-        fed = any(known is not None and known.fed for known in reading.inputs)
+        shaping = SHAPING.get(reading.node.op_type)
+        fed = any(k is not None and k.fed for i, k in enumerate(reading.inputs) if i != shaping)
         found = [UNKNOWN] * len(reading.node.output) if key in self.functions else made(reading)
-        return [_with_fed(known, fed) for known in found]
+        return [_with_fed(known, fed and self._counts(known)) for known in found]
+
+    def _counts(self, known: Known) -> bool:
+        """Whether numbers depend on how many tokens there are; those of the batch are the same for all tokens."""
+        if known.numbers is None or None in known.numbers:
+            return True
+        symbols = {name for term in known.numbers if term is not None for name in self.ledger.real(term).symbols}
+        return not symbols.isdisjoint(("past", "new"))
 
     def _branches(self, node: NodeProto, inside: Inside) -> None:
         results: list[list[Known]] = []
