@@ -1,6 +1,7 @@
 """Whether a changed graph still computes what the original does, at the sizes that the original takes: bit for bit."""
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,19 @@ class Differs(Exception):
     """The changed graph computes something else, or does not run; the text says what."""
 
 
-def hold_against(source: Path, changed: ModelProto, graph: Graph, runtime: Runtime, provider: str) -> None:
+def hold_against(  # noqa: PLR0913 - by keyword
+    source: Path,
+    changed: ModelProto,
+    graph: Graph,
+    *,
+    runtime: Runtime,
+    provider: str,
+    sizes: Mapping[Axis, int] | None = None,
+) -> None:
     """Run the file and its changed copy on the same feeds, in every branch, and compare every output.
 
-    Feeds are made up by the seed: whatever they are, both must make the same of them.
+    Feeds are made up by the seed: whatever they are, both must make the same of them. `sizes` are those at which the
+    original is known to run.
 
     Raises:
         Differs: they do not. A call that the original itself refuses tells nothing and is passed over.
@@ -42,7 +52,7 @@ def hold_against(source: Path, changed: ModelProto, graph: Graph, runtime: Runti
         sides = [_written(m, source, Path(folder, f"{n}.onnx")) for m, n in ((read_located(source), "old"), (copy, "new"))]
         for switch in (True, False) if graph.port("branch_switch") else (True,):
             feeds = Path(folder, f"feeds{int(switch)}.npz")
-            save_call(feeds, made_up(graph, switch))
+            save_call(feeds, made_up(graph, switch, sizes))
             pairs = [(port.name, port.name, ()) for port in graph.outputs]
             job = {"left": side(sides[0], feeds), "right": side(sides[1], feeds), "pairs": pairs, "inject": []}
             told = runtime.trial({"trial": "compare", **job, "provider": provider})
@@ -62,14 +72,14 @@ def _written(model: ModelProto, source: Path, to: Path) -> Variant:
     return Variant(to, root, {})
 
 
-def made_up(graph: Graph, switch: bool) -> "dict[str, Array]":
+def made_up(graph: Graph, switch: bool, given: Mapping[Axis, int] | None = None) -> "dict[str, Array]":
     """Feeds in the sizes that the inputs declare."""
     import numpy as np
 
     from kvdoctor.feeds import NUMPY_TYPES
 
-    random, sizes = np.random.default_rng(SEED), _sizes(graph)
-    feeds = dict[str, Array]() if TYPE_CHECKING else {}
+    random, sizes = np.random.default_rng(SEED), _sizes(graph, given or {})
+    feeds: dict[str, Array] = {}
     for port in graph.inputs:
         shape = _shape(port, sizes)
         if port.dtype == "bool":
@@ -81,8 +91,8 @@ def made_up(graph: Graph, switch: bool) -> "dict[str, Array]":
     return feeds
 
 
-def _sizes(graph: Graph) -> dict[Axis, int]:
-    found = dict(SMALL)
+def _sizes(graph: Graph, given: Mapping[Axis, int]) -> dict[Axis, int]:
+    found = {**SMALL, **given}
     for kind in SMALL:
         numbers = [
             int(dim)

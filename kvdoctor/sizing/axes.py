@@ -1,5 +1,6 @@
 """The repairs that free an axis: which files they concern, what they change there, and the first proof."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvdoctor.contract import Axis, Graph
@@ -44,15 +45,16 @@ def graph_of(patient: Patient, file: str) -> Graph:
     return next(graph for graph in patient.drivable.graphs.values() if graph.file == file)
 
 
-def held(patient: Patient, file: str) -> None:
-    """Hold a changed file against the original.
+def held(patient: Patient, file: str, sizes: Mapping[Axis, int] | None = None) -> None:
+    """Hold a changed file against the original, at the sizes that this takes.
 
     Raises:
         CannotRepair: at the sizes that the original takes it computes something else.
     """
     source, graph = Path(patient.copy.file(file).path), graph_of(patient, file)
     try:
-        hold_against(source, patient.model(file), graph, patient.runtime, patient.options.provider)
+        provider = patient.options.provider
+        hold_against(source, patient.model(file), graph, runtime=patient.runtime, provider=provider, sizes=sizes)
     except Differs as reason:
         raise CannotRepair(f"{file}, changed so: {reason}", EXPORT_AGAIN) from None
     except WorkerDied as death:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvdoctor.sizing.known import Known
-from kvdoctor.sizing.terms import Term, whole
+from kvdoctor.sizing.terms import Term, symbol, whole
 from kvdoctor.sizing.walk import Beside, Reading
 
 
@@ -67,7 +67,7 @@ def _look_beside(r: Reading, given: list[Known], dims: "list[Term | None]") -> N
     if rows is None or not any(known.fed for known in given):
         return
     for known in given:
-        if known.fed or known.shape is None or _is_one(r, known):
+        if known.fed or known.even or known.shape is None or _by_sequence(r, known):
             continue
         for axis, dim in enumerate(known.shape):
             whole_dim = dims[len(dims) - len(known.shape) + axis]
@@ -77,6 +77,7 @@ def _look_beside(r: Reading, given: list[Known], dims: "list[Term | None]") -> N
                 r.walk.beside.append(Beside(known.table, r.node, r.inside.path, axis))
 
 
-def _is_one(r: Reading, known: Known) -> bool:
-    """Whether it is a single value, the same for all places."""
-    return all(dim is not None and r.ledger.real(dim) == whole(1) for dim in known.shape or ())
+def _by_sequence(r: Reading, known: Known) -> bool:
+    """Whether it has an entry for each sequence, and nothing more: the same for all places."""
+    sizes = [None if dim is None else r.ledger.real(dim) for dim in known.shape or ()]
+    return all(size is not None and size in (whole(1), symbol("batch")) for size in sizes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.contract import Axis, Graph
 from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-from kvdoctor.sizing.known import Ledger, Site, StandIn
+from kvdoctor.sizing.known import Clash, Ledger, Site, StandIn
 from kvdoctor.sizing.lengths import Lengths, MixedSizes, lengths_of, readable
 from kvdoctor.sizing.reshapes import written
 from kvdoctor.sizing.tables import Table
@@ -64,29 +64,40 @@ class Freeing:
         """Make all changes.
 
         Raises:
-            NotFreed: before anything is changed, unless a value cannot be told.
+            NotFreed: the graph does not tell; the model may be half changed.
         """
-        self._refuse()
+        if (clash := self.clash) is not None:
+            place = _place(clash.node, clash.scope)
+            raise NotFreed(f"in {place} {clash.words}, and nothing tells which of them is meant")
         writer, sites = Writer(self.model, self.lengths), self._bound()
         names = [site.node.input[site.index] for site, _ in sites]
         for site, entries in sites:
             self._rewrite(site, entries, writer)
+        self._refuse_rows()
         writer.done()
         _drop_unread(self.model.graph, set(names))
         self._declare()
         return tuple(self.edits)
 
-    def _refuse(self) -> None:
-        clash = next((clash for clash in self.ledger.clashes if not self._agrees_when_settled(clash.sizes)), None)
-        if clash is not None:
-            raise NotFreed(f"in {_place(clash.node, clash.scope)} {clash.words}, and nothing tells which of them is meant")
+    @property
+    def clash(self) -> Clash | None:
+        """Two sizes that cannot agree at all lengths, if there are such."""
+        return next((clash for clash in self.ledger.clashes if not self._agrees_when_settled(clash.sizes)), None)
+
+    def _refuse_rows(self) -> None:
+        """Refuse what was computed for the place of one traced token.
+
+        Raises:
+            NotFreed: there is such a value, or one that may be that.
+        """
         if self.lengths.freed.isdisjoint(("past", "new")):
             return
         for one in self.walk.beside:
             values = None if one.site is None else self.values(one.site.tensor)
             if values is not None and bool((values == values.ravel()[:1]).all()) and not self._is_mask_row(one.site):
                 continue
-            what = f"{one.site.tensor.name or 'a constant'} {list(one.site.tensor.dims)}" if one.site else "a value that is computed from constants alone"
+            name = one.site.tensor.name or "a constant" if one.site else ""
+            what = f"{name} {list(one.site.tensor.dims)}" if one.site else "a value computed from constants alone"
             raise NotFreed(
                 f"{what}, which {_place(one.node, one.path)} reads, has one row for the one new token of the trace: "
                 "whether it was computed for that place, and what it is at others, is not in the file"
@@ -212,7 +223,7 @@ class Freeing:
 
 
 def free(model: ModelProto, graph: Graph, kinds: Iterable[Axis], values: Values) -> tuple[Edit, ...]:
-    """Free some kinds of axes of a model, in place; `graph` says what the axes of its inputs count.
+    """Free some kinds of axes of a model, in place, or half of it where it raises; `graph` says what the axes of its inputs count.
 
     Returns:
         What was changed; nothing where no such axis is a number.

@@ -46,7 +46,7 @@ class Known:
 
     `numbers` are its elements where it is a short tensor of integers, `others` what they are where another choice is
     made (`Where`). `fed` says whether its values may depend on what is fed, or on how many tokens are; `table` is the
-    constant whose values it has, however its axes were turned.
+    constant whose values it has, however its axes were turned; `even` says that all its elements are the same.
     """
 
     shape: Dims | None = None
@@ -54,6 +54,7 @@ class Known:
     others: tuple[Dims, ...] = ()
     fed: bool = True
     table: Site | None = None
+    even: bool = False
 
 
 UNKNOWN = Known()
@@ -61,7 +62,7 @@ UNKNOWN = Known()
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """Two sizes that cannot agree at all lengths: where, and why in words; `sizes` are the two, if it is those."""
+    """Two sizes that cannot agree at all lengths: where, and why in words; `sizes` are those that meet there."""
 
     node: NodeProto
     scope: str
@@ -144,9 +145,9 @@ def constant(ledger: Ledger, site: Site, numbers: tuple[int, ...] | None) -> Kno
     dims = tuple(int(dim) for dim in tensor.dims)
     axes = tuple(ledger.stand_in(site, "axis", at, dim) if dim > 0 else whole(dim) for at, dim in enumerate(dims))
     if numbers is None or prod(dims) > MOST_NUMBERS:
-        return Known(axes, fed=False, table=site)
+        return Known(axes, fed=False, table=site, even=prod(dims) == 1)
     terms = tuple(ledger.stand_in(site, "number", at, n) if n > 0 else whole(n) for at, n in enumerate(numbers))
-    return Known(axes, terms, fed=False, table=site)
+    return Known(axes, terms, fed=False, table=site, even=prod(dims) == 1)
 
 
 def plain(dims: "tuple[int, ...]") -> Dims:

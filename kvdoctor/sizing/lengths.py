@@ -45,10 +45,16 @@ class Lengths:
         return term.replaced({name: whole(number) for name, number in self.fixed.items()})
 
 
-def lengths_of(graph: Graph, declared: Mapping[str, tuple[Dim, ...]], free: Iterable[Axis]) -> Lengths:
+def lengths_of(
+    graph: Graph,
+    declared: Mapping[str, tuple[Dim, ...]],
+    free: Iterable[Axis] = (),
+    supposed: Mapping[Axis, int] | None = None,
+) -> Lengths:
     """Read the lengths of a graph off its inputs; `free` are the kinds of axes that are to take any length.
 
-    `graph` says what the axes count, `declared` which sizes its inputs have now.
+    `graph` says what the axes count, `declared` which sizes its inputs have now; `supposed` are sizes that lengths of
+    any number are supposed to have been traced at.
 
     Raises:
         MixedSizes: a length that is to be freed has two numbers.
@@ -66,7 +72,8 @@ def lengths_of(graph: Graph, declared: Mapping[str, tuple[Dim, ...]], free: Iter
             continue
         where[kind] = _first(graph, kind)
         if not numbers:
-            traced[kind] = next(primes)
+            traced[kind] = (supposed or {}).get(kind) or next(primes)
+            freed |= {kind} & set(supposed or ())
             continue
         if len(numbers) > 1 and kind in wanted:
             raise MixedSizes(f"{kind} is declared as {' and '.join(map(str, sorted(numbers)))}")

@@ -116,18 +116,18 @@ def _reshaped(r: Reading, into: Dims, target: Dims) -> Dims | None:
     if guess is not None:
         total, rest = size(product(axes)), size(product(said))
         if not rest or total % rest:
-            r.clash(f"{rest} elements do not divide {total}")
+            r.clash(f"{rest} elements do not divide {total}", *axes, *entries)
             return None
         said[guess] = whole(total // rest)
     out = aligned(axes, tuple(said), guess, size)
     if out is None:
-        r.clash(f"what {list(map(str, entries))} stands for cannot be told for axes of {list(map(str, axes))}")
+        r.clash(f"what {list(map(str, entries))} stands for cannot be told for axes of {list(map(str, axes))}", *axes, *entries)
         return None
     for at, term in enumerate(out):
         mine = opened[at]
         if at != guess and mine is not None and entries[at] != term and entries[at].number != 0:
             if r.ledger.agree(mine, term) is None:
-                r.clash(f"entry {at} is {entries[at]} and must be {term}")
+                r.clash(f"entry {at} is {entries[at]} and must be {term}", *axes, *entries)
     _note(r, axes, out, entries)
     return out
 

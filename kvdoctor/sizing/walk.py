@@ -1,7 +1,7 @@
 """The walk through a graph: what is known of every value, from the axes of the inputs on."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from kvdoctor.graph import bodies_of
@@ -16,6 +16,13 @@ MOST_ROUNDS = 8
 
 SHAPING = {"Expand": 1, "Tile": 1, "Reshape": 1, "ConstantOfShape": 0, "Unsqueeze": 1, "Squeeze": 1}
 """Operators with an input that says where values go, and has no part in what they are."""
+
+EVEN = {
+    *("Expand", "Tile", "Reshape", "ConstantOfShape", "Unsqueeze", "Squeeze", "Transpose", "Cast", "Identity", "Not"),
+    *("Add", "Sub", "Mul", "Div", "Where", "And", "Or", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual"),
+    *("Min", "Max", "Neg", "Exp", "Log", "Sqrt"),
+}
+"""Operators that make of values which are all the same values which are all the same."""
 
 
 @dataclass(eq=False)
@@ -178,7 +185,10 @@ class Walk:
         shaping = SHAPING.get(reading.node.op_type)
         fed = any(k is not None and k.fed for i, k in enumerate(reading.inputs) if i != shaping)
         found = [UNKNOWN] * len(reading.node.output) if key in self.functions else made(reading)
-        return [_with_fed(known, fed and self._counts(known)) for known in found]
+        even = reading.node.op_type in EVEN and all(
+            known.even for index, known in enumerate(reading.inputs) if known is not None and index not in (shaping, None)
+        )
+        return [replace(known, fed=fed and self._counts(known), even=even) for known in found]
 
     def _counts(self, known: Known) -> bool:
         """Whether numbers depend on how many tokens there are; those of the batch are the same for all tokens."""
@@ -214,12 +224,6 @@ class Beside:
     node: NodeProto
     path: str
     axis: int
-
-
-def _with_fed(known: Known, fed: bool) -> Known:
-    if known.fed == fed:
-        return known
-    return Known(known.shape, known.numbers, known.others, fed, known.table)
 
 
 def _tensor(node: NodeProto) -> TensorProto | None:
