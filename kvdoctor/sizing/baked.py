@@ -32,20 +32,25 @@ def unbake(model: ModelProto, graph: Graph, values: Values) -> Unbaked:
         NotFreed: nothing inside clashes with a length, or nothing tells which is meant.
     """
     supposed, current = dict[Axis, int](), _suppose(model, graph, {}, values)
-    if current.clash is None:
-        raise NotFreed("no number in the graph clashes with a length that it declares to be of any size")
-    for _ in range(MOST_LENGTHS):
-        if current.clash is None:
-            return Unbaked(current.run(), supposed)
+    if not current.clashes:
+        raise NotFreed(_no_clash(current))
+    while current.clashes and len(supposed) < MOST_LENGTHS:
         tried = [(more, _suppose(model, graph, more, values)) for more in _more(current, supposed)]
-        better = [(m, one) for m, one in tried if len(one.ledger.clashes) < len(current.ledger.clashes)]
+        better = [(more, one) for more, one in tried if len(one.clashes) < len(current.clashes)]
         if not better:
             break
-        supposed, current = min(better, key=lambda two: (len(two[1].ledger.clashes), len(two[1].ledger.bound)))
-    clash = current.clash
-    if clash is None:
-        return Unbaked(current.run(), supposed)
-    raise NotFreed(f'in {clash.node.op_type} "{clash.node.name}" {clash.words}, and no length explains it')
+        supposed, current = min(better, key=lambda two: (len(two[1].clashes), len(two[1].ledger.bound)))
+    for clash in current.clashes[:1]:
+        raise NotFreed(f'in {clash.node.op_type} "{clash.node.name}" {clash.words}, and no length explains it')
+    return Unbaked(current.run(), supposed)
+
+
+def _no_clash(current: Freeing) -> str:
+    text = "no number in the graph clashes with a length that it declares to be of any size"
+    if not current.walk.ends:
+        return text
+    node, size = min(current.walk.ends, key=lambda end: end[1])
+    return f'{text}; Slice "{node.name or node.output[0]}" cuts from a table that ends at {size}, and what comes behind is not in the file'
 
 
 def _suppose(model: ModelProto, graph: Graph, sizes: dict[Axis, int], values: Values) -> Freeing:
@@ -55,7 +60,7 @@ def _suppose(model: ModelProto, graph: Graph, sizes: dict[Axis, int], values: Va
 def _more(current: Freeing, supposed: dict[Axis, int]) -> Iterator[dict[Axis, int]]:
     """Suppositions that the clashes suggest: each number that meets a length, for each length that it meets."""
     seen = set[tuple[Axis, int]]()
-    for clash in current.ledger.clashes:
+    for clash in current.clashes:
         numbers = sorted({n for term in clash.sizes if (n := term.number) is not None and 0 < n <= MOST_NUMBER})
         symbols = {name for term in clash.sizes for name in term.symbols}
         for kind in (kind for kind in CHOSEN if kind in symbols and kind not in supposed):

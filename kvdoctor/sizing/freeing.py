@@ -66,8 +66,8 @@ class Freeing:
         Raises:
             NotFreed: the graph does not tell; the model may be half changed.
         """
-        if (clash := self.clash) is not None:
-            place = _place(clash.node, clash.scope)
+        for clash in self.clashes[:1]:
+            place = place_of(clash.node, clash.scope)
             raise NotFreed(f"in {place} {clash.words}, and nothing tells which of them is meant")
         writer, sites = Writer(self.model, self.lengths), self._bound()
         names = [site.node.input[site.index] for site, _ in sites]
@@ -80,9 +80,9 @@ class Freeing:
         return tuple(self.edits)
 
     @property
-    def clash(self) -> Clash | None:
-        """Two sizes that cannot agree at all lengths, if there are such."""
-        return next((clash for clash in self.ledger.clashes if not self._agrees_when_settled(clash.sizes)), None)
+    def clashes(self) -> list[Clash]:
+        """Where sizes meet that cannot agree at all lengths."""
+        return [clash for clash in self.ledger.clashes if not self._agrees_when_settled(clash.sizes)]
 
     def _refuse_rows(self) -> None:
         """Refuse what was computed for the place of one traced token.
@@ -99,7 +99,7 @@ class Freeing:
             name = one.site.tensor.name or "a constant" if one.site else ""
             what = f"{name} {list(one.site.tensor.dims)}" if one.site else "a value computed from constants alone"
             raise NotFreed(
-                f"{what}, which {_place(one.node, one.path)} reads, has one row for the one new token of the trace: "
+                f"{what}, which {place_of(one.node, one.path)} reads, has one row for the one new token of the trace: "
                 "whether it was computed for that place, and what it is at others, is not in the file"
             )
 
@@ -136,13 +136,13 @@ class Freeing:
     def _rewrite(self, site: Site, entries: dict[tuple[str, int], Term], writer: Writer) -> None:
         axes = {at: term for (kind, at), term in entries.items() if kind == "axis"}
         before = f"{site.tensor.name or 'constant'} {_shown(site.tensor)}"
-        where = f"{_place(site.node, site.scope)}, input {site.index}"
+        where = f"{place_of(site.node, site.scope)}, input {site.index}"
         if axes:
             table = Table(self.values(site.tensor), axes, site.node, self.ledger.size)
             found = table.rewritten(writer)
             if found is None:
                 raise NotFreed(
-                    f"{before}, which {_place(site.node, site.scope)} reads, was computed for "
+                    f"{before}, which {place_of(site.node, site.scope)} reads, was computed for "
                     f"{' and '.join(f'{term} = {self.ledger.size(term)}' for term in axes.values())}: what it is at other "
                     "lengths does not show in its values, and what it was computed from is not in the file"
                 )
@@ -263,7 +263,8 @@ def mean_zero(node: NodeProto, opset: int) -> None:
     node.attribute.add(name="allowzero", i=1, type=2)
 
 
-def _place(node: NodeProto, scope: str) -> str:
+def place_of(node: NodeProto, scope: str = "main graph") -> str:
+    """A node as reports call it."""
     name = node.name or next(iter(node.output), "")
     return f'{node.op_type} "{name}"' + (f" ({scope})" if scope != "main graph" else "")
 

@@ -227,6 +227,8 @@ def _cut(r: Reading, axis: Term | None, cut: tuple[Term | None, Term | None, int
     size, real = r.ledger.size, r.ledger.real
     length, first, last = size(real(axis)), size(real(start)), size(real(end))
     low = whole(0) if first <= -length else axis + start if first < 0 else start
+    if not r.at(0).fed and real(end).symbols and real(axis).number is not None and r.at(0).numbers is None:
+        r.walk.ends.append((r.node, length))
     high = axis if last >= length and real(end).number is not None else axis + end if last < 0 else end
     return high - low if size(real(high)) >= size(real(low)) else None
 

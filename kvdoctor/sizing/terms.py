@@ -82,7 +82,7 @@ class Term:
             factors = [str(abs(number))] if abs(number) != 1 or not monomial else []
             words.append(sign + "*".join([*factors, *monomial]))
         text = " ".join(words) or "0"
-        return text.removeprefix("+ ")
+        return f"-{text[2:]}" if text.startswith("- ") else text.removeprefix("+ ")
 
 
 def whole(number: int) -> Term:

@@ -118,6 +118,7 @@ class Walk:
     ledger: Ledger
     reshapes: dict[int, Reshaped] = field(default_factory=dict)
     expanded: dict[int, Dims] = field(default_factory=dict)
+    ends: list[tuple[NodeProto, int]] = field(default_factory=list)
     beside: "list[Beside]" = field(default_factory=list)
     keep: list[NodeProto] = field(default_factory=list)
     scopes: "dict[int, Inside]" = field(default_factory=dict)
@@ -132,6 +133,7 @@ class Walk:
             self.ledger.clashes.clear()
             self.reshapes.clear()
             self.beside.clear()
+            self.ends.clear()
             main = Inside("main graph")
             for value in self.model.graph.input:
                 main.values[value.name] = Known(self.inputs.get(value.name))
