@@ -63,8 +63,10 @@ def _more(current: Freeing, supposed: dict[Axis, int]) -> Iterator[dict[Axis, in
     for clash in current.clashes:
         numbers = sorted({n for term in clash.sizes if (n := term.number) is not None and 0 < n <= MOST_NUMBER})
         symbols = {name for term in clash.sizes for name in term.symbols}
+        factors = {str(q) for a in clash.sizes for b in clash.sizes if a != b and (q := a.divided(b)) is not None}
         for kind in (kind for kind in CHOSEN if kind in symbols and kind not in supposed):
-            for number in numbers:
+            # One size that is a multiple of the other by a length: that length was 1.
+            for number in dict.fromkeys([*numbers, *([1] if kind in factors else [])]):
                 if (kind, number) not in seen:
                     seen.add((kind, number))
                     yield {**supposed, kind: number}
