@@ -123,7 +123,11 @@ def _numbers(stack: str, applied: list[Applied], before: Side, after: Side) -> I
     if keeps == "sizes":
         yield Proof(stack, "outputs equal to the original's at the sizes that it takes, bit for bit", True)
         held = any(step.difference for name in LOOPS if (run := after.run(stack, name)) for step in run.steps)
-        why = "" if held else "no call takes several tokens without a cache: other lengths than the trace's are not proved"
+        why = (
+            ""
+            if held
+            else "no call takes several tokens without a cache: other lengths than the trace's are not proved"
+        )
         yield Proof(stack, "a reference run to hold the loop against", held, why)
         return
     if keeps == "bits":

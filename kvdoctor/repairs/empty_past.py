@@ -1,7 +1,7 @@
 """Lets Reshapes take a past of length 0.
 
-Requires: `empty-past-rejected`, and a Reshape on the way whose target cannot be worked out, or means another axis, where
-the past is empty: a -1 beside a 0, or a computed 0 that the operator takes for "copy this axis".
+Requires: `empty-past-rejected`, and a Reshape on the way whose target cannot be worked out, or means another axis,
+where the past is empty: a -1 beside a 0, or a computed 0 that the operator takes for "copy this axis".
 Ensures: the target gives the axes that it gives at every other length; nothing else is changed.
 """
 

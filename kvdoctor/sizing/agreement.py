@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdoctor.contract import Axis, Graph, Port
 from kvdoctor.onnx_schema import ModelProto
-from kvdoctor.place.bench import TrialFailed, side
+from kvdoctor.place.bench import side
 from kvdoctor.place.variants import Variant, read_located, rerooted
 from kvdoctor.runtimes import Runtime
 
@@ -34,14 +34,17 @@ def hold_against(  # noqa: PLR0913 - by keyword
     runtime: Runtime,
     provider: str,
     sizes: Mapping[Axis, int] | None = None,
-) -> None:
+) -> int:
     """Run the file and its changed copy on the same feeds, in every branch, and compare every output.
 
     Feeds are made up by the seed: whatever they are, both must make the same of them. `sizes` are those at which the
     original is known to run.
 
+    Returns:
+        How many calls were compared: one that the original itself refuses tells nothing.
+
     Raises:
-        Differs: they do not. A call that the original itself refuses tells nothing and is passed over.
+        Differs: they do not compute the same.
         WorkerDied: the runtime did not live through it.
     """
     from kvdoctor.kept_calls import save_call
@@ -49,7 +52,10 @@ def hold_against(  # noqa: PLR0913 - by keyword
     with tempfile.TemporaryDirectory(prefix="kvdoctor-") as folder:
         copy = ModelProto()
         copy.CopyFrom(changed)
-        sides = [_written(m, source, Path(folder, f"{n}.onnx")) for m, n in ((read_located(source), "old"), (copy, "new"))]
+        sides = [
+            _written(m, source, Path(folder, f"{n}.onnx")) for m, n in ((read_located(source), "old"), (copy, "new"))
+        ]
+        compared = 0
         for switch in (True, False) if graph.port("branch_switch") else (True,):
             feeds = Path(folder, f"feeds{int(switch)}.npz")
             save_call(feeds, made_up(graph, switch, sizes))
@@ -61,9 +67,11 @@ def hold_against(  # noqa: PLR0913 - by keyword
                 if "error" in alone:
                     continue
                 raise Differs(f"at the sizes of the trace it does not run any more: {told['error']}")
+            compared += 1
             for (name, _, _), found in zip(pairs, told["pairs"], strict=True):
                 if found is None or found["relative"] != 0:
                     raise Differs(f"at the sizes of the trace {name} is no longer what it was")
+    return compared
 
 
 def _written(model: ModelProto, source: Path, to: Path) -> Variant:
@@ -131,6 +139,3 @@ def _integers(port: Port, shape: list[int], sizes: dict[Axis, int], random: "np.
     if port.role == "token_ids":
         return random.integers(4, 12, shape)
     return np.ones(shape)
-
-
-__all__ = ("Differs", "TrialFailed", "hold_against")

@@ -31,12 +31,15 @@ def freed_in(patient: Patient, file: str, kinds: tuple[Axis, ...]) -> tuple[Chan
     """
     graph, model = graph_of(patient, file), patient.model(file)
     if any(slot.window is not None or slot.trimmed for slot in patient.drivable.slots):
-        raise CannotRepair("a window hides older tokens: of a mask that was traced it does not show how far", EXPORT_AGAIN)
+        raise CannotRepair(
+            "a window hides older tokens: of a mask that was traced it does not show how far", EXPORT_AGAIN
+        )
     try:
         edits = free(model, graph, kinds, lambda tensor: patient.values(file, tensor))
     except NotFreed as reason:
         raise CannotRepair(str(reason), EXPORT_AGAIN) from None
-    held(patient, file)
+    if edits and not held(patient, file):
+        raise CannotRepair(f"{file} runs at no size, so that there is nothing to hold the change against", EXPORT_AGAIN)
     return changes(file, edits)
 
 
@@ -45,8 +48,8 @@ def graph_of(patient: Patient, file: str) -> Graph:
     return next(graph for graph in patient.drivable.graphs.values() if graph.file == file)
 
 
-def held(patient: Patient, file: str, sizes: Mapping[Axis, int] | None = None) -> None:
-    """Hold a changed file against the original, at the sizes that this takes.
+def held(patient: Patient, file: str, sizes: Mapping[Axis, int] | None = None) -> int:
+    """Hold a changed file against the original, at the sizes that this takes; in how many calls that could be done.
 
     Raises:
         CannotRepair: at the sizes that the original takes it computes something else.
@@ -54,7 +57,7 @@ def held(patient: Patient, file: str, sizes: Mapping[Axis, int] | None = None) -
     source, graph = Path(patient.copy.file(file).path), graph_of(patient, file)
     try:
         provider = patient.options.provider
-        hold_against(source, patient.model(file), graph, runtime=patient.runtime, provider=provider, sizes=sizes)
+        return hold_against(source, patient.model(file), graph, runtime=patient.runtime, provider=provider, sizes=sizes)
     except Differs as reason:
         raise CannotRepair(f"{file}, changed so: {reason}", EXPORT_AGAIN) from None
     except WorkerDied as death:

@@ -50,7 +50,8 @@ def _no_clash(current: Freeing) -> str:
     if not current.walk.ends:
         return text
     node, size = min(current.walk.ends, key=lambda end: end[1])
-    return f'{text}; Slice "{node.name or node.output[0]}" cuts from a table that ends at {size}, and what comes behind is not in the file'
+    cut = f'Slice "{node.name or node.output[0]}" cuts from a table that ends at {size}'
+    return f"{text}; {cut}, and what comes behind is not in the file"
 
 
 def _suppose(model: ModelProto, graph: Graph, sizes: dict[Axis, int], values: Values) -> Freeing:

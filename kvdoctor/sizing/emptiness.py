@@ -18,7 +18,7 @@ def make_room(model: ModelProto, graph: Graph) -> tuple[Edit, ...]:
     Raises:
         NotFreed: a target would have to mean 0 by a 0, which the opset cannot.
     """
-    reading = Freeing(model, lengths_of(graph, declared_now(model)), _no_values)
+    reading = Freeing(model, lengths_of(graph, declared_now(model)))
     writer, edits = Writer(model, reading.lengths), list[Edit]()
     for one in reading.walk.reshapes.values():
         allowzero = any(a.name == "allowzero" and a.i for a in one.node.attribute)
@@ -54,7 +54,3 @@ def holds_empty(one: Reshaped, said: tuple[Term, ...], allowzero: bool, reading:
             return False
         filled[guess] = total // rest
     return filled == wanted
-
-
-def _no_values(_: object) -> object:
-    raise AssertionError("no values are asked for where nothing is bound")

@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 Values = Callable[[TensorProto], "Array"]
 
 
+def no_values(tensor: TensorProto) -> "Array":
+    """For who only reads a graph.
+
+    Raises:
+        NotFreed: always.
+    """
+    raise NotFreed(f"the values of {tensor.name!r} are not at hand")
+
+
 class NotFreed(Exception):
     """Raised where the graph does not tell what it would have to compute at another length; the text says why."""
 
@@ -42,11 +51,11 @@ class Edit:
 
 @dataclass
 class Freeing:
-    """One model on the way; `values` reads the values of a constant."""
+    """One model on the way; `values` reads the values of a constant, where something is to be freed."""
 
     model: ModelProto
     lengths: Lengths
-    values: Values
+    values: Values = no_values
     edits: list[Edit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -99,8 +108,8 @@ class Freeing:
             name = one.site.tensor.name or "a constant" if one.site else ""
             what = f"{name} {list(one.site.tensor.dims)}" if one.site else "a value computed from constants alone"
             raise NotFreed(
-                f"{what}, which {place_of(one.node, one.path)} reads, has one row for the one new token of the trace: "
-                "whether it was computed for that place, and what it is at others, is not in the file"
+                f"{what}, which {place_of(one.node, one.path)} reads, may be of the one place of the trace: whether it "
+                "was computed for that place, and what it is at others, is not in the file"
             )
 
     def _agrees_when_settled(self, sizes: tuple[Term, ...]) -> bool:
@@ -141,10 +150,10 @@ class Freeing:
             table = Table(self.values(site.tensor), axes, site.node, self.ledger.size)
             found = table.rewritten(writer)
             if found is None:
+                sizes = " and ".join(f"{term} = {self.ledger.size(term)}" for term in axes.values())
                 raise NotFreed(
-                    f"{before}, which {place_of(site.node, site.scope)} reads, was computed for "
-                    f"{' and '.join(f'{term} = {self.ledger.size(term)}' for term in axes.values())}: what it is at other "
-                    "lengths does not show in its values, and what it was computed from is not in the file"
+                    f"{before}, which {place_of(site.node, site.scope)} reads, was computed for {sizes}: what it is at "
+                    "other lengths does not show in its values, and what it was computed from is not in the file"
                 )
             site.node.input[site.index] = found.value
             self.edits.append(Edit(where, before, found.words))
@@ -180,7 +189,9 @@ class Freeing:
     def _declare(self) -> None:
         names = dict[str, str]()
         for value in self.model.graph.input:
-            for term, dim in zip(self.lengths.inputs.get(value.name, ()), value.type.tensor_type.shape.dim, strict=False):
+            for term, dim in zip(
+                self.lengths.inputs.get(value.name, ()), value.type.tensor_type.shape.dim, strict=False
+            ):
                 if dim.dim_param and not dim.dim_param.isdecimal() and str(term) in self.lengths.traced:
                     names.setdefault(str(term), dim.dim_param)
         for value in self.model.graph.input:
@@ -223,7 +234,9 @@ class Freeing:
 
 
 def free(model: ModelProto, graph: Graph, kinds: Iterable[Axis], values: Values) -> tuple[Edit, ...]:
-    """Free some kinds of axes of a model, in place, or half of it where it raises; `graph` says what the axes of its inputs count.
+    """Free some kinds of axes of a model, in place, or half of it where it raises.
+
+    `graph` says what the axes of its inputs count.
 
     Returns:
         What was changed; nothing where no such axis is a number.

@@ -1,7 +1,7 @@
 """The lengths that a caller may choose, and the axes of a graph's inputs in terms of them."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from kvdoctor.contract import Axis, Dim, Graph, Port
 from kvdoctor.sizing.terms import Term, symbol, whole
@@ -59,49 +59,65 @@ def lengths_of(
     Raises:
         MixedSizes: a length that is to be freed has two numbers.
     """
-    wanted, primes = set(free), iter(PRIMES)
     graph = replace(
         graph, inputs=tuple(replace(port, shape=declared.get(port.name, port.shape)) for port in graph.inputs)
     )
-    traced, where, freed, fixed = dict[str, int](), dict[str, tuple[str, int]](), set[str](), dict[str, int]()
-    mixed = set[str]()
+    found = _Found(iter(PRIMES))
     for kind in CHOSEN:
-        dims = [(port, at, dim) for port in graph.inputs for at, dim in _of_kind(port, kind)]
-        numbers = {int(dim) for _, _, dim in dims if _is_number(dim)}
+        found.kind(graph, kind, kind in set(free), (supposed or {}).get(kind))
+    inputs = {port.name: found.axes(port) for port in graph.inputs if port.shape is not None}
+    return Lengths(inputs, found.traced, found.where, frozenset(found.freed), found.fixed, frozenset(found.mixed))
+
+
+@dataclass
+class _Found:
+    """What the inputs say, one kind of axis after the other."""
+
+    primes: Iterator[int]
+    traced: dict[str, int] = field(default_factory=dict)
+    where: dict[str, tuple[str, int]] = field(default_factory=dict)
+    freed: set[str] = field(default_factory=set)
+    fixed: dict[str, int] = field(default_factory=dict)
+    mixed: set[str] = field(default_factory=set)
+
+    def kind(self, graph: Graph, kind: Axis, wanted: bool, supposed: int | None) -> None:
+        """Read one kind; it is freed where it is a number, or supposed to have been one."""
+        # Token ids tell a length before others do.
+        ports = sorted(graph.inputs, key=lambda port: port.role != "token_ids")
+        dims = [(port.name, at, dim) for port in ports for at, dim in _of_kind(port, kind)]
+        numbers = sorted({number for _, _, dim in dims if (number := _number(dim)) is not None})
         if not dims:
-            continue
-        where[kind] = _first(graph, kind)
+            return
+        self.where[kind] = dims[0][:2]
         if not numbers:
-            traced[kind] = (supposed or {}).get(kind) or next(primes)
-            freed |= {kind} & set(supposed or ())
-            continue
-        if len(numbers) > 1 and kind in wanted:
-            raise MixedSizes(f"{kind} is declared as {' and '.join(map(str, sorted(numbers)))}")
-        traced[kind] = min(numbers)
-        if kind in wanted:
-            freed.add(kind)
-        elif all(_is_number(dim) for _, _, dim in dims):
-            fixed[kind] = traced[kind]
+            self.traced[kind] = supposed or next(self.primes)
+            self.freed |= {kind} if supposed else set()
+            return
+        if len(numbers) > 1 and wanted:
+            raise MixedSizes(f"{kind} is declared as {' and '.join(map(str, numbers))}")
+        self.traced[kind] = numbers[0]
+        if wanted:
+            self.freed.add(kind)
+        elif all(_number(dim) is not None for _, _, dim in dims):
+            self.fixed[kind] = numbers[0]
         else:
-            mixed.add(kind)
-    inputs = dict[str, tuple[Term, ...]]()
-    for port in graph.inputs:
-        if port.shape is None:
-            continue
+            self.mixed.add(kind)
+
+    def axes(self, port: Port) -> tuple[Term, ...]:
+        """The axes of one input."""
         terms = []
-        for at, dim in enumerate(port.shape):
-            kind = port.axes[at] if at < len(port.axes) else "fixed"
-            term = _term(kind, traced)
-            if term is None and _is_number(dim):
-                term = whole(int(dim))  # type: ignore[arg-type]
+        for at, dim in enumerate(port.shape or ()):
+            term = _term(port.axes[at] if at < len(port.axes) else "fixed", self.traced)
+            number = _number(dim)
+            if term is None and number is not None:
+                term = whole(number)
             if term is None:
                 name = str(dim) if dim is not None else f"{port.name}.{at}"
-                traced.setdefault(name, next(primes, 10141 + len(traced)))
-                where.setdefault(name, (port.name, at))
+                self.traced.setdefault(name, next(self.primes, PRIMES[-1] + len(self.traced)))
+                self.where.setdefault(name, (port.name, at))
                 term = symbol(name)
             terms.append(term)
-        inputs[port.name] = tuple(terms)
-    return Lengths(inputs, traced, where, frozenset(freed), fixed, frozenset(mixed))
+        return tuple(terms)
 
 
 def _term(kind: Axis, traced: dict[str, int]) -> Term | None:
@@ -110,21 +126,17 @@ def _term(kind: Axis, traced: dict[str, int]) -> Term | None:
     return symbol(kind) if kind in CHOSEN and kind in traced else None
 
 
-def _first(graph: Graph, kind: Axis) -> tuple[str, int]:
-    """The input that tells a length: token ids before others."""
-    ports = sorted(graph.inputs, key=lambda port: port.role != "token_ids")
-    return next((port.name, at) for port in ports for at, _ in _of_kind(port, kind))
-
-
-def _of_kind(port: Port, kind: Axis) -> list[tuple[int, object]]:
+def _of_kind(port: Port, kind: Axis) -> list[tuple[int, Dim]]:
     if port.shape is None or len(port.axes) != len(port.shape):
         return []
     return [(at, dim) for at, (axis, dim) in enumerate(zip(port.axes, port.shape, strict=True)) if axis == kind]
 
 
-def _is_number(dim: object) -> bool:
-    """Whether a declared size is a number; the exporter of transformers writes some of them as names."""
-    return isinstance(dim, int) or (isinstance(dim, str) and dim.isdecimal() and dim.isascii())
+def _number(dim: Dim) -> int | None:
+    """A declared size that is a number; the exporter of transformers writes some of them as names."""
+    if isinstance(dim, int) or (isinstance(dim, str) and dim.isdecimal() and dim.isascii()):
+        return int(dim)
+    return None
 
 
 def readable(term: Term, names: Mapping[str, str] | None = None) -> str:

@@ -20,9 +20,7 @@ class Target:
     allowzero: bool
 
 
-def aligned(
-    into: tuple[Term, ...], target: tuple[Term, ...], guess: int | None, size: Size
-) -> tuple[Term, ...] | None:
+def aligned(into: tuple[Term, ...], target: tuple[Term, ...], guess: int | None, size: Size) -> tuple[Term, ...] | None:
     """What the entries of a target stand for at every length; None where that cannot be told.
 
     Axes are walked on both sides in step: as many entries as have the same product in the file as it is must have the

@@ -9,7 +9,7 @@ from kvdoctor.sizing.broadcast import broadcast, elementwise, joined_with
 from kvdoctor.sizing.integers import NUMBERS
 from kvdoctor.sizing.known import UNKNOWN, Dims, Known
 from kvdoctor.sizing.reshapes import Size, aligned, given
-from kvdoctor.sizing.terms import Term, product, symbol, whole
+from kvdoctor.sizing.terms import Term, product, whole
 from kvdoctor.sizing.walk import Reading, Reshaped
 
 Rule = Callable[[Reading], list[Known]]
@@ -121,13 +121,17 @@ def _reshaped(r: Reading, into: Dims, target: Dims) -> Dims | None:
         said[guess] = whole(total // rest)
     out = aligned(axes, tuple(said), guess, size)
     if out is None:
-        r.clash(f"what {list(map(str, entries))} stands for cannot be told for axes of {list(map(str, axes))}", *axes, *entries)
+        r.clash(
+            f"what {list(map(str, entries))} stands for cannot be told for axes of {list(map(str, axes))}",
+            *axes,
+            *entries,
+        )
         return None
     for at, term in enumerate(out):
         mine = opened[at]
-        if at != guess and mine is not None and entries[at] != term and entries[at].number != 0:
-            if r.ledger.agree(mine, term) is None:
-                r.clash(f"entry {at} is {entries[at]} and must be {term}", *axes, *entries)
+        said_so = at == guess or mine is None or entries[at] == term or entries[at].number == 0
+        if not said_so and mine is not None and r.ledger.agree(mine, term) is None:
+            r.clash(f"entry {at} is {entries[at]} and must be {term}", *axes, *entries)
     _note(r, axes, out, entries)
     return out
 
@@ -216,7 +220,7 @@ def _slice(r: Reading) -> list[Known]:
     dims = list(data.shape)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=False):
         dims[axis % len(dims)] = _cut(r, dims[axis % len(dims)], (start, end, step))
-    return [Known(tuple(dims), table=None if r.at(0).fed else data.table)]
+    return [Known(tuple(dims), table=data.table)]
 
 
 def _cut(r: Reading, axis: Term | None, cut: tuple[Term | None, Term | None, int]) -> Term | None:
@@ -375,5 +379,3 @@ _RULES: dict[str, Rule] = {
     "ArgMax": _argmax,
     "ArgMin": _argmax,
 }
-
-__all__ = ("made", "symbol")

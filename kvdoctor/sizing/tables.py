@@ -88,7 +88,10 @@ class Table:
         found = writer.node("causal", "LessOrEqual", [writer.count_up(whole(0), columns), places_of_rows])
         key = f"causal.{shown}.{hidden}"
         if values.dtype != np.bool_:
-            two = [writer.tensor(word, numpy_helper.from_array(np.asarray(v))) for word, v in (("shown", shown), ("hidden", hidden))]
+            two = [
+                writer.tensor(word, numpy_helper.from_array(np.asarray(v)))
+                for word, v in (("shown", shown), ("hidden", hidden))
+            ]
             found = writer.node(key, "Where", [found, *two])
         elif not shown:
             found = writer.node(key, "Not", [found])
@@ -111,7 +114,9 @@ class Table:
         found = writer.count_up(start, length)
         if values.ndim > 1:
             target = [length if at == axis else 1 for at in range(values.ndim)]
-            found = writer.node(f"range.{start}.{length}.of{values.ndim}.{axis}", "Reshape", [found, writer.vector(target)])
+            found = writer.node(
+                f"range.{start}.{length}.of{values.ndim}.{axis}", "Reshape", [found, writer.vector(target)]
+            )
         return Rewritten(found, f"{start} to {start + length}, counted")
 
     def _in_place(self, writer: Writer) -> Rewritten | None:

@@ -8,7 +8,7 @@ from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.place.origins import integers
 from kvdoctor.sizing.known import MOST_NUMBERS, UNKNOWN, Clash, Dims, Known, Ledger, Site, constant
-from kvdoctor.sizing.terms import Term, whole
+from kvdoctor.sizing.terms import Term
 
 MOST_ROUNDS = 8
 """Times that a graph is walked until no more is bound: what is bound late says more of what came before."""
@@ -16,6 +16,13 @@ MOST_ROUNDS = 8
 
 SHAPING = {"Expand": 1, "Tile": 1, "Reshape": 1, "ConstantOfShape": 0, "Unsqueeze": 1, "Squeeze": 1}
 """Operators with an input that says where values go, and has no part in what they are."""
+
+STANDARD = ("", "ai.onnx")
+FUSED = ("Attention", "RotaryEmbedding", "TensorScatter")
+"""Operators of ONNX itself that take positions or lengths."""
+
+COUNTING = ("Range", "Slice", "Trilu")
+"""Operators that number rows: kept for who asks from where they count."""
 
 EVEN = {
     *("Expand", "Tile", "Reshape", "ConstantOfShape", "Unsqueeze", "Squeeze", "Transpose", "Cast", "Identity", "Not"),
@@ -119,6 +126,7 @@ class Walk:
     reshapes: dict[int, Reshaped] = field(default_factory=dict)
     expanded: dict[int, Dims] = field(default_factory=dict)
     ends: list[tuple[NodeProto, int]] = field(default_factory=list)
+    counting: list[Reading] = field(default_factory=list)
     beside: "list[Beside]" = field(default_factory=list)
     keep: list[NodeProto] = field(default_factory=list)
     scopes: "dict[int, Inside]" = field(default_factory=dict)
@@ -134,6 +142,7 @@ class Walk:
             self.reshapes.clear()
             self.beside.clear()
             self.ends.clear()
+            self.counting.clear()
             main = Inside("main graph")
             for value in self.model.graph.input:
                 main.values[value.name] = Known(self.inputs.get(value.name))
@@ -156,10 +165,10 @@ class Walk:
             if tensor is not None:
                 inside.constants[node.output[0]] = tensor
                 return
-        if node.op_type == "Identity" and (aliased := inside.constant(node.input[0])) is not None:
-            if inside.known(node.input[0]) is None:
-                inside.constants[node.output[0]] = aliased
-                return
+        aliased = inside.constant(node.input[0]) if node.op_type == "Identity" else None
+        if aliased is not None and inside.known(node.input[0]) is None:
+            inside.constants[node.output[0]] = aliased
+            return
         if node.op_type == "If" and not node.domain:
             self._branches(node, inside)
             return
@@ -184,13 +193,25 @@ class Walk:
         from kvdoctor.sizing.rules import made
 
         key = (reading.node.domain, reading.node.op_type)
+        if reading.node.domain not in STANDARD or reading.node.op_type in FUSED:
+            self._note_constants(reading)
+        if reading.node.op_type in COUNTING:
+            self.counting.append(reading)
         shaping = SHAPING.get(reading.node.op_type)
         fed = any(k is not None and k.fed for i, k in enumerate(reading.inputs) if i != shaping)
         found = [UNKNOWN] * len(reading.node.output) if key in self.functions else made(reading)
         even = reading.node.op_type in EVEN and all(
-            known.even for index, known in enumerate(reading.inputs) if known is not None and index not in (shaping, None)
+            known.even
+            for index, known in enumerate(reading.inputs)
+            if known is not None and index not in (shaping, None)
         )
         return [replace(known, fed=fed and self._counts(known), even=even) for known in found]
+
+    def _note_constants(self, reading: Reading) -> None:
+        """An operator that holds a whole attention takes positions and lengths as they are given."""
+        for index, known in enumerate(reading.inputs):
+            if known is not None and not known.fed and known.numbers:
+                self.beside.append(Beside(known.table, reading.node, reading.inside.path, index))
 
     def _counts(self, known: Known) -> bool:
         """Whether numbers depend on how many tokens there are; those of the batch are the same for all tokens."""
@@ -220,7 +241,7 @@ class Walk:
 
 @dataclass(eq=False)
 class Beside:
-    """A constant of several values that is combined with what is fed, where it has one row for all new tokens."""
+    """A constant that may be of the traced place: one row where there is one for each new token, or a position."""
 
     site: Site | None
     node: NodeProto
@@ -232,13 +253,12 @@ def _tensor(node: NodeProto) -> TensorProto | None:
     """The tensor that a Constant gives, also one written as plain integers."""
     for attribute in node.attribute:
         if attribute.name == "value" and attribute.HasField("t"):
-            return attribute.t
+            value: TensorProto = attribute.t
+            return value
         if attribute.name == "value_int":
             return TensorProto(data_type=TensorProto.INT64, int64_data=[attribute.i])
         if attribute.name == "value_ints":
-            return TensorProto(
-                data_type=TensorProto.INT64, dims=[len(attribute.ints)], int64_data=list(attribute.ints)
-            )
+            return TensorProto(data_type=TensorProto.INT64, dims=[len(attribute.ints)], int64_data=list(attribute.ints))
     return None
 
 
@@ -248,6 +268,3 @@ def _every_node(graph: GraphProto) -> Iterator[NodeProto]:
         for attribute in node.attribute:
             for body in bodies_of(attribute):
                 yield from _every_node(body)
-
-
-__all__ = ("Beside", "Inside", "Reading", "Reshaped", "Walk", "whole")

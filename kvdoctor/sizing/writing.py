@@ -1,5 +1,7 @@
-"""Puts sizes that are computed where the graph runs in the place of numbers. All of it stands in front of the graph,
-since it rests on the inputs alone; branches read it from there."""
+"""Puts sizes that are computed where the graph runs in the place of numbers.
+
+All of it stands in front of the graph, since it rests on the inputs alone; branches read it from there.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +9,7 @@ from dataclasses import dataclass, field
 from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.sizing.lengths import Lengths
-from kvdoctor.sizing.terms import Term, whole
+from kvdoctor.sizing.terms import Term
 
 PREFIX = "kvdoctor"
 
@@ -118,7 +120,11 @@ class Writer:
         """Sizes in a tensor of any rank and integer type."""
         found = self.vector(entries)
         if len(dims) != 1:
-            found = self.node(f"{found.removeprefix(PREFIX + '.')}.as{list(dims)}".replace(" ", ""), "Reshape", [found, self.numbers(dims)])
+            found = self.node(
+                f"{found.removeprefix(PREFIX + '.')}.as{list(dims)}".replace(" ", ""),
+                "Reshape",
+                [found, self.numbers(dims)],
+            )
         if element != TensorProto.INT64:
             found = self.node(f"{found.removeprefix(PREFIX + '.')}.int32", "Cast", [found], to=element)
         return found
@@ -154,6 +160,3 @@ def _names(graph: GraphProto) -> "list[str]":
             for body in bodies_of(attribute):
                 found += _names(body)
     return found
-
-
-__all__ = ("Writer", "whole")
