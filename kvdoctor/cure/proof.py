@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 LOOPS = ("plain-loop", "held-loop")
-STRICTEST: tuple[Keeps, ...] = ("sizes", "reference", "first-step", "bits")
+STRICTEST: tuple[Keeps, ...] = ("sizes", "own", "reference", "first-step", "bits")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def prove(applied: Iterable[Applied], before: Side, after: Side) -> Iterator[Pro
 def unhelpful(applied: Iterable[Applied], before: Report, after: Report) -> Iterator[Applied]:
     """The repairs that changed something, and whose finding is still there."""
     for one in applied:
-        if _still(one.stack, before, after).intersection(one.repair.mends):
+        if _still(one.stack, before, after).intersection(one.because):
             yield one
 
 
@@ -88,7 +88,7 @@ def _still(stack: str, before: Report, after: Report) -> set[str]:
 
 def _findings(stack: str, applied: list[Applied], before: Report, after: Report) -> Iterator[Proof]:
     known, mine = _of_stack(before, stack), _of_stack(after, stack)
-    mended = {name for one in applied for name in one.repair.mends if name in known}
+    mended = {name for one in applied for name in one.because}
     for name in sorted(mended):
         yield Proof(stack, f"{name} is gone", name not in _still(stack, before, after))
     fresh = [
@@ -137,7 +137,7 @@ def _numbers(stack: str, applied: list[Applied], before: Side, after: Side) -> I
             yield Proof(stack, claim, _equal(before.kept(stack, experiment), after.kept(stack, experiment)))
         if untouched:
             return
-    for experiment in LOOPS:
+    for experiment in LOOPS if keeps != "own" else ():
         old, new = before.first_step(stack, experiment), after.first_step(stack, experiment)
         if old is not None:
             yield _first_step(stack, keeps, old, new, after.contract(stack))
