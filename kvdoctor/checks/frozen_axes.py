@@ -6,9 +6,10 @@ size only.
 
 Reproduce: feed any other size; the runtime answers `Got invalid dimensions for input`.
 
-Repair: `kvdoctor re-export` frees the axis where the graph tells which of its numbers stand for that length. Where values
-were computed for it (rows of a table of positions, distances between tokens), they are lost to other lengths: export again
-with dynamic axes, and with sample inputs whose sizes differ and are 2 or more, since exporters fix the sizes 0 and 1.
+Repair: `kvdoctor re-export` frees the axis where the graph tells which of its numbers stand for that length. Where
+values were computed for it (rows of a table of positions, distances between tokens), they are lost to other lengths:
+export again with dynamic axes, and with sample inputs whose sizes differ and are 2 or more, since exporters fix the
+sizes 0 and 1.
 """
 
 from collections.abc import Callable, Iterator

@@ -5,9 +5,10 @@ check names. KV201 is the first step with an empty past, KV202 any other step.
 
 Reproduce: `kvdoctor step-test MODEL -v` lists what each step was fed and what came back.
 
-Repair: the node and the shapes that came in show which axis the export has fixed; `kvdoctor re-export` frees it where
-numbers of the graph stand for it, else export again with other sample sizes. Several sequences at once or another encoder length may fail while one sequence is right: then it is a warning. A
-length that no config declares usable is no fault.
+Repair: the node and the shapes that came in show which axis the export has fixed. `kvdoctor re-export` frees it where
+numbers of the graph stand for it, else export again with other sample sizes. Several sequences at once or another
+encoder length may fail while one sequence is right: then it is a warning. A length that no config declares usable is no
+fault.
 """
 
 from collections.abc import Iterator

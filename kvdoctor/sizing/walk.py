@@ -36,6 +36,7 @@ EVEN = {
 class Inside:
     """The values of a graph or branch; those around it are looked up there. `path` is for people."""
 
+    graph: GraphProto
     path: str
     outer: "Inside | None" = None
     values: dict[str, Known] = field(default_factory=dict)
@@ -143,7 +144,7 @@ class Walk:
             self.beside.clear()
             self.ends.clear()
             self.counting.clear()
-            main = Inside("main graph")
+            main = Inside(self.model.graph, "main graph")
             for value in self.model.graph.input:
                 main.values[value.name] = Known(self.inputs.get(value.name))
             self._graph(self.model.graph, main)
@@ -224,7 +225,7 @@ class Walk:
         results: list[list[Known]] = []
         for attribute in node.attribute:
             for body in bodies_of(attribute):
-                inner = Inside(f"If {node.name!r}, {attribute.name}", inside)
+                inner = Inside(body, f"If {node.name!r}, {attribute.name}", inside)
                 self._graph(body, inner)
                 results.append([inner.known(value.name) or UNKNOWN for value in body.output])
         for index, name in enumerate(node.output):
