@@ -22,6 +22,7 @@ ROOMS = (
     *("export", "reference", "stack_test", "doctor"),
     *(
         "patient",
+        "sizing",
         "repairs",
         "cure",
         "re_exporting",

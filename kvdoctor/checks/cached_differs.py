@@ -95,7 +95,8 @@ def non_finite(case: Case) -> Iterator[Fault]:
     """NaN or infinity in the logits of a judged run."""
     run = case.judged
     if run is not None and (steps := _not_finite(run)):
-        yield _fault(case, run, "error", f"logits are not finite at step {', '.join(map(str, steps))}")
+        fault = _fault(case, run, "error", f"logits are not finite at step {', '.join(map(str, steps))}")
+        yield replace(fault, advice=case.re_export(f"or {EXPORT_AGAIN.text}"))
         return
     for other, use in fails_only_so(case, "differs"):
         if steps := _not_finite(other):

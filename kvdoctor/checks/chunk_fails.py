@@ -19,6 +19,7 @@ WORDS = Words(
     cause="several new tokens on a cache fail",
     promised="3 new tokens on a past of 5",
     advice="export again with several new tokens on a past as sample; until then feed one token a step",
+    on_graph=True,
 )
 
 

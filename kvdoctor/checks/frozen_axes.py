@@ -6,7 +6,9 @@ size only.
 
 Reproduce: feed any other size; the runtime answers `Got invalid dimensions for input`.
 
-Repair: export again with dynamic axes, and with sample inputs whose sizes differ and are 2 or more: exporters fix the
+Repair: `kvdoctor re-export` frees the axis where the graph tells which of its numbers stand for that length. Where
+values were computed for it (rows of a table of positions, distances between tokens), they are lost to other lengths:
+export again with dynamic axes, and with sample inputs whose sizes differ and are 2 or more, since exporters fix the
 sizes 0 and 1.
 """
 
@@ -16,11 +18,9 @@ from kvdoctor.case import Case, first_and_count
 from kvdoctor.contract import Axis, Port, describe
 from kvdoctor.findings import Advice, Fault, Severity, check
 
-EXPORT_AGAIN = Advice("re-export", "export again with dynamic axes; sample sizes of 2 or more, all different")
-TWO_TOKENS = Advice(
-    "re-export",
-    "export again with dynamic axes, and with sample inputs of 2 decoder tokens or more: 1 becomes a constant",
-)
+EXPORT_AGAIN = "export again with dynamic axes; sample sizes of 2 or more, all different"
+TWO_TOKENS = "export again with dynamic axes, and with sample inputs of 2 decoder tokens or more: 1 becomes a constant"
+WHERE_TOLD = "where the graph tells what it would have to compute; else"
 
 
 @check("KV110", "past-axis-frozen", "contract")
@@ -38,7 +38,7 @@ def past_axis_frozen(case: Case) -> Iterator[Fault]:
             promised="a past length that grows with each step",
             observed=describe(slot.dtype, slot.shape),
             cause=f"the past length is fixed at {slot.size('past')}",
-            advice=TWO_TOKENS if slot.size("past") == 1 else EXPORT_AGAIN,
+            advice=case.re_export(f"{WHERE_TOLD} {TWO_TOKENS if slot.size('past') == 1 else EXPORT_AGAIN}"),
             follows=(_shown(case) or "a step with any other past length is refused by the runtime",),
         )
 
@@ -97,17 +97,25 @@ def _frozen_inputs(case: Case, axis: Axis, severity: Callable[[str, int], Severi
         frozen = {port: size for port, size in sizes.items() if size is not None}
         for port, size in list(frozen.items())[:1]:
             names = tuple(port.name for port in frozen)
+            grave = severity(graph.file, size)
             yield Fault(
-                severity=severity(graph.file, size),
+                severity=grave,
                 file=graph.file,
                 subject=names,
                 where=f"input {first_and_count(names)}",
                 promised=promised,
                 observed=describe(port.dtype, port.shape),
                 cause=f"the axis {axis!r} is fixed at {size}",
-                advice=EXPORT_AGAIN,
+                advice=_advice(case, grave),
                 use="batch" if axis == "batch" else "chunked-prefill",
             )
+
+
+def _advice(case: Case, severity: Severity) -> Advice:
+    """What is meant so is left as it is by a repair."""
+    if severity == "note":
+        return Advice("re-export", EXPORT_AGAIN)
+    return case.re_export(f"{WHERE_TOLD} {EXPORT_AGAIN}")
 
 
 def _number(port: Port, axis: Axis) -> int | None:

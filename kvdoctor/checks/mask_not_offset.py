@@ -23,6 +23,7 @@ WORDS = Words(
     cause="the causal mask is not anchored to the cache",
     promised="each new token sees all of the past and nothing behind itself",
     advice="export again; until then feed one token a step once there is a cache",
+    on_graph=True,
 )
 
 

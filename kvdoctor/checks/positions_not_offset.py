@@ -22,6 +22,7 @@ WORDS = Words(
     cause="cached steps compute their tokens at a wrong position",
     promised="new tokens at the positions behind the past",
     advice="export again with positions that start behind the past",
+    on_graph=True,
 )
 
 

@@ -5,9 +5,10 @@ check names. KV201 is the first step with an empty past, KV202 any other step.
 
 Reproduce: `kvdoctor step-test MODEL -v` lists what each step was fed and what came back.
 
-Repair: the node and the shapes that came in show which axis the export has fixed; export again with other sample
-sizes. Several sequences at once or another encoder length may fail while one sequence is right: then it is a warning. A
-length that no config declares usable is no fault.
+Repair: the node and the shapes that came in show which axis the export has fixed. `kvdoctor re-export` frees it where
+numbers of the graph stand for it, else export again with other sample sizes. Several sequences at once or another
+encoder length may fail while one sequence is right: then it is a warning. A length that no config declares usable is no
+fault.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ TELLING = ("token_ids", "token_and_position", "embeddings", "past")
 SHORT_STATE = Advice(
     "caller", "bring that state to its declared size before it is fed (zeros in front), or export again so that it is"
 )
-EXPORT_AGAIN = Advice("re-export", "export again with sample sizes of 2 or more, all different")
+EXPORT_AGAIN = "or export again with sample sizes of 2 or more, all different"
 
 
 @check("KV201", "empty-past-rejected", "runs")
@@ -134,6 +135,6 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str, promised: str) 
         promised=promised,
         observed=f"{run.experiment}, {call}" + (f", fed {shown}" if shown else "") + f": {run.error or run.reason}",
         cause=cause + (f" ({run.reason})" if run.reason and run.error else "") + (f": {promise}" if promise else ""),
-        advice=SHORT_STATE if promise else EXPORT_AGAIN,
+        advice=SHORT_STATE if promise else case.re_export(EXPORT_AGAIN),
         because=because(run),
     )

@@ -56,7 +56,7 @@ class Surgery:
     def operate(self, first: Treatment, chosen: Chosen) -> Outcome:
         """Repair and prove; where that fails, once more without the repairs that did not help."""
         outcome = self._attempt(first, chosen)
-        idle = tuple(unhelpful(outcome.applied, outcome.after.report))
+        idle = tuple(unhelpful(outcome.applied, self.before.report, outcome.after.report))
         useless = tuple((one.stack, one.repair.name) for one in idle)
         if outcome.holds or not idle or not {(a.stack, a.repair.name) for a in outcome.applied} - set(useless):
             return replace(outcome, unmended=(*outcome.unmended, *map(_did_not_help, idle)))

@@ -84,7 +84,7 @@ def write_variant(  # noqa: PLR0913 - by keyword
         model.opset_import.add(domain=domain, version=version)
     if flat.keeps_calls:
         model.functions.extend(flat.model.functions)
-    root = _reroot(model, source)
+    root = rerooted(model, source)
     to.write_bytes(model.SerializeToString())
     return Variant(to, root, outputs)
 
@@ -95,7 +95,7 @@ def _typed(name: str, number: int) -> ValueInfoProto:
     return value
 
 
-def _reroot(model: ModelProto, source: Path) -> Path:
+def rerooted(model: ModelProto, source: Path) -> Path:
     """Name the files of weights from one folder that holds them all, and return it."""
     real = dict[str, str]()
     entries = [e for tensor in external_tensors(model) for e in tensor.external_data if e.key == "location"]

@@ -25,13 +25,14 @@ comes back of each; axes that are frozen or baked in; what is computed; declared
 merged; the configs beside it.
 """
 
-Keeps = Literal["bits", "first-step", "reference", "own"]
+Keeps = Literal["bits", "first-step", "reference", "own", "sizes"]
 """What of the original's numbers the repaired model must still give, besides parity of its own loops.
 
 bits: the logits of the held loop, and of the plain loop where that passed before, bit for bit. first-step: those of the
 first step bit for bit, for a fault that spoils what comes after. reference: those of the first step within the noise of
 the arithmetic, for a repair that computes another way. own: nothing, since the fault is in all of the original's
-numbers: the repair must say by which rule its own are right.
+numbers: the repair must say by which rule its own are right. sizes: every output bit for bit at the sizes that the
+original takes, which the repair has shown when it was applied: its loops are of other sizes, and need a reference run.
 """
 
 
