@@ -9,6 +9,7 @@ from typing import Any
 
 from kvdoctor.cure.diff import diff
 from kvdoctor.cure.surgery import Outcome, Surgery
+from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.repairs import load, named
 from kvdoctor.report.document import (
     AppliedRepair,
@@ -116,7 +117,7 @@ def _diffs(surgery: Surgery, outcome: Outcome) -> Iterator[FileDiff]:
     """What is other in each changed graph, and in each changed config."""
     for name in _changed_names(outcome):
         source = next((file.path for file in surgery.folder.files if file.name == name), None)
-        if source is not None:
+        if source is not None and (surgery.at / name).is_file():
             yield diff(name, read_skeleton(source).model, read_skeleton(surgery.at / name).model)
 
 
@@ -147,9 +148,11 @@ def _undo(source: str, out: str | None) -> tuple[str, ...]:
 
 def _cost(surgery: Surgery) -> dict[str, Any]:
     """Bytes on disk of the whole export, before and after."""
-    model = surgery.folder
-    sizes = {file.path: file.skeleton.bytes_on_disk for file in model.files if file.skeleton}
-    sizes |= {external.path: external.bytes or 0 for file in model.files for external in file.external}
-    places = [surgery.at / path.relative_to(model.root) for path in sizes if path.is_relative_to(model.root)]
-    after = sum(place.stat().st_size for place in places if place.is_file())
-    return {"bytes_before": sum(sizes.values()), "bytes_after": after}
+    after = open_folder(surgery.shown, surgery.at)
+    return {"bytes_before": _bytes(surgery.folder), "bytes_after": _bytes(after)}
+
+
+def _bytes(folder: ModelFolder) -> int:
+    """The models of a folder, with the files that hold their weights."""
+    sizes = {file.path: file.skeleton.bytes_on_disk for file in folder.files if file.skeleton}
+    return sum((sizes | {data.path: data.bytes or 0 for file in folder.files for data in file.external}).values())

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from kvdoctor.findings import Finding
+from kvdoctor.layouts import Conversion
 from kvdoctor.model_folder import ModelFolder
 from kvdoctor.options import Options
 from kvdoctor.patient import CannotRepair, Patient, WorkingCopy
@@ -14,10 +15,10 @@ from kvdoctor.runtimes import Runtime
 
 @dataclass(frozen=True)
 class Applied:
-    """One repair of one stack, and what it changed."""
+    """One repair of one stack, or its conversion to another layout, and what that changed."""
 
     stack: str
-    repair: Repair
+    repair: Repair | Conversion
     changes: tuple[Change, ...]
 
 

@@ -31,7 +31,7 @@ INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 
 @dataclass
 class Merging:
-    """What is decided on the way. `held` leads from outputs of the first step to the pasts that later steps pass through."""
+    """What is decided on the way; `held` leads from outputs of the first step to pasts that later steps pass on."""
 
     root: Path
     held: dict[str, str]
@@ -119,8 +119,8 @@ def _unite_functions(model: ModelProto, later: ModelProto) -> None:
             model.functions.append(function)
         elif known[key] != function:
             raise UsageError(
-                f"the two graphs bring different functions of one name, {function.domain}.{function.name}: one file can "
-                "hold only one; inline the functions first (onnx.inliner.inline_local_functions)"
+                f"the two graphs bring different functions of one name, {function.domain}.{function.name}: one file "
+                "can hold only one; inline the functions first (onnx.inliner.inline_local_functions)"
             )
 
 
@@ -243,7 +243,7 @@ def _lifted(graphs: list[GraphProto], outer: set[str], work: Merging) -> list[Te
     lifted: dict[object, TensorProto] = {}
     used: set[str] = set(outer)
     for graph, others in zip(graphs, reversed(meant), strict=True):
-        names = {}
+        names: dict[str, str] = {}
         elsewhere = own_names(next(g for g in graphs if g is not graph))
         for tensor in graph.initializer:
             if not _is_weight(tensor):

@@ -10,7 +10,7 @@ from kvdoctor.errors import UsageError
 from kvdoctor.graph import Branches, GraphView
 from kvdoctor.layouts.graphs import keep_needed, replace_all
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-from kvdoctor.scoping import all_names, bodies, fresh, free, needed_for, own_names, rename, step_aside
+from kvdoctor.scoping import all_names, bodies, free, fresh, needed_for, own_names, rename, step_aside
 
 
 def halves(merged: ModelProto, contract: CacheContract) -> tuple[ModelProto, ModelProto]:
@@ -51,7 +51,7 @@ def _half(merged: ModelProto, switch: str, branches: Branches, cached: bool, dro
 
 
 def _write_out(graph: GraphProto, at: int, branch: GraphProto) -> None:
-    """Put the nodes of a branch in the place of the `If` at an index; values that it returns get the names of its outputs."""
+    """Put the nodes of a branch in the place of the `If` at an index; what it returns gets the names of its outputs."""
     body, targets = GraphProto(), list(graph.node[at].output)
     body.CopyFrom(branch)
     before, after = list(graph.node[:at]), list(graph.node[at + 1 :])

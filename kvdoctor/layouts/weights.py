@@ -1,7 +1,7 @@
 """Where the bytes of weights lie, and which weights are the same: found without loading any.
 
-A model is read so that tensors inside its file point to their place in it, like external data (`read_located`). Which of
-them are equal is asked of the bytes, a portion at a time, and only for those of one type and shape.
+A model is read so that tensors inside its file point to their place in it, like external data (`read_located`). Which
+of them are equal is asked of the bytes, a portion at a time, and only for those of one type and shape.
 """
 
 import hashlib

@@ -1,11 +1,12 @@
 """Writes converted models: weights are copied from file to file, each once, and never held all at once.
 
 Models whose weights lay inside their files keep them there, up to the 2 GiB that protobuf can hold; beyond that, and
-where weights lay beside the model, they are written to one data file for all models that share them. A data file of which
-nearly everything is used is copied as it is, so that a file system may share its blocks.
+where weights lay beside the model, they are written to one data file for all models that share them. A data file of
+which nearly everything is used is copied as it is, so that a file system may share its blocks.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,18 +27,28 @@ LARGE, PAGE, LINE = 1 << 20, 4096, 64
 NEARLY_ALL = 0.9
 
 
-def write(models: dict[str, ModelProto], root: Path, out: Path, limit: int = MAX_FILE) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that a model file may have: at most, and up to which weights that lay beside a model are put inside."""
+
+    most: int = MAX_FILE
+    inside: int = 0
+
+
+def write(models: dict[str, ModelProto], root: Path, out: Path, room: Room = Room()) -> list[str]:
     """Write models by file name into a folder; their tensors point to files below `root`. Gives the names of all files.
 
-    `limit` is the largest model file in bytes. The models are used up.
+    The models share one data file, if they need one, and are used up.
 
     Raises:
         OSError: something cannot be read or written.
     """
-    for model in models.values():
-        _restore_small(model, root)
     spans = {span_of(tensor) for model in models.values() for tensor in external_tensors(model)}
-    beside = any(not span.is_inline for span in spans) or any(_size(model) > limit for model in models.values())
+    largest = max(map(_size, models.values()))
+    beside = largest > room.most or (largest > room.inside and not all(span.is_inline for span in spans))
+    for model in models.values():
+        _restore_small(model, root, everything=not beside)
+    spans = {span_of(tensor) for model in models.values() for tensor in external_tensors(model)}
     home = f"{next(iter(models))}_data"
     moved = _data_file(spans, root, out / home) if beside else {}
     for name, model in models.items():
@@ -45,18 +56,21 @@ def write(models: dict[str, ModelProto], root: Path, out: Path, limit: int = MAX
         if beside:
             for tensor in external_tensors(model):
                 span = span_of(tensor)
-                point(tensor, Span(home, moved[span], span.length))
+                point(tensor, Span(Path(home).name, moved[span], span.length))
         with (out / name).open("xb") as file:
             _write_model(model, root, file, inline=not beside)
     return [*models, *([home] if beside else [])]
 
 
-def _restore_small(model: ModelProto, root: Path) -> None:
-    """Put into the model what lay inside its file and is no weight of the main graph: constants of nodes, of subgraphs."""
+def _restore_small(model: ModelProto, root: Path, everything: bool) -> None:
+    """Put into the model what lay inside its file, or everything, and is no weight of the main graph.
+
+    That is: constants of nodes, and weights of bodies.
+    """
     weights = list(_copies(model.graph.initializer))
     del model.graph.initializer[:]
     for tensor in external_tensors(model):
-        if span_of(tensor).is_inline:
+        if everything or span_of(tensor).is_inline:
             restore(tensor, root)
     model.graph.initializer.extend(weights)
 
@@ -116,7 +130,7 @@ def _head(tensor: TensorProto) -> bytes:
     bare.CopyFrom(tensor)
     bare.ClearField("external_data")
     bare.ClearField("data_location")
-    body = bare.SerializeToString() + RAW_DATA_TAG + encode_varint(length)
+    body = bytes(bare.SerializeToString()) + RAW_DATA_TAG + encode_varint(length)
     return INITIALIZER_TAG + encode_varint(len(body) + length) + body
 
 
