@@ -1,8 +1,7 @@
 """From two graphs to a merged decoder: an `If` on a switch, with the graph of the first step and that of later ones.
 
-Weights stand in the outer graph, those of equal content once. Scalars and vectors of integers stay in the branches, as
-with Optimum: shape inference looks for them there. A value of a branch never has a name of the outer graph, and no
-branch returns an outer value (operator `If` of ONNX; old runtimes refuse both).
+Weights stand in the outer graph, those of equal content once (`lifting.py`). A value of a branch never has a name of
+the outer graph, and no branch returns an outer value (operator `If` of ONNX; old runtimes refuse both).
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from kvdoctor.errors import UsageError
 from kvdoctor.graph import declared
 from kvdoctor.layouts.graphs import keep_needed, replace_all
-from kvdoctor.layouts.weights import Sameness
+from kvdoctor.layouts.lifting import lift
 from kvdoctor.onnx_schema import (
     AttributeProto,
     GraphProto,
@@ -22,11 +21,10 @@ from kvdoctor.onnx_schema import (
     TensorShapeProto,
     ValueInfoProto,
 )
-from kvdoctor.scoping import all_names, fresh, own_names, rename, step_aside
+from kvdoctor.scoping import all_names, fresh, rename, step_aside
 
 SWITCH = "use_cache_branch"
 NODE = "optimum::if"
-INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 
 
 @dataclass
@@ -62,7 +60,7 @@ def merge(first: ModelProto, later: ModelProto, work: Merging) -> ModelProto:
     shared = {value.name for value in first.graph.input}
     _translate(later.graph, inputs, _meaning(first.graph, later.graph), shared)
     outer = {*inputs, SWITCH}
-    weights = _lifted([first.graph, later.graph], outer, work)
+    weights, work.shared = lift((first.graph, later.graph), outer, work.root)
     outer |= {tensor.name for tensor in weights}
     for graph in (first.graph, later.graph):
         _seal(graph, outer)
@@ -231,48 +229,6 @@ def _united_output(one: ValueInfoProto, other: ValueInfoProto) -> ValueInfoProto
         elif dim != their and not (dim.dim_param and (their.HasField("dim_value") or their.dim_param.isdigit())):
             dim.CopyFrom(TensorShapeProto.Dimension(dim_param=f"{one.name}_dim_{index}"))
     return united
-
-
-def _lifted(graphs: list[GraphProto], outer: set[str], work: Merging) -> list[TensorProto]:
-    """Take the weights out of both graphs, those of equal content once; gives them under names of the outer graph."""
-    sameness = Sameness(work.root, (tensor for graph in graphs for tensor in graph.initializer))
-    known = outer | {name for graph in graphs for name in all_names(graph)}
-    meant = [
-        {tensor.name: sameness.key(tensor) for tensor in graph.initializer if _is_weight(tensor)} for graph in graphs
-    ]
-    lifted: dict[object, TensorProto] = {}
-    used: set[str] = set(outer)
-    for graph, others in zip(graphs, reversed(meant), strict=True):
-        names: dict[str, str] = {}
-        elsewhere = own_names(next(g for g in graphs if g is not graph))
-        for tensor in graph.initializer:
-            if not _is_weight(tensor):
-                continue
-            key = sameness.key(tensor)
-            if key in lifted:
-                work.shared += lifted[key].name not in names.values()
-            else:
-                free = tensor.name not in used and (tensor.name not in elsewhere or others.get(tensor.name) == key)
-                lifted[key] = TensorProto()
-                lifted[key].CopyFrom(tensor)
-                lifted[key].name = tensor.name if free else fresh(f"{tensor.name}_merged", known)
-                used.add(lifted[key].name)
-            names[tensor.name] = lifted[key].name
-        replace_all(graph.initializer, [tensor for tensor in graph.initializer if not _is_weight(tensor)])
-        _lead_to(graph, names)
-    return list(lifted.values())
-
-
-def _is_weight(tensor: TensorProto) -> bool:
-    return len(tensor.dims) > 1 or (len(tensor.dims) == 1 and tensor.data_type not in INTEGERS)
-
-
-def _lead_to(graph: GraphProto, names: dict[str, str]) -> None:
-    """Let what takes a weight take it by its outer name; what a graph makes itself under such a name steps aside."""
-    taken = {new for old, new in names.items() if old != new}
-    known = all_names(graph) | taken
-    rename(graph, {name: fresh(name, known) for name in sorted(own_names(graph) & taken)})
-    rename(graph, {old: new for old, new in names.items() if old != new})
 
 
 def _seal(graph: GraphProto, outer: set[str]) -> None:
