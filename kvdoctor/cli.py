@@ -86,7 +86,9 @@ def step_test(path: str, **given: Any) -> NoReturn:
 @click.option("--diff", "show_diff", is_flag=True, help="Show the change node by node, write nothing.")
 @click.option("--fix", multiple=True, metavar="NAMES", help="Only these repairs, by name (docs/repairs.md).")
 @click.option("--keep-unproved", is_flag=True, help="Write OUT although the repair could not be proved.")
-@click.option("--layout", metavar="NAME", help="Another layout: merged, pair, optimum, optimum-pair (docs/layouts.md).")
+@click.option(
+    "--layout", metavar="NAME", help="Another layout: merged, pair, optimum, optimum-pair, single (docs/layouts.md)."
+)
 @click.option("--axes", type=click.Choice(["kept", "readable"]), default="kept", help="Names of open axes.")
 @shared_options
 @run_options

@@ -36,7 +36,15 @@ def refuses(stack: StackFiles, contract: CacheContract) -> str | None:
     """Why a stack cannot have Optimum's names."""
     if stack.kind == "operator":
         return f"the decode loop runs inside the operator {stack.operator}"
+    if stack.kind != "pair" and _is_named_already(stack, contract):
+        return "it has Optimum's names already"
     return unnameable(contract)
+
+
+def _is_named_already(stack: StackFiles, contract: CacheContract) -> bool:
+    names = optimum_names(contract, "decode")
+    same = all(old == new for old, new in (*names.inputs.items(), *names.outputs.items()))
+    return same and stack.main.path.stem.startswith((MERGED, SINGLE))
 
 
 def make(source: Source) -> Made:
@@ -59,7 +67,7 @@ def _from_pair(source: Source, together: bool) -> Made:
     if cut is not None:
         names = replace(names[0], inputs=cut.inputs, axes={**names[0].axes, **cut.axes}), names[1]
     for half, chosen, is_later in ((first, names[0], False), (later, names[1], True)):
-        _name(half, source, is_later, chosen, made)
+        name_half_as_optimum(half, source, is_later, chosen, made)
     passed = held(source.contract, *names)
     if together:
         made.models[source.new_name(MERGED)] = joined(source, first, later, passed, made)
@@ -69,7 +77,12 @@ def _from_pair(source: Source, together: bool) -> Made:
     return made
 
 
-def _name(half: ModelProto, source: Source, is_later: bool, names: Names, made: Made) -> None:
+def name_half_as_optimum(half: ModelProto, source: Source, is_later: bool, names: Names, made: Made) -> None:
+    """Give one half of a pair Optimum's names, order and axes, and tell what was renamed.
+
+    Raises:
+        DoesNotFit: it needs an input that has no such name.
+    """
     old = source.name("decoder-with-past" if is_later else "decoder")
     before = [*(value.name for value in half.graph.input), *(value.name for value in half.graph.output)]
     name_half(half, source, is_later, names)
