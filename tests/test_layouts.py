@@ -88,11 +88,11 @@ def pair(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def merged(folder: Path, held: dict[str, str], room: Room = Room()) -> Path:
+def merged(folder: Path, held: dict[str, str], room: Room | None = None) -> Path:
     """Merges the pair of a folder into one file beside it."""
     models = [read_located(folder / f"{name}.onnx", folder) for name in ("first", "later")]
     model = merge(*models, Merging(folder, held))
-    write({"merged.onnx": model}, folder, folder / "out", room)
+    write({"merged.onnx": model}, folder, folder / "out", room or Room())
     onnx.checker.check_model(str(folder / "out" / "merged.onnx"), full_check=True)
     return folder / "out" / "merged.onnx"
 
@@ -138,7 +138,7 @@ def test_what_stands_around_the_branches_goes_into_both_halves(tmp_path: Path) -
     text = """
     <ir_version: 9, opset_import: ["" : 18]>
     merged (float[b, 2] x, float[b, 2] past, bool[1] use_cache_branch) => (float[b, 2] logits, float[b, 2] same)
-    <float[2] W = {1, 2}>
+    <float[1, 2] W = {1, 2}>
     {
       doubled = Add (x, x)
       flag = Cast <to = 1> (use_cache_branch)
@@ -191,7 +191,7 @@ def test_weights_beyond_the_limit_go_beside_the_model(pair: Path) -> None:
     inside = merged(pair, {"cross": "cross_past"})
     expected = run(inside, {**feeds(), "use_cache_branch": np.array([True])})
     shutil.rmtree(pair / "out")
-    beside = merged(pair, {"cross": "cross_past"}, Room(most=6000))
+    beside = merged(pair, {"cross": "cross_past"}, Room(most=5000))
     data = beside.with_name("merged.onnx_data")
     assert data.stat().st_size == 4096, "the weight of both halves once"
     found = run(beside, {**feeds(), "use_cache_branch": np.array([True])})
@@ -208,6 +208,7 @@ def claims(report: Report) -> set[str]:
     return {proof.claim for proof in report.repair.proof}
 
 
+@pytest.mark.slow
 def test_merged_to_pair_and_back(tmp_path: Path) -> None:
     """Weights beside the model, as large models have them: one data file, as large as before, for both graphs."""
     source = tmp_path / "source"
@@ -222,7 +223,7 @@ def test_merged_to_pair_and_back(tmp_path: Path) -> None:
     report = converted(source, pair, "pair")
     assert "the loop's logits are those of the source, bit for bit" in claims(report)
     assert report.verdict == "healthy"
-    files = {path.name for path in pair.iterdir() if path.suffix != ".json" and path.suffix != ".md"}
+    files = {path.name for path in pair.iterdir() if path.suffix not in {".json", ".md", ".html"}}
     names = {"decoder_model.onnx", "decoder_with_past_model.onnx", "decoder_model.onnx_data", "encoder_model.onnx"}
     assert files == names
     assert (pair / "decoder_model.onnx_data").stat().st_size == (source / "weights.bin").stat().st_size
@@ -244,6 +245,7 @@ def test_merged_to_pair_and_back(tmp_path: Path) -> None:
     assert [value.name for value in new.graph.output] == [value.name for value in old.graph.output]
 
 
+@pytest.mark.slow
 def test_a_sick_merged_decoder_is_repaired_before_it_is_taken_apart(tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = converted(EXPORTS / "whisper" / "decoder_model_merged.onnx", out, "pair", readable=True)
@@ -318,13 +320,22 @@ def test_readable_axes_alone(tmp_path: Path) -> None:
         assert one == other, "Optimum's own names come back"
 
 
-def test_the_command_line_writes_a_pair(tmp_path: Path) -> None:
-    done = kvdoctor(
-        "re-export", EXPORTS / "t5" / "decoder_model_merged.onnx", "--layout", "pair", "-o", tmp_path / "out"
-    )
+def test_the_command_line_writes_a_pair_and_a_merged_decoder(tmp_path: Path) -> None:
+    load_all()["merged-healthy"].write(tmp_path / "model")
+    for source, layout in (("model", "pair"), ("pair", "merged")):
+        done = kvdoctor("re-export", tmp_path / source, "--layout", layout, "-o", tmp_path / layout)
+        assert done.returncode == 0, done.stderr
+        assert "the loop's logits are those of the source, bit for bit" in done.stdout
+    assert (tmp_path / "pair" / "decoder_with_past_model.onnx").is_file()
+    assert (tmp_path / "merged" / "decoder_model_merged.onnx").is_file()
+
+
+def test_a_dry_run_shows_and_writes_nothing(tmp_path: Path) -> None:
+    load_all()["pair-healthy"].write(tmp_path / "model")
+    done = kvdoctor("re-export", tmp_path / "model", "--layout", "merged", "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "bit for bit" in done.stdout
-    assert (tmp_path / "out" / "decoder_with_past_model.onnx").is_file()
+    assert "decoder_model_merged.onnx" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_all_layouts_are_told_in_the_documentation() -> None:

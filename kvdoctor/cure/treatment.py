@@ -15,7 +15,7 @@ from kvdoctor.runtimes import Runtime
 
 @dataclass(frozen=True)
 class Applied:
-    """One repair of one stack, or its conversion to another layout: what it changed, and what findings called for it."""
+    """One repair of one stack, or its conversion to another layout: what it changed, and the findings behind it."""
 
     stack: str
     repair: Repair | Conversion
