@@ -86,17 +86,23 @@ def step_test(path: str, **given: Any) -> NoReturn:
 @click.option("--diff", "show_diff", is_flag=True, help="Show the change node by node, write nothing.")
 @click.option("--fix", multiple=True, metavar="NAMES", help="Only these repairs, by name (docs/repairs.md).")
 @click.option("--keep-unproved", is_flag=True, help="Write OUT although the repair could not be proved.")
+@click.option(
+    "--layout", metavar="NAME", help="Another layout: merged, pair, optimum, optimum-pair, single (docs/layouts.md)."
+)
+@click.option("--axes", type=click.Choice(["kept", "readable"]), default="kept", help="Names of open axes.")
 @shared_options
 @run_options
 def re_export(path: str, out: str | None, force: bool, dry_run: bool, show_diff: bool, **given: Any) -> NoReturn:
     """Repair the graph into OUT, diagnose the result again, and write a fix report beside it."""
     from kvdoctor import re_exporting
+    from kvdoctor.cure.converting import Fit
     from kvdoctor.progress import on_terminal
 
     if out is None and not (dry_run or show_diff):
         raise click.UsageError("give the folder for the repaired copy with -o OUT, or ask with --dry-run")
     fix = tuple(dict.fromkeys(name.strip() for entry in given["fix"] for name in entry.split(",") if name.strip()))
-    plan = re_exporting.Request(path, None if dry_run or show_diff else out, force, fix, given["keep_unproved"])
+    fit = Fit(given["layout"], given["axes"] == "readable")
+    plan = re_exporting.Request(path, None if dry_run or show_diff else out, force, fix, given["keep_unproved"], fit)
     with on_terminal(given["quiet"]) as told:
         report = re_exporting.re_export(plan, _options(given, told))
     finish(report, given, show_diff=show_diff)

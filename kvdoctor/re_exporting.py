@@ -5,9 +5,12 @@ diagnosed again, proved, reported.
 """
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvdoctor.cure import converting
+from kvdoctor.cure.converting import Fit
+from kvdoctor.cure.fitting import Refitting, untouched
 from kvdoctor.cure.proof import Side
 from kvdoctor.cure.record import fix_report, nothing_done, unproved
 from kvdoctor.cure.surgery import Surgery
@@ -26,7 +29,7 @@ from kvdoctor.runtimes import Runtime
 class Request:
     """What is asked for. Without `out` the repair is made and proved in a private folder, and nothing is kept.
 
-    `fix` are the names of the repairs that may be used; empty: all.
+    `fix` are the names of the repairs that may be used; empty: all. `fit` is the layout that the copy shall have.
     """
 
     path: str
@@ -34,6 +37,7 @@ class Request:
     force: bool = False
     fix: tuple[str, ...] = ()
     keep_unproved: bool = False
+    fit: Fit = field(default_factory=Fit)
 
 
 def re_export(request: Request, options: Options) -> Report:
@@ -44,6 +48,8 @@ def re_export(request: Request, options: Options) -> Report:
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
     refuse_unknown(request.fix)
+    converting.refuse_unknown(request.fit)
+    converting.refuse_unfit(request.path, request.fit)
     if request.out is not None and Path(request.path).exists():
         refuse_unfit(Path(request.out), Path(request.path), request.force)
     with Runtime(options.limits) as runtime, tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
@@ -52,15 +58,16 @@ def re_export(request: Request, options: Options) -> Report:
         before = Side(step_test(request.path, options, runtime, logits), logits)
         folder, chosen = open_folder(request.path), Chosen(request.fix)
         first = treat(folder, before.report, chosen, runtime, options)
-        if not first.applied:
+        if not (first.applied or request.fit.is_asked):
             return nothing_done(before.report, first.unmended, request.fix)
         out = Path(scratch, "out") if request.out is None else Path(request.out)
         with whole_folder(out) as pending:
-            copy_export(folder, pending.path)
             shown = request.path if request.out is None else request.out
             model = "." if Path(request.path).is_dir() else Path(request.path).name
             surgery = Surgery(options, runtime, Path(scratch), folder, before, shown, pending.path, model)
-            outcome = surgery.operate(first, chosen)
+            refitting = Refitting(surgery, request.fit)
+            copy_export(folder, pending.path, refitting.left_out(bool(first.applied)))
+            outcome = refitting.carry_out(surgery.operate(first, chosen) if first.applied else untouched(before, first))
             if not (outcome.holds or request.keep_unproved):
                 return unproved(surgery, outcome)
             report = fix_report(surgery, outcome, request.out)

@@ -62,7 +62,7 @@ def prove(applied: Iterable[Applied], before: Side, after: Side) -> Iterator[Pro
         by_stack.setdefault(one.stack, []).append(one)
     for stack, mine in by_stack.items():
         yield from _findings(stack, mine, before.report, after.report)
-        yield from _loops(stack, after)
+        yield from loops(stack, after)
         yield from _numbers(stack, mine, before, after)
 
 
@@ -104,7 +104,8 @@ def _of_stack(report: Report, stack: str) -> set[str]:
     return {finding.name for finding in report.findings if concerns(finding, stack, files)}
 
 
-def _loops(stack: str, after: Side) -> Iterator[Proof]:
+def loops(stack: str, after: Side) -> Iterator[Proof]:
+    """The loops of a stack end, and pass."""
     ran = False
     for experiment in LOOPS:
         run = after.run(stack, experiment)
@@ -134,7 +135,7 @@ def _numbers(stack: str, applied: list[Applied], before: Side, after: Side) -> I
         untouched = [name for name in LOOPS if _is_whole(before.run(stack, name), name)]
         for experiment in untouched:
             claim = f"{experiment} logits equal to the original's, bit for bit"
-            yield Proof(stack, claim, _equal(before.kept(stack, experiment), after.kept(stack, experiment)))
+            yield Proof(stack, claim, equal(before.kept(stack, experiment), after.kept(stack, experiment)))
         if untouched:
             return
     for experiment in LOOPS if keeps != "own" else ():
@@ -154,7 +155,7 @@ def _is_whole(run: Run | None, experiment: str) -> bool:
 
 def _first_step(stack: str, keeps: Keeps, old: Any, new: Any, contract: CacheContract | None) -> Proof:
     if keeps != "reference":
-        return Proof(stack, "logits of the first step equal to the original's, bit for bit", _equal(old, new))
+        return Proof(stack, "logits of the first step equal to the original's, bit for bit", equal(old, new))
     claim = "logits of the first step are those of the original"
     if new is None or contract is None or new.shape != old.shape:
         return Proof(stack, claim, False, "no logits of that shape")
@@ -163,7 +164,8 @@ def _first_step(stack: str, keeps: Keeps, old: Any, new: Any, contract: CacheCon
     return Proof(stack, claim, judge(found, contract.exactness) == "pass", text)
 
 
-def _equal(old: Any, new: Any) -> bool:
+def equal(old: Any, new: Any) -> bool:
+    """Whether two arrays are there, and the same bit for bit."""
     import numpy as np
 
     return old is not None and new is not None and bool(np.array_equal(old, new, equal_nan=True))

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvdoctor.cure.diff import diff
 from kvdoctor.cure.surgery import Outcome, Surgery
+from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.repairs import load, named
 from kvdoctor.report.document import (
     AppliedRepair,
@@ -130,7 +131,7 @@ def _diffs(surgery: Surgery, outcome: Outcome) -> Iterator[FileDiff]:
     """What is other in each changed graph, and in each changed config."""
     for name in _changed_names(outcome):
         source = next((file.path for file in surgery.folder.files if file.name == name), None)
-        if source is not None:
+        if source is not None and (surgery.at / name).is_file():
             yield diff(name, read_skeleton(source).model, read_skeleton(surgery.at / name).model)
 
 
@@ -161,17 +162,19 @@ def _undo(source: str, out: str | None) -> tuple[str, ...]:
 
 def _cost(surgery: Surgery, outcome: Outcome) -> dict[str, Any]:
     """Bytes on disk of the models and their data, and seconds per step where one was timed, before and after."""
-    model = surgery.folder
-    sizes = {file.path: file.skeleton.bytes_on_disk for file in model.files if file.skeleton}
-    sizes |= {external.path: external.bytes or 0 for file in model.files for external in file.external}
-    places = [surgery.at / path.relative_to(model.root) for path in sizes if path.is_relative_to(model.root)]
-    after = sum(place.stat().st_size for place in places if place.is_file())
+    after = open_folder(surgery.shown, surgery.at)
     before, now = outcome.before.report.measured, outcome.after.report.measured
     seconds = {
         stack: _paired(before.get(stack, {}), now.get(stack, {}))
         for stack in dict.fromkeys(one.stack for one in outcome.applied)
     }
-    return {"bytes_before": sum(sizes.values()), "bytes_after": after, "step_seconds": seconds}
+    return {"bytes_before": _bytes(surgery.folder), "bytes_after": _bytes(after), "step_seconds": seconds}
+
+
+def _bytes(folder: ModelFolder) -> int:
+    """The models of a folder, with the files that hold their weights."""
+    sizes = {file.path: file.skeleton.bytes_on_disk for file in folder.files if file.skeleton}
+    return sum((sizes | {data.path: data.bytes or 0 for file in folder.files for data in file.external}).values())
 
 
 def _paired(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[float | None]]:

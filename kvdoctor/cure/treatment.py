@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from kvdoctor.findings import Finding
+from kvdoctor.layouts import Conversion
 from kvdoctor.model_folder import ModelFolder
 from kvdoctor.options import Options
 from kvdoctor.patient import CannotRepair, Patient, WorkingCopy
@@ -14,12 +15,12 @@ from kvdoctor.runtimes import Runtime
 
 @dataclass(frozen=True)
 class Applied:
-    """One repair of one stack, what it changed, and the findings that called for it."""
+    """One repair of one stack, or its conversion to another layout: what it changed, and the findings behind it."""
 
     stack: str
-    repair: Repair
+    repair: Repair | Conversion
     changes: tuple[Change, ...]
-    because: tuple[str, ...]
+    because: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The files of OUT: copied whole where nothing changed, written anew where something did."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from kvdoctor import __version__
@@ -17,10 +17,10 @@ PROVENANCE = "kvdoctor."
 """What the names of entries in `metadata_props` that say what kvdoctor did begin with."""
 
 
-def copy_export(folder: ModelFolder, target: Path) -> None:
-    """Copy the export as it is; weights once, and never by a link."""
+def copy_export(folder: ModelFolder, target: Path, left_out: Collection[Path] = ()) -> None:
+    """Copy the export as it is, but for what is left out; weights once, and never by a link."""
     for path in _belonging(folder):
-        if path.name not in REPORTS:
+        if path.name not in REPORTS and path not in left_out:
             copy_whole(path, target / path.relative_to(folder.root))
 
 

@@ -11,8 +11,8 @@ from kvdoctor.external_data import BITS
 from kvdoctor.graph import GraphView
 from kvdoctor.onnx_schema import ModelProto, TensorProto
 from kvdoctor.repro.sizes import WIDTHS, Sizes
-from kvdoctor.repro.surgery import bodies, graphs
 from kvdoctor.repro.weights import FEW, INTEGERS, MOST_INTEGERS, Cleaner, Tally, uses_of
+from kvdoctor.scoping import bodies, graphs
 from kvdoctor.script import Given, Returned, Script, made
 
 TOKENS = ("token_ids",)

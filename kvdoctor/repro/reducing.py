@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from kvdoctor.repro.candidate import Candidate
 from kvdoctor.repro.layers import inside, lead_past_layers, without_layers
 from kvdoctor.repro.sizes import Sizes, smaller
-from kvdoctor.repro.surgery import PROBE, copied, end_at, keep_outputs, needed_for, scopes
+from kvdoctor.repro.surgery import PROBE, copied, end_at, keep_outputs, scopes
+from kvdoctor.scoping import needed_for
 from kvdoctor.script import Given, Returned, ScriptCall
 from kvdoctor.trace import Step
 

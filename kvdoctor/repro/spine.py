@@ -7,7 +7,7 @@ the spine, a model has fewer layers and still takes what it took.
 from collections.abc import Iterable
 
 from kvdoctor.onnx_schema import GraphProto
-from kvdoctor.repro.surgery import needed_for, producers, taken
+from kvdoctor.scoping import needed_for, producers, taken
 
 SIZES_ONLY = {"Shape", "Size"}
 """Operators that take nothing of a value but its sizes."""

@@ -3,62 +3,14 @@
 Everything here changes the model it is given.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from kvdoctor.scoping import bodies, graphs, needed_for, taken
 
 PROBE = "kvdoctor_probe"
 """The output that keeps a failing node alive: the shape of what the node returns."""
-
-
-def bodies(node: NodeProto) -> Iterator[GraphProto]:
-    """The subgraphs of a node."""
-    for attribute in node.attribute:
-        yield from bodies_of(attribute)
-
-
-def graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    """A graph and all subgraphs in it, outer ones first."""
-    yield graph
-    for node in graph.node:
-        for body in bodies(node):
-            yield from graphs(body)
-
-
-def producers(graph: GraphProto) -> dict[str, NodeProto]:
-    """The node of this graph that makes each value."""
-    return {name: node for node in graph.node for name in node.output if name}
-
-
-def taken(node: NodeProto) -> set[str]:
-    """All that a node takes: its inputs, and what its subgraphs take from around it."""
-    names = {name for name in node.input if name}
-    for body in bodies(node):
-        names |= free(body)
-    return names
-
-
-def free(graph: GraphProto) -> set[str]:
-    """Names that a subgraph takes from the graph around it."""
-    inside = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    inside |= {sparse.values.name for sparse in graph.sparse_initializer} | set(producers(graph))
-    needed = {name for node in graph.node for name in taken(node)} | {value.name for value in graph.output}
-    return needed - inside
-
-
-def needed_for(graph: GraphProto, names: Iterable[str]) -> set[str]:
-    """The values of a graph, and of those around it, that some values hang on; they themselves included."""
-    made, found, waiting = producers(graph), set(), list(names)
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        found.add(name)
-        if name in made:
-            waiting += taken(made[name])
-    return found
 
 
 def keep_outputs(model: ModelProto, keep: set[str]) -> None:

@@ -19,6 +19,7 @@ NEW_TOKENS = 16
 CLASSES = {
     "marian": ("ORTModelForSeq2SeqLM", "MarianMTModel"),
     "t5": ("ORTModelForSeq2SeqLM", "T5ForConditionalGeneration"),
+    "bart": ("ORTModelForSeq2SeqLM", "BartForConditionalGeneration"),
     "whisper": ("ORTModelForSpeechSeq2Seq", "WhisperForConditionalGeneration"),
     "gpt2": ("ORTModelForCausalLM", "GPT2LMHeadModel"),
     "llama": ("ORTModelForCausalLM", "LlamaForCausalLM"),

@@ -1,0 +1,352 @@
+"""Layouts: merged decoders taken apart and put together again, and what they must survive on the way."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from isolated import EXPORTS, kvdoctor
+from onnx import parser
+from text_fixtures import load_all
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.cure.converting import Fit, fitted
+from kvdoctor.errors import UsageError
+from kvdoctor.layouts import load
+from kvdoctor.layouts.merging import Merging, merge
+from kvdoctor.layouts.unmerging import halves
+from kvdoctor.layouts.weights import read_located
+from kvdoctor.layouts.writing import Room, write
+from kvdoctor.model_folder import open_folder
+from kvdoctor.options import Options
+from kvdoctor.re_exporting import Request, re_export
+from kvdoctor.reading import read_contract
+from kvdoctor.report.document import Report
+
+FIRST = """
+<ir_version: 9, opset_import: ["" : 18]>
+no_past (float[b, n] x, float[b, e] states) => (float[b, m] logits, float[b, m] present, float[b, e] cross)
+<float[2, 2] W = {1, 2, 3, 4}, float[2] same = {7, 8}, float[2] one_name = {5, 6}, int64[1] small = {2}>
+{
+  use_cache_branch = MatMul (x, W)
+  taken = Add (use_cache_branch, same)
+  V = Add (taken, one_name)
+  logits = Identity (V)
+  present = Mul (V, V)
+  cross = Identity (states)
+}
+"""
+"""A value has the name of the switch, another the name of a weight of the other half (V)."""
+
+LATER = """
+<ir_version: 9, opset_import: ["" : 18]>
+with_past (float[b, n] x, float[b, m] past, float[b, e] cross_past) => (float[b, m] logits, float[b, m] present)
+<float[2, 2] V = {1, 2, 3, 4}, float[2] W = {9, 10}, float[2] one_name = {15, 16}, float[2] same_too = {7, 8}>
+{
+  same = MatMul (x, V)
+  first = Add (same, W)
+  cross = Add (first, same_too)
+  small = ReduceSum <keepdims = 1> (cross_past)
+  all = Add (cross, small)
+  yes = Constant <value = bool {1}> ()
+  logits = If (yes) <
+    then_branch = inner () => (float[b, m] out) { taken = Add (all, one_name)  out = Add (taken, past) },
+    else_branch = other () => (float[b, m] out) { out = Identity (all) }
+  >
+  present = Add (past, one_name)
+}
+"""
+"""One name for weights of other content (W, one_name), values with names of the other half's weights (same, small), one
+with the name of an output that only the other half has (cross), and a body with a name of the other half (taken)."""
+
+
+def run(path: Path, feeds: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """The outputs of a model for the feeds that it takes."""
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    wanted = {port.name for port in session.get_inputs()}
+    outputs = session.run(None, {name: array for name, array in feeds.items() if name in wanted})
+    return dict(zip((port.name for port in session.get_outputs()), outputs, strict=True))
+
+
+def feeds() -> dict[str, Any]:
+    rng = np.random.default_rng(3)
+    sizes = {"x": (1, 2), "states": (1, 5), "past": (1, 2), "cross_past": (1, 5)}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()}
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """The two halves with names that collide, in a folder."""
+    for name, text in (("first", FIRST), ("later", LATER)):
+        model = parser.parse_model(text)
+        onnx.checker.check_model(model, full_check=True)
+        onnx.save(model, str(tmp_path / f"{name}.onnx"))
+    return tmp_path
+
+
+def merged(folder: Path, held: dict[str, str], room: Room | None = None) -> Path:
+    """Merges the pair of a folder into one file beside it."""
+    models = [read_located(folder / f"{name}.onnx", folder) for name in ("first", "later")]
+    model = merge(*models, Merging(folder, held))
+    write({"merged.onnx": model}, folder, folder / "out", room or Room())
+    onnx.checker.check_model(str(folder / "out" / "merged.onnx"), full_check=True)
+    return folder / "out" / "merged.onnx"
+
+
+def test_halves_with_hostile_names_are_one_graph_after_merging(pair: Path) -> None:
+    path = merged(pair, {"cross": "cross_past"})
+    given = feeds()
+    for cached, half in ((False, "first"), (True, "later")):
+        found = run(path, {**given, "use_cache_branch": np.array([cached])})
+        for name, value in run(pair / f"{half}.onnx", given).items():
+            np.testing.assert_array_equal(found[name], value)
+    np.testing.assert_array_equal(found["cross"], given["cross_past"])  # passed through, so that a plain loop works
+
+
+def test_no_name_of_a_branch_stands_in_front_of_an_outer_one(pair: Path) -> None:
+    graph = onnx.load(str(merged(pair, {"cross": "cross_past"}))).graph
+    outer = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    weights = [onnx.numpy_helper.to_array(tensor).tolist() for tensor in graph.initializer]
+    assert len(weights) == len(outer) - len(graph.input) == 5, (
+        "W and V of one content, `same` and `same_too`: stored once"
+    )
+    for branch in (attribute.g for attribute in graph.node[0].attribute):
+        inner = {name for node in branch.node for name in node.output} | {t.name for t in branch.initializer}
+        assert not inner & outer
+        assert {value.name for value in branch.output} <= inner, "a branch returns only what it makes"
+
+
+def test_a_merged_graph_is_taken_apart_again(pair: Path) -> None:
+    merged(pair, {"cross": "cross_past"})
+    model = read_located(pair / "out" / "merged.onnx", pair)
+    contract = CacheContract("", {}, {}, (), "no-past-branch")
+    first, later = halves(model, contract)
+    write({"first.onnx": first, "later.onnx": later}, pair, pair / "again")
+    for name in ("first", "later"):
+        onnx.checker.check_model(str(pair / "again" / f"{name}.onnx"), full_check=True)
+        again = run(pair / "again" / f"{name}.onnx", feeds())
+        for output, value in run(pair / f"{name}.onnx", feeds()).items():
+            np.testing.assert_array_equal(again[output], value)
+    assert [value.name for value in onnx.load(str(pair / "again" / "first.onnx")).graph.input] == ["x", "states"]
+
+
+def test_what_stands_around_the_branches_goes_into_both_halves(tmp_path: Path) -> None:
+    text = """
+    <ir_version: 9, opset_import: ["" : 18]>
+    merged (float[b, 2] x, float[b, 2] past, bool[1] use_cache_branch) => (float[b, 2] logits, float[b, 2] same)
+    <float[1, 2] W = {1, 2}>
+    {
+      doubled = Add (x, x)
+      flag = Cast <to = 1> (use_cache_branch)
+      a, b = If (use_cache_branch) <
+        then_branch = cached () => (float[b, 2] s, float[b, 2] s) { s = Add (doubled, past) },
+        else_branch = first () => (float[b, 2] W, float[b, 2] t) { t = Add (doubled, W) }
+      >
+      logits = Add (a, flag)
+      same = Identity (b)
+    }
+    """
+    model = parser.parse_model(text)
+    path = tmp_path / "merged.onnx"
+    onnx.save(model, str(path))
+    first, later = halves(read_located(path, tmp_path), CacheContract("", {}, {}, (), "no-past-branch"))
+    write({"first.onnx": first, "later.onnx": later}, tmp_path, tmp_path / "out")
+    given = {"x": np.array([[1, 2]], np.float32), "past": np.array([[5, 7]], np.float32)}
+    found = [run(tmp_path / "out" / f"{name}.onnx", given) for name in ("first", "later")]
+    assert [one["logits"].tolist() for one in found] == [[[1, 2]], [[8, 12]]]
+    assert [one["same"].tolist() for one in found] == [[[3, 6]], [[7, 11]]]
+
+
+def test_halves_that_do_not_fit_are_refused(pair: Path) -> None:
+    def refusal(change: Any) -> str:
+        models = [read_located(pair / f"{name}.onnx", pair) for name in ("first", "later")]
+        change(models[1])
+        with pytest.raises(UsageError) as caught:
+            merge(*models, Merging(pair, {}))
+        return str(caught.value)
+
+    def other_opset(model: Any) -> None:
+        model.opset_import[0].version = 17
+
+    def other_type(model: Any) -> None:
+        model.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.DOUBLE
+
+    assert "opsets of 'ai.onnx', 18 and 17" in refusal(other_opset)
+    assert "'x' is float of rank 2 for the first step and double of rank 2 later" in refusal(other_type)
+
+
+def test_weights_beyond_the_limit_go_beside_the_model(pair: Path) -> None:
+    for name, text in (("first", FIRST), ("later", LATER)):
+        model = parser.parse_model(text)
+        wide = onnx.numpy_helper.from_array(np.full((1, 1024), 0.5, np.float32), f"wide_{name}")
+        model.graph.initializer.append(wide)
+        model.graph.node.add(op_type="ReduceSum", input=[wide.name], output=["half_sum"])
+        model.graph.node.add(op_type="Add", input=["logits", "half_sum"], output=["more"])
+        model.graph.output[0].name = "more"
+        onnx.save(model, str(pair / f"{name}.onnx"))
+    inside = merged(pair, {"cross": "cross_past"})
+    expected = run(inside, {**feeds(), "use_cache_branch": np.array([True])})
+    shutil.rmtree(pair / "out")
+    beside = merged(pair, {"cross": "cross_past"}, Room(most=5000))
+    data = beside.with_name("merged.onnx_data")
+    assert data.stat().st_size == 4096, "the weight of both halves once"
+    found = run(beside, {**feeds(), "use_cache_branch": np.array([True])})
+    np.testing.assert_array_equal(found["more"], expected["more"])
+
+
+def converted(path: Path, out: Path, layout: str | None, **more: Any) -> Report:
+    return re_export(Request(str(path), str(out), fit=Fit(layout, **more)), Options())
+
+
+def claims(report: Report) -> set[str]:
+    assert report.repair is not None
+    assert all(proof.holds for proof in report.repair.proof), report.repair.proof
+    return {proof.claim for proof in report.repair.proof}
+
+
+@pytest.mark.slow
+def test_merged_to_pair_and_back(tmp_path: Path) -> None:
+    """Weights beside the model, as large models have them: one data file, as large as before, for both graphs."""
+    source = tmp_path / "source"
+    shutil.copytree(EXPORTS / "t5", source)
+    for name in ("decoder_model.onnx", "decoder_with_past_model.onnx"):
+        (source / name).unlink()
+    decoder = source / "decoder_model_merged.onnx"
+    onnx.save(
+        onnx.load(str(decoder)), str(decoder), save_as_external_data=True, location="weights.bin", size_threshold=256
+    )
+    pair = tmp_path / "pair"
+    report = converted(source, pair, "pair")
+    assert "the loop's logits are those of the source, bit for bit" in claims(report)
+    assert report.verdict == "healthy"
+    files = {path.name for path in pair.iterdir() if path.suffix not in {".json", ".md", ".html"}}
+    names = {"decoder_model.onnx", "decoder_with_past_model.onnx", "decoder_model.onnx_data", "encoder_model.onnx"}
+    assert files == names
+    assert (pair / "decoder_model.onnx_data").stat().st_size == (source / "weights.bin").stat().st_size
+    later = onnx.load(str(pair / "decoder_with_past_model.onnx"), load_external_data=False).graph
+    assert not [value.name for value in later.output if ".encoder." in value.name], "the caller holds these"
+    assert "encoder_hidden_states" not in {value.name for value in later.input}, "nothing takes them"
+
+    again = tmp_path / "again"
+    report = converted(pair, again, "merged")
+    assert "the loop's logits are those of the source, bit for bit" in claims(report)
+    merged_again = again / "decoder_model_merged.onnx"
+    assert (
+        merged_again.with_name("decoder_model_merged.onnx_data").stat().st_size
+        <= (source / "weights.bin").stat().st_size
+    )
+    old, new = (onnx.load(str(path), load_external_data=False) for path in (decoder, merged_again))
+    assert (new.ir_version, new.opset_import) == (old.ir_version, old.opset_import)
+    assert {value.name for value in new.graph.input} == {value.name for value in old.graph.input}
+    assert [value.name for value in new.graph.output] == [value.name for value in old.graph.output]
+
+
+@pytest.mark.slow
+def test_a_sick_merged_decoder_is_repaired_before_it_is_taken_apart(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = converted(EXPORTS / "whisper" / "decoder_model_merged.onnx", out, "pair", readable=True)
+    found = claims(report)
+    assert {"cross-cache-emptied is gone", "the loop's logits are those of the source, bit for bit"} <= found
+    assert sorted(path.name for path in out.glob("*.onnx*")) == [
+        "decoder_model.onnx",
+        "decoder_with_past_model.onnx",
+        "encoder_model.onnx",
+    ]
+    assert report.repair is not None
+    assert [one.name for one in report.repair.repairs] == ["pass-through", "layout pair"]
+    assert json.loads((out / "kvdoctor-report.json").read_text())["repair"]["proved"]
+
+
+def test_names_of_another_exporter_become_those_of_optimum(tmp_path: Path) -> None:
+    """The text fixture of a pair as fastT5 writes it: numbered inputs, names that say nothing."""
+    source = tmp_path / "source"
+    load_all()["layout-fastt5-healthy"].write(source)
+    out = tmp_path / "out"
+    report = converted(source, out, "optimum")
+    assert any(claim.startswith("the loop's logits are those of the source") for claim in claims(report))
+    graph = onnx.load(str(out / "decoder_model_merged.onnx")).graph
+    pasts = [value.name for value in graph.input if value.name.startswith("past_key_values.")]
+    kinds = [f"past_key_values.0.{kind}.{part}" for kind in ("decoder", "encoder") for part in ("key", "value")]
+    assert pasts[:4] == kinds, "Optimum pairs them by their order"
+    assert graph.input[-1].name == "use_cache_branch"
+
+
+@pytest.mark.parametrize(
+    ("path", "layout", "says"),
+    [
+        ("gpt2", "merged", "there is only one graph for the first and for later steps: nothing to merge"),
+        ("gpt2", "pair", "one graph without a switch serves all steps"),
+        ("gpt2", "optimum", "it has Optimum's names already"),
+        ("t5", "pair", "holds 'decoder_model.onnx' already, beside 'decoder_model_merged.onnx'"),
+        ("t5/decoder_model_merged.onnx", "merged", "it is a merged decoder already"),
+        ("t5/decoder_with_past_model.onnx", "pair", "it is a pair already"),
+        ("t5/encoder_model.onnx", "pair", "there is no decoder with a cache"),
+        ("t5", "tower", "there is no layout 'tower'"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_with_the_reason(
+    path: str, layout: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        converted(EXPORTS / path, tmp_path / "out", layout)
+    assert says in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_static_cache_is_refused(tmp_path: Path) -> None:
+    load_all()["layout-scatter-static-pair-healthy"].write(tmp_path / "model")
+    with pytest.raises(UsageError, match="does not grow with each step"):
+        converted(tmp_path / "model", tmp_path / "out", "optimum")
+
+
+def test_readable_axes_alone(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(EXPORTS / "gpt2", source)
+    model = onnx.load(str(source / "model.onnx"))
+    names: dict[str, str] = {}
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_param = names.setdefault(dim.dim_param, f"s{len(names)}")
+    onnx.save(model, str(source / "model.onnx"))
+    out = tmp_path / "out"
+    claims(converted(source, out, None, readable=True))
+    old, new = (onnx.load(str(path / "model.onnx")).graph for path in (EXPORTS / "gpt2", out))
+    for one, other in zip((*old.input, *old.output), (*new.input, *new.output), strict=True):
+        assert one == other, "Optimum's own names come back"
+
+
+def test_the_command_line_writes_a_pair_and_a_merged_decoder(tmp_path: Path) -> None:
+    load_all()["merged-healthy"].write(tmp_path / "model")
+    for source, layout in (("model", "pair"), ("pair", "merged")):
+        done = kvdoctor("re-export", tmp_path / source, "--layout", layout, "-o", tmp_path / layout)
+        assert done.returncode == 0, done.stderr
+        assert "the loop's logits are those of the source, bit for bit" in done.stdout
+    assert (tmp_path / "pair" / "decoder_with_past_model.onnx").is_file()
+    assert (tmp_path / "merged" / "decoder_model_merged.onnx").is_file()
+
+
+def test_a_dry_run_shows_and_writes_nothing(tmp_path: Path) -> None:
+    load_all()["pair-healthy"].write(tmp_path / "model")
+    done = kvdoctor("re-export", tmp_path / "model", "--layout", "merged", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "decoder_model_merged.onnx" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_all_layouts_are_told_in_the_documentation() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "layouts.md").read_text(encoding="utf-8")
+    for layout in load():
+        assert f"`{layout.name}`" in text
+
+
+def test_a_broken_contract_is_no_reason_to_guess(tmp_path: Path) -> None:
+    load_all()["bad-key-without-value"].write(tmp_path / "model")
+    folder = open_folder(str(tmp_path / "model"))
+    contracts = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
+    with pytest.raises(UsageError, match="cannot be given the layout 'optimum'"):
+        fitted(folder, contracts, Fit("optimum"))
