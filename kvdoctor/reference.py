@@ -22,7 +22,7 @@ from kvdoctor.trace import Outcome, Run, Step
 if TYPE_CHECKING:
     from kvdoctor.parity import Verdict
 
-SCRIPT = Path(__file__).parent / "export" / "transformers.py"
+SCRIPT = Path(__file__).parent / "export" / "scripts" / "checkpoint_logits.py"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 NAME = "against-checkpoint"
 """The experiment whose runs these are."""
