@@ -84,6 +84,8 @@ def step_test(path: str, **given: Any) -> NoReturn:
 @click.option("--force", is_flag=True, help="Replace OUT if kvdoctor wrote it.")
 @click.option("--dry-run", is_flag=True, help="Say what would be changed, write nothing.")
 @click.option("--diff", "show_diff", is_flag=True, help="Show the change node by node, write nothing.")
+@click.option("--fix", multiple=True, metavar="NAMES", help="Only these repairs, by name (docs/repairs.md).")
+@click.option("--keep-unproved", is_flag=True, help="Write OUT although the repair could not be proved.")
 @shared_options
 @run_options
 def re_export(path: str, out: str | None, force: bool, dry_run: bool, show_diff: bool, **given: Any) -> NoReturn:
@@ -93,7 +95,8 @@ def re_export(path: str, out: str | None, force: bool, dry_run: bool, show_diff:
 
     if out is None and not (dry_run or show_diff):
         raise click.UsageError("give the folder for the repaired copy with -o OUT, or ask with --dry-run")
-    plan = re_exporting.Request(path, None if dry_run or show_diff else out, force)
+    fix = tuple(dict.fromkeys(name.strip() for entry in given["fix"] for name in entry.split(",") if name.strip()))
+    plan = re_exporting.Request(path, None if dry_run or show_diff else out, force, fix, given["keep_unproved"])
     with on_terminal(given["quiet"]) as told:
         report = re_exporting.re_export(plan, _options(given, told))
     finish(report, given, show_diff=show_diff)

@@ -258,10 +258,11 @@ class _Performance:
 
     def _leave(self) -> None:
         """Leave in the scratch file what the experiment keeps, as far as it came."""
-        keeps = self.experiment.keeps
+        keeps, name = self.experiment.keeps, self.experiment.name
         if self.exam.keep_logits and keeps is not None and self.deal is not None:
-            name = self.experiment.name
             self.exam.logits |= {f"{name}:{key}": array for key, array in keeps(self.deal, self.logits).items()}
+        elif self.logits and name not in self.exam.logits:
+            self.exam.logits[name] = np.concatenate([part.ravel() for part in self.logits])
 
     def _answer(self, call: Call) -> Answer:
         exam = self.exam
@@ -365,8 +366,6 @@ class _Performance:
             return self._result("differs", reason=cause.evidence, cause=cause)
         if self.experiment.asks_why:
             return self._result("inconclusive", reason="no hypothesis predicts what was seen")
-        if self.logits and self.experiment.keeps is None:
-            self.exam.logits[self.experiment.name] = np.concatenate([part.ravel() for part in self.logits])
         exactness, noise = self.exam.contract.exactness, self._noise_floor()
         verdicts = [judge(step.difference, exactness, noise) if step.difference else "pass" for step in self.steps]
         if exactness.endswith("quantisation") and 2 * verdicts.count("fail") <= len(verdicts):

@@ -1,219 +1,86 @@
-"""`re-export`: repair a copy, prove it, and put it in its place whole or not at all."""
+"""`re-export`: repair a copy, prove it, and put it in its place whole or not at all.
+
+A short table of contents; the parts stand in `cure/`. The way of an export: diagnosed, copied, repaired in rounds,
+diagnosed again, proved, reported.
+"""
 
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kvdoctor.cure.proof import Side
+from kvdoctor.cure.record import fix_report, nothing_done, unproved
+from kvdoctor.cure.surgery import Surgery
+from kvdoctor.cure.treatment import Chosen, treat
+from kvdoctor.cure.writing import copy_export, write_reports
 from kvdoctor.doctor import Options, step_test
-from kvdoctor.model_folder import ModelFolder, open_folder
-from kvdoctor.out_folder import MARK, copy_whole, refuse_unfit, regular_files, whole_folder, write_whole
-from kvdoctor.report.document import Change, Proof, RepairRecord, Report, Side
+from kvdoctor.errors import UsageError
+from kvdoctor.model_folder import open_folder
+from kvdoctor.out_folder import refuse_unfit, whole_folder
+from kvdoctor.repairs import load
+from kvdoctor.report.document import Report
 from kvdoctor.runtimes import Runtime
-from kvdoctor.stacks import StackFiles
-from kvdoctor.trace import Run
-
-if TYPE_CHECKING:
-    import onnx
-
-    from kvdoctor.repairs import Repair
-
-SIDE_CARS = {"config.json", "generation_config.json", "genai_config.json", "export.json"}
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked for. Without `out` the repair is made and proved in a private folder, and nothing is kept."""
+    """What is asked for. Without `out` the repair is made and proved in a private folder, and nothing is kept.
+
+    `fix` are the names of the repairs that may be used; empty: all.
+    """
 
     path: str
     out: str | None
     force: bool = False
-
-
-@dataclass(frozen=True)
-class Treatment:
-    """The repairs of one stack: the changed model, and what was changed."""
-
-    stack: StackFiles
-    repairs: "tuple[Repair, ...]"
-    changes: tuple[Change, ...]
-    model: "onnx.ModelProto"
+    fix: tuple[str, ...] = ()
+    keep_unproved: bool = False
 
 
 def re_export(request: Request, options: Options) -> Report:
     """Repair the model at a path into OUT and diagnose the result again.
 
     Raises:
-        UsageError: there is nothing at the path, or OUT must not be written; nothing was written.
+        UsageError: there is nothing at the path, a repair is unknown, or OUT must not be written; nothing was written.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
+    refuse_unknown(request.fix)
     if request.out is not None and Path(request.path).exists():
         refuse_unfit(Path(request.out), Path(request.path), request.force)
     with Runtime(options.limits) as runtime, tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
-        before_logits, after_logits = Path(scratch, "before"), Path(scratch, "after")
-        before_logits.mkdir()
-        after_logits.mkdir()
-        before = step_test(request.path, options, runtime, before_logits)
-        folder = open_folder(request.path)
-        treatments = tuple(_treatments(folder, before))
-        if not treatments:
-            return _nothing_done(before)
-        shown = request.path if request.out is None else request.out
-        with whole_folder(Path(scratch, "out") if request.out is None else Path(request.out)) as pending:
-            _fill(pending.path, folder, treatments)
-            after = step_test(shown, options, runtime, after_logits, at=pending.path / _relative_path(request.path))
-            proof = (
-                *_proof(treatments, before, after),
-                *_same_logits(treatments, before_logits, after_logits, after),
-            )
-            if not all(entry.holds for entry in proof):
-                return _unproved(before, treatments, proof)
-            report = _fix_report(before, after, treatments, proof, request)
+        logits = Path(scratch, "before")
+        logits.mkdir()
+        before = Side(step_test(request.path, options, runtime, logits), logits)
+        folder, chosen = open_folder(request.path), Chosen(request.fix)
+        first = treat(folder, before.report, chosen, runtime, options)
+        if not first.applied:
+            return nothing_done(before.report, first.unmended, request.fix)
+        out = Path(scratch, "out") if request.out is None else Path(request.out)
+        with whole_folder(out) as pending:
+            copy_export(folder, pending.path)
+            shown = request.path if request.out is None else request.out
+            model = "." if Path(request.path).is_dir() else Path(request.path).name
+            surgery = Surgery(options, runtime, Path(scratch), folder, before, shown, pending.path, model)
+            outcome = surgery.operate(first, chosen)
+            if not (outcome.holds or request.keep_unproved):
+                return unproved(surgery, outcome)
+            report = fix_report(surgery, outcome, request.out)
             if request.out is not None:
-                _write_reports(pending.path, report)
+                write_reports(pending.path, report)
                 pending.kept = True
         return report
 
 
-def _treatments(folder: ModelFolder, before: Report) -> Iterator[Treatment]:
-    """For each stack the repairs that its findings call for."""
-    import onnx
+def refuse_unknown(names: tuple[str, ...]) -> None:
+    """Refuse a repair that does not exist.
 
-    from kvdoctor.repairs import load
+    Raises:
+        UsageError: with the nearest name, and all of them.
+    """
+    known = [repair.name for repair in load()]
+    for name in names:
+        if name not in known:
+            import difflib
 
-    for stack in folder.stacks:
-        found = {finding.name for finding in before.findings if finding.stack == stack.name}
-        wanted = [repair for repair in load() if repair.mends in found]
-        if not wanted:
-            continue
-        contract = next(known.contract for known in before.stacks if known.name == stack.name)
-        if contract is None:
-            continue
-        model = onnx.load(str(stack.main.path), load_external_data=False)
-        changes: list[Change] = []
-        used = []
-        for repair in wanted:
-            done = repair.apply(model, contract)
-            changes += done
-            used += [repair] if done else []
-        if changes:
-            yield Treatment(stack, tuple(used), tuple(changes), model)
-
-
-def _fill(target: Path, folder: ModelFolder, treatments: tuple[Treatment, ...]) -> None:
-    """Copy what is not changed, write what is."""
-    changed = {treatment.stack.main.path: treatment.model for treatment in treatments}
-    for path in _belonging(folder):
-        place = target / path.relative_to(folder.root)
-        if path not in changed and path.name not in (MARK, "kvdoctor-report.md"):
-            copy_whole(path, place)
-    for path, model in changed.items():
-        place = target / path.relative_to(folder.root)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(model.SerializeToString())
-
-
-def _belonging(folder: ModelFolder) -> Iterator[Path]:
-    """The files of the export: everything below a folder; for a single file its stack, its data and its configs."""
-    if Path(folder.shown).is_dir():
-        yield from regular_files(folder.root)
-        return
-    wanted = {file.path for file in folder.files}
-    wanted |= {external.path for file in folder.files for external in file.external}
-    wanted |= {folder.root / name for name in SIDE_CARS if (folder.root / name).is_file()}
-    yield from sorted(wanted)
-
-
-def _relative_path(path: str) -> str:
-    return "." if Path(path).is_dir() else Path(path).name
-
-
-def _proof(treatments: tuple[Treatment, ...], before: Report, after: Report) -> Iterator[Proof]:
-    """What the second diagnosis shows: the fault is gone, nothing new came, the plain loop has parity."""
-    known = {(finding.stack, finding.name) for finding in before.findings}
-    for treatment in treatments:
-        stack, mended = treatment.stack.name, {repair.mends for repair in treatment.repairs}
-        mine = [finding for finding in after.findings if finding.stack == stack]
-        yield Proof(stack, f"{', '.join(sorted(mended))} is gone", not any(f.name in mended for f in mine))
-        fresh = [f.name for f in mine if (stack, f.name) not in known and f.severity != "note"]
-        yield Proof(stack, "no finding that was not there before", not fresh, ", ".join(fresh))
-        for experiment in ("plain-loop", "held-loop"):
-            run = _run(after, stack, experiment)
-            if run is not None and run.outcome != "skipped":
-                worst = max((s.difference.relative for s in run.steps if s.difference), default=0.0)
-                text = f"{len(run.steps)} steps, logits within {worst:.1e} of their spread of the reference run"
-                yield Proof(stack, f"{experiment} passes", run.shows == "passed", text)
-
-
-def _same_logits(treatments: tuple[Treatment, ...], before: Path, after: Path, report: Report) -> Iterator[Proof]:
-    """The held loop of the original and of the copy, bit for bit: on its way nothing was changed."""
-    import numpy as np
-
-    for treatment in treatments:
-        stack = treatment.stack.name
-        if _run(report, stack, "held-loop") is None:
-            continue
-        files = [folder / f"{stack}.npz" for folder in (before, after)]
-        if not all(file.is_file() for file in files):
-            yield Proof(stack, "held-loop logits equal to the original's", False, "no logits were kept")
-            continue
-        with np.load(files[0]) as old, np.load(files[1]) as new:
-            both = "held-loop" in old and "held-loop" in new
-            same = (
-                both
-                and old["held-loop"].size > 0
-                and np.array_equal(old["held-loop"], new["held-loop"], equal_nan=True)
-            )
-        yield Proof(stack, "held-loop logits equal to the original's, bit for bit", bool(same))
-
-
-def _run(report: Report, stack: str, experiment: str) -> Run | None:
-    return next((run for run in report.runs if run.stack == stack and run.experiment == experiment), None)
-
-
-def _fix_report(
-    before: Report, after: Report, treatments: tuple[Treatment, ...], proof: tuple[Proof, ...], request: Request
-) -> Report:
-    advice = dict.fromkeys(line for treatment in treatments for repair in treatment.repairs for line in repair.advice)
-    record = replace(
-        _record(before, treatments, proof),
-        out=request.out,
-        after=Side(after.verdict, after.findings),
-        advice=tuple(advice),
-    )
-    measured = {"before": before.measured, "after": after.measured}
-    note = () if request.out is not None else ("nothing was written: this shows what would be",)
-    return replace(after, command="re-export", repair=record, measured=measured, notes=(*after.notes, *note))
-
-
-def _nothing_done(before: Report) -> Report:
-    text = "nothing to repair on the graph: no copy was written"
-    if before.verdict == "unhealthy":
-        text = "no repair on the graph is known for what was found: no copy was written"
-    return replace(before, command="re-export", repair=_record(before), notes=(*before.notes, text))
-
-
-def _unproved(before: Report, treatments: tuple[Treatment, ...], proof: tuple[Proof, ...]) -> Report:
-    failed = "; ".join(f"{entry.claim} ({entry.detail or 'no'})" for entry in proof if not entry.holds)
-    note = f"the repair was not proved, so no copy was written; what did not hold: {failed}"
-    record = _record(before, treatments, proof)
-    return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
-
-
-def _record(before: Report, treatments: tuple[Treatment, ...] = (), proof: tuple[Proof, ...] = ()) -> RepairRecord:
-    return RepairRecord(
-        source=before.model.path,
-        out=None,
-        changes=tuple(change for treatment in treatments for change in treatment.changes),
-        before=Side(before.verdict, before.findings),
-        after=None,
-        proof=proof,
-    )
-
-
-def _write_reports(target: Path, report: Report) -> None:
-    from kvdoctor.report import machine, markdown
-
-    write_whole(target / "kvdoctor-report.md", markdown.render(report))
-    write_whole(target / MARK, machine.render(report))
+            close = difflib.get_close_matches(name, known, 1, 0.4)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UsageError(f"there is no repair {name!r}{hint} The repairs are {', '.join(sorted(known))}")

@@ -36,7 +36,7 @@ class Source:
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
-        self.size = os.fstat(file.fileno()).st_size
+        self.size = file.seek(0, os.SEEK_END)
         self.window = b""
         self.base = 0
 

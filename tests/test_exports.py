@@ -11,6 +11,8 @@ import onnx
 import pytest
 from sampling import sampled
 
+from kvdoctor import __version__
+
 ROOT = Path(__file__).parent.parent
 EXPORTS = ROOT / "fixtures" / "exports"
 MERGED = ["marian-4.46.3", "marian-4.57.6", "t5", "whisper"]
@@ -131,12 +133,18 @@ def test_re_export_changes_nothing_else(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {*before, "kvdoctor-report.md", "kvdoctor-report.json"}
 
     old, new = onnx.load(str(source / "decoder_model_merged.onnx")), onnx.load(str(out / "decoder_model_merged.onnx"))
-    assert (old.ir_version, old.opset_import, old.producer_name, old.metadata_props) == (
+    assert (old.ir_version, old.opset_import, old.producer_name) == (
         new.ir_version,
         new.opset_import,
         new.producer_name,
-        new.metadata_props,
     )
+    added = {entry.key: entry.value for entry in new.metadata_props if entry not in old.metadata_props}
+    assert all(entry in new.metadata_props for entry in old.metadata_props)
+    assert added == {
+        "kvdoctor.version": __version__,
+        "kvdoctor.source": "decoder_model_merged.onnx",
+        "kvdoctor.repairs": "pass-through",
+    }
     assert [value.SerializeToString() for value in old.graph.initializer] == [
         value.SerializeToString() for value in new.graph.initializer
     ]

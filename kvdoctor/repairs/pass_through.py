@@ -7,16 +7,16 @@ names, initializers and declarations stand as they were.
 An `Identity` is needed because a branch may not return a value of the outer graph directly (ONNX, operator `If`).
 """
 
-from kvdoctor.contract import CacheContract, Slot, describe
-from kvdoctor.graph import GraphView, declared
+from kvdoctor.contract import Slot, describe
+from kvdoctor.graph import declared
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, ValueInfoProto
-from kvdoctor.repairs import Repair
-from kvdoctor.report.document import Change
+from kvdoctor.repairs import Change, Patient, Repair
 
 
-def apply(model: ModelProto, contract: CacheContract) -> tuple[Change, ...]:
-    """Replace what makes every emptied output of the decode step. Changes `model` in place."""
-    view, file = GraphView(model), contract.graph("decode").file
+def apply(patient: Patient) -> tuple[Change, ...]:
+    """Replace what makes every emptied output of the decode step."""
+    contract, file = patient.drivable, patient.file_of("decode")
+    model, view = patient.model(file), patient.view(file)
     # Asked of the graph as it is, before anything is changed.
     behind = {slot.past: view.behind(slot.present or "") for slot in contract.slots if slot.emptied}
     place = f'If "{view.branches[1].node.name}", cached branch' if view.branches else "main graph"
@@ -83,7 +83,9 @@ def _declare(graph: GraphProto, output: ValueInfoProto, past: ValueInfoProto, wh
 
 REPAIR = Repair(
     name="pass-through",
-    mends="cross-cache-emptied",
+    mends=("cross-cache-emptied",),
+    stage="slots",
+    keeps="bits",
     apply=apply,
     advice=(
         "Hold: keep the cross-attention outputs (present.*.encoder.*) of the first step, and feed those values at "

@@ -84,8 +84,54 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
+class AppliedRepair:
+    """A repair that changed something: the checks it mends, and what of the original's numbers it must keep."""
+
+    stack: str
+    name: str
+    mends: tuple[str, ...]
+    keeps: str
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unmended:
+    """A finding that was not repaired on the graph: by which repair, why not, and what would do it instead.
+
+    `repair` is empty where none is known.
+    """
+
+    stack: str | None
+    finding: str
+    repair: str
+    reason: str
+    instead: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FileDiff:
+    """What is other in a changed file: lines that begin with `-` or `+`; `left_out` more are not shown."""
+
+    file: str
+    lines: tuple[str, ...]
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedFile:
+    """A file that was written anew: the SHA-256 of the source's, and of OUT's."""
+
+    path: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
 class RepairRecord:
-    """What `re-export` did. `out` is None where nothing was written; `advice` is for those who cannot take the copy."""
+    """What `re-export` did. `out` is None where nothing was written; `advice` is for those who cannot take the copy.
+
+    `proved` says that all of `proof` holds, and there is some.
+    """
 
     source: str
     out: str | None
@@ -94,6 +140,12 @@ class RepairRecord:
     after: Side | None
     proof: tuple[Proof, ...]
     advice: tuple[str, ...] = ()
+    repairs: tuple[AppliedRepair, ...] = ()
+    unmended: tuple[Unmended, ...] = ()
+    diff: tuple[FileDiff, ...] = ()
+    files: tuple[ChangedFile, ...] = ()
+    undo: tuple[str, ...] = ()
+    proved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +211,14 @@ def decide(
 
 
 def exit_code(report: Report, fail_on: FailOn) -> int:
-    """0, 1 or 3 by the verdict; with `never` findings do not count, but what could not be checked does."""
+    """0, 1 or 3 by the verdict; with `never` findings do not count, but what could not be checked does.
+
+    A repair that was not proved is never 0.
+    """
     if report.reproducer is not None and report.reproducer.out is None:
         return EXIT_INCOMPLETE
+    if report.repair is not None and not all(entry.holds for entry in report.repair.proof):
+        return EXIT_FINDINGS
     if report.verdict == "unhealthy" and fail_on != "never":
         return EXIT_FINDINGS
     return EXIT_INCOMPLETE if _is_open(report.findings, report.not_checked) else EXIT_HEALTHY

@@ -1,0 +1,146 @@
+"""What a second diagnosis must show of a repaired stack: the fault is gone, nothing new came, the numbers are right."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.cure.treatment import Applied, concerns
+from kvdoctor.parity import compare, judge
+from kvdoctor.repairs import Keeps
+from kvdoctor.report.document import Proof, Report
+from kvdoctor.trace import Run
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LOOPS = ("plain-loop", "held-loop")
+STRICTEST: tuple[Keeps, ...] = ("reference", "first-step", "bits")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One diagnosis, and the folder in which each stack left the logits of its experiments."""
+
+    report: Report
+    logits: Path
+
+    def run(self, stack: str, experiment: str) -> Run | None:
+        """The run of an experiment on a stack."""
+        return next((r for r in self.report.runs if (r.stack, r.experiment) == (stack, experiment)), None)
+
+    def kept(self, stack: str, experiment: str) -> "np.ndarray[Any, Any] | None":
+        """The logits of all steps of an experiment, one after the other; None where none were left."""
+        import numpy as np
+
+        file = self.logits / f"{stack}.npz"
+        if not file.is_file():
+            return None
+        with np.load(file) as store:
+            return store[experiment] if experiment in store and store[experiment].size else None
+
+    def first_step(self, stack: str, experiment: str) -> "np.ndarray[Any, Any] | None":
+        """The logits of the first step of an experiment, float[batch, new, vocabulary]."""
+        run, kept, contract = self.run(stack, experiment), self.kept(stack, experiment), self.contract(stack)
+        port = contract.graph("prefill").port("logits") if contract is not None else None
+        if run is None or kept is None or not run.steps or port is None or port.name not in run.steps[0].returned:
+            return None
+        shape = run.steps[0].returned[port.name].shape
+        return kept[: math.prod(shape)].reshape(shape)
+
+    def contract(self, stack: str) -> CacheContract | None:
+        """The contract of a stack as this diagnosis read it."""
+        return next((known.contract for known in self.report.stacks if known.name == stack), None)
+
+
+def prove(applied: Iterable[Applied], before: Side, after: Side) -> Iterator[Proof]:
+    """One stack after the other: what holds of it, and what does not."""
+    by_stack: dict[str, list[Applied]] = {}
+    for one in applied:
+        by_stack.setdefault(one.stack, []).append(one)
+    for stack, mine in by_stack.items():
+        yield from _findings(stack, mine, before.report, after.report)
+        yield from _loops(stack, after)
+        yield from _numbers(stack, mine, before, after)
+
+
+def unhelpful(applied: Iterable[Applied], after: Report) -> Iterator[Applied]:
+    """The repairs that changed something, and whose finding is still there."""
+    for one in applied:
+        if _of_stack(after, one.stack).intersection(one.repair.mends):
+            yield one
+
+
+def _findings(stack: str, applied: list[Applied], before: Report, after: Report) -> Iterator[Proof]:
+    known, mine = _of_stack(before, stack), _of_stack(after, stack)
+    mended = {name for one in applied for name in one.repair.mends if name in known}
+    for name in sorted(mended):
+        yield Proof(stack, f"{name} is gone", name not in mine)
+    fresh = [
+        finding.name
+        for finding in after.findings
+        if finding.name in mine - known and finding.severity != "note" and finding.stack in (stack, None)
+    ]
+    yield Proof(stack, "no finding that was not there before", not fresh, ", ".join(fresh))
+
+
+def _of_stack(report: Report, stack: str) -> set[str]:
+    files = next((known.files for known in report.stacks if known.name == stack), ())
+    return {finding.name for finding in report.findings if concerns(finding, stack, files)}
+
+
+def _loops(stack: str, after: Side) -> Iterator[Proof]:
+    ran = False
+    for experiment in LOOPS:
+        run = after.run(stack, experiment)
+        if run is not None and run.outcome != "skipped":
+            ran = True
+            worst = max((s.difference.relative for s in run.steps if s.difference), default=0.0)
+            text = f"{len(run.steps)} steps, logits within {worst:.1e} of their spread of the reference run"
+            yield Proof(stack, f"{experiment} passes", run.shows == "passed", text)
+    if not ran:
+        yield Proof(stack, "plain-loop passes", False, "no loop could be run on the repaired model")
+
+
+def _numbers(stack: str, applied: list[Applied], before: Side, after: Side) -> Iterator[Proof]:
+    """Held against the original, as far as it gave anything: the least that one of the repairs must keep."""
+    keeps = min((one.repair.keeps for one in applied), key=STRICTEST.index)
+    if keeps == "bits":
+        untouched = [name for name in LOOPS if _is_whole(before.run(stack, name), name)]
+        for experiment in untouched:
+            claim = f"{experiment} logits equal to the original's, bit for bit"
+            yield Proof(stack, claim, _equal(before.kept(stack, experiment), after.kept(stack, experiment)))
+        if untouched:
+            return
+    for experiment in LOOPS:
+        old, new = before.first_step(stack, experiment), after.first_step(stack, experiment)
+        if old is not None:
+            yield _first_step(stack, keeps, old, new, after.contract(stack))
+            return
+
+
+def _is_whole(run: Run | None, experiment: str) -> bool:
+    """Whether the original's run went to its end on a way that a repair leaves as it was: the held loop always does."""
+    ended = (
+        ("passed", "ambiguous") if experiment == "plain-loop" else ("passed", "ambiguous", "inconclusive", "differs")
+    )
+    return run is not None and run.outcome in ended
+
+
+def _first_step(stack: str, keeps: Keeps, old: Any, new: Any, contract: CacheContract | None) -> Proof:
+    if keeps != "reference":
+        return Proof(stack, "logits of the first step equal to the original's, bit for bit", _equal(old, new))
+    claim = "logits of the first step are those of the original"
+    if new is None or contract is None or new.shape != old.shape:
+        return Proof(stack, claim, False, "no logits of that shape")
+    found = compare(new, old, contract.exactness)
+    text = f"within {found.relative:.1e} of their spread" if found.finite else "not finite"
+    return Proof(stack, claim, judge(found, contract.exactness) == "pass", text)
+
+
+def _equal(old: Any, new: Any) -> bool:
+    import numpy as np
+
+    return old is not None and new is not None and bool(np.array_equal(old, new, equal_nan=True))

@@ -1,0 +1,155 @@
+"""What `re-export` tells: the record of a repair, what it cost, and what is left to the caller."""
+
+import hashlib
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvdoctor.cure.diff import diff
+from kvdoctor.cure.surgery import Outcome, Surgery
+from kvdoctor.repairs import load, named
+from kvdoctor.report.document import (
+    AppliedRepair,
+    ChangedFile,
+    FileDiff,
+    RepairRecord,
+    Report,
+    Unmended,
+)
+from kvdoctor.report.document import (
+    Side as Found,
+)
+from kvdoctor.skeleton import read_skeleton
+
+
+def fix_report(surgery: Surgery, outcome: Outcome, out: str | None) -> Report:
+    """The report of a repair; `out` is None where nothing is written."""
+    before, after = outcome.before.report, outcome.after.report
+    advice = dict.fromkeys(line for one in outcome.applied for line in one.repair.advice)
+    record = replace(
+        _record(outcome),
+        out=out,
+        after=Found(after.verdict, after.findings),
+        advice=tuple(advice),
+        unmended=(*outcome.unmended, *_not_repairable(after, outcome.unmended)),
+        diff=tuple(_diffs(surgery, outcome)),
+        files=tuple(_files(surgery, outcome)),
+        undo=_undo(before.model.path, out),
+    )
+    measured = {"before": before.measured, "after": after.measured, "cost": _cost(surgery)}
+    notes = list(after.notes)
+    if out is None:
+        notes.append("nothing was written: this shows what would be")
+    if not outcome.holds:
+        notes.append(f"NOT PROVED; what did not hold: {_failed(outcome)}")
+    return replace(after, command="re-export", repair=record, measured=measured, notes=tuple(notes))
+
+
+def nothing_done(before: Report, unmended: tuple[Unmended, ...], fix: tuple[str, ...]) -> Report:
+    """The report where no repair changed anything."""
+    left = (*unmended, *_not_repairable(before, unmended))
+    text = "nothing to repair on the graph: no copy was written"
+    if fix:
+        calls = "; ".join(f"{name} mends {', '.join(found.mends)}" for name in fix if (found := named(name)))
+        text = f"none of the repairs asked for has anything to mend here ({calls}): no copy was written"
+    elif before.verdict == "unhealthy":
+        text = "no repair on the graph is known for what was found: no copy was written"
+    record = RepairRecord(before.model.path, None, (), Found(before.verdict, before.findings), None, (), unmended=left)
+    return replace(before, command="re-export", repair=record, notes=(*before.notes, text))
+
+
+def unproved(surgery: Surgery, outcome: Outcome) -> Report:
+    """The report where repairs did not do what they must: nothing is written."""
+    before = outcome.before.report
+    note = (
+        f"the repair was not proved, so no copy was written; what did not hold: {_failed(outcome)}; --keep-unproved "
+        "writes it all the same"
+    )
+    record = replace(
+        _record(outcome),
+        unmended=(*outcome.unmended, *_not_repairable(before, outcome.unmended)),
+        diff=tuple(_diffs(surgery, outcome)),
+    )
+    return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
+
+
+def _record(outcome: Outcome) -> RepairRecord:
+    before = outcome.before.report
+    return RepairRecord(
+        source=before.model.path,
+        out=None,
+        changes=tuple(change for one in outcome.applied for change in one.changes),
+        before=Found(before.verdict, before.findings),
+        after=None,
+        proof=outcome.proof,
+        repairs=tuple(
+            AppliedRepair(one.stack, one.repair.name, one.repair.mends, one.repair.keeps, one.repair.summary)
+            for one in outcome.applied
+        ),
+        proved=outcome.holds,
+    )
+
+
+def _failed(outcome: Outcome) -> str:
+    return "; ".join(f"{entry.claim} ({entry.detail or 'no'})" for entry in outcome.proof if not entry.holds)
+
+
+def _not_repairable(report: Report, told: Iterable[Unmended]) -> Iterator[Unmended]:
+    """What is left of warnings and errors, and what each check says would do it."""
+    known = {entry.finding for entry in told}
+    mended = {name for repair in load() for name in repair.mends}
+    for finding in report.findings:
+        if finding.severity != "note" and finding.name not in known and finding.name not in mended:
+            known.add(finding.name)
+            reason = "no repair on the graph is known"
+            instead = f"{finding.repair.text}" + (f": {finding.repair.command}" if finding.repair.command else "")
+            yield Unmended(finding.stack, finding.name, "", reason, instead)
+
+
+def _changed_names(outcome: Outcome) -> list[str]:
+    return sorted({change.file for one in outcome.applied for change in one.changes})
+
+
+def _diffs(surgery: Surgery, outcome: Outcome) -> Iterator[FileDiff]:
+    """What is other in each changed graph, and in each changed config."""
+    for name in _changed_names(outcome):
+        source = next((file.path for file in surgery.folder.files if file.name == name), None)
+        if source is not None:
+            yield diff(name, read_skeleton(source).model, read_skeleton(surgery.at / name).model)
+
+
+def _files(surgery: Surgery, outcome: Outcome) -> Iterator[ChangedFile]:
+    """The digests of what was written anew, and of what stands in its place in the source."""
+    for name in _changed_names(outcome):
+        source, made = surgery.folder.root / name, surgery.at / name
+        if source.is_file() and made.is_file():
+            yield ChangedFile(name, _sha256(source), _sha256(made))
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _undo(source: str, out: str | None) -> tuple[str, ...]:
+    if out is None:
+        return ()
+    return (
+        f"The original at {source} was read and never written to.",
+        f"To undo, delete the copy: rm -r {shlex.quote(out)}",
+    )
+
+
+def _cost(surgery: Surgery) -> dict[str, Any]:
+    """Bytes on disk of the whole export, before and after."""
+    model = surgery.folder
+    sizes = {file.path: file.skeleton.bytes_on_disk for file in model.files if file.skeleton}
+    sizes |= {external.path: external.bytes or 0 for file in model.files for external in file.external}
+    places = [surgery.at / path.relative_to(model.root) for path in sizes if path.is_relative_to(model.root)]
+    after = sum(place.stat().st_size for place in places if place.is_file())
+    return {"bytes_before": sum(sizes.values()), "bytes_after": after}

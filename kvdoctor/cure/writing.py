@@ -1,0 +1,83 @@
+"""The files of OUT: copied whole where nothing changed, written anew where something did."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kvdoctor import __version__
+from kvdoctor.cure.splicing import write_model
+from kvdoctor.model_folder import ModelFolder
+from kvdoctor.onnx_schema import ModelProto
+from kvdoctor.out_folder import MARK, copy_whole, regular_files, write_whole
+from kvdoctor.patient import SIDE_CARS, WorkingCopy
+from kvdoctor.report.document import Report
+
+REPORTS = (MARK, "kvdoctor-report.md", "kvdoctor-report.html")
+PROVENANCE = "kvdoctor."
+"""What the names of entries in `metadata_props` that say what kvdoctor did begin with."""
+
+
+def copy_export(folder: ModelFolder, target: Path) -> None:
+    """Copy the export as it is; weights once, and never by a link."""
+    for path in _belonging(folder):
+        if path.name not in REPORTS:
+            copy_whole(path, target / path.relative_to(folder.root))
+
+
+def write_changed(copy: WorkingCopy, target: Path, repairs: dict[str, tuple[str, ...]]) -> None:
+    """Write the changed files over their copies; `repairs` are the names of those that changed each file.
+
+    Raises:
+        UsageError: a changed graph does not fit into a file.
+        OSError: a file cannot be written.
+    """
+    for name in sorted(copy.changed):
+        if name in copy.models:
+            source = copy.file(name).path
+            model = ModelProto()
+            model.CopyFrom(copy.models[name])
+            note_provenance(model, source.name, repairs.get(name, ()))
+            write_model(model, source, target / name)
+        elif (path := copy.side_car_path(name)) is not None:
+            place = target / path.relative_to(copy.folder.root)
+            place.write_text(json.dumps(copy.side_cars[name], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def put_back(folder: ModelFolder, names: Iterable[str], target: Path) -> None:
+    """Make the changed files of OUT what they are in the source, for another attempt."""
+    for name in names:
+        place, source = target / name, folder.root / name
+        if place.is_file() and source.is_file():
+            place.unlink()
+            copy_whole(source, place)
+
+
+def write_reports(target: Path, report: Report) -> None:
+    """Write the fix report beside the model."""
+    from kvdoctor.report import machine, markdown
+
+    write_whole(target / "kvdoctor-report.md", markdown.render(report))
+    write_whole(target / MARK, machine.render(report))
+
+
+def note_provenance(model: ModelProto, source: str, repairs: Iterable[str]) -> None:
+    """Say in the model who changed what: no time of day and no folder, so that equal repairs give equal files."""
+    earlier = {entry.key: entry.value for entry in model.metadata_props}
+    done = [*filter(None, earlier.get(f"{PROVENANCE}repairs", "").split(", ")), *repairs]
+    facts = {"version": __version__, "source": source, "repairs": ", ".join(dict.fromkeys(done))}
+    kept = [entry for entry in model.metadata_props if not entry.key.startswith(PROVENANCE)]
+    del model.metadata_props[:]
+    model.metadata_props.extend(kept)
+    for key, value in facts.items():
+        model.metadata_props.add(key=PROVENANCE + key, value=value)
+
+
+def _belonging(folder: ModelFolder) -> Iterator[Path]:
+    """The files of the export: everything below a folder; for a single file its stack, its data and its configs."""
+    if Path(folder.shown).is_dir():
+        yield from regular_files(folder.root)
+        return
+    wanted = {file.path for file in folder.files}
+    wanted |= {external.path for file in folder.files for external in file.external}
+    wanted |= {folder.root / name for name in SIDE_CARS if (folder.root / name).is_file()}
+    yield from sorted(wanted)
