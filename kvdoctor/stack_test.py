@@ -9,7 +9,7 @@ from kvdoctor.findings import NotChecked, Verdicts
 from kvdoctor.obstacles import obstacles
 from kvdoctor.options import Options
 from kvdoctor.reading import with_observed
-from kvdoctor.reference import CannotCompare, Checkpoint, hold
+from kvdoctor.reference import CannotCompare, Checkpoint, hold, hold_greedy
 from kvdoctor.runtimes import Examined, Job, Runtime
 from kvdoctor.second_look import second_look
 from kvdoctor.trace import REPLAY, Node, Run
@@ -102,6 +102,7 @@ def held_against(case: Case, checkpoint: Checkpoint | None, logits: Path | None,
         return case
     try:
         run = hold(case.stack, case.contract, case.runs, logits, checkpoint)
+        words = hold_greedy(case.contract, case.runs, logits, checkpoint)
     except CannotCompare as reason:
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", str(reason), essential=True))
         return case
@@ -111,7 +112,8 @@ def held_against(case: Case, checkpoint: Checkpoint | None, logits: Path | None,
     }.get(run.outcome)
     if open_end is not None:
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", f"{open_end}: {run.reason}", essential=True))
-    return replace(case, runs=tuple(run if run.experiment == each.experiment else each for each in case.runs))
+    held = {each.experiment: each for each in (run, words) if each is not None}
+    return replace(case, runs=tuple(held.get(each.experiment, each) for each in case.runs))
 
 
 def placed(case: Case, options: Options, runtime: Runtime, calls: Path) -> Case:

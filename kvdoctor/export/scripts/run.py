@@ -5,7 +5,8 @@ exporter; `checkpoint`, a folder or a model of the hub; `out`, the folder to wri
 downloaded; `task`, `dtype` and `opset`, each null where the exporter may choose; and `flags` of that exporter.
 
 Each line of standard output is a JSON object: the versions of the libraries, then `doing`, what is being done, and at
-the end `made`, the files, or `failed`, the reason. Code of a checkpoint is never run, its weights are never unpickled.
+the end `made`, the files, or `failed`, the reason, with its `stage`: config, weights or export. Code of a checkpoint is
+never run, its weights are never unpickled.
 """
 
 import contextlib
@@ -51,6 +52,7 @@ class Job:
         self.flags: dict[str, Any] = asked["flags"]
         self.given: dict[str, Any] = {"local_files_only": bool(asked["local"]), "trust_remote_code": False}
         self._tell = tell
+        self.stage = "config"
 
     def doing(self, text: str) -> None:
         """Say what is being done."""
@@ -67,8 +69,10 @@ class Job:
             CannotExport: it lacks weights, which would be made up, or no class gives logits from it.
         """
         config = self.config()
+        named = model_class(config)
+        self.stage = "weights"
         self.doing("loading the checkpoint")
-        model, info = model_class(config).from_pretrained(
+        model, info = named.from_pretrained(
             self.checkpoint,
             config=config,
             torch_dtype=DTYPES[self.dtype],
@@ -78,8 +82,9 @@ class Job:
         )
         lacking = sorted(info["missing_keys"])
         if lacking or info["mismatched_keys"]:
-            named = ", ".join(map(str, (lacking or list(info["mismatched_keys"]))[:3]))
-            raise CannotExport(f"its weights do not fill {type(model).__name__}: {named} missing or of another shape")
+            keys = ", ".join(map(str, (lacking or list(info["mismatched_keys"]))[:3]))
+            raise CannotExport(f"its weights do not fill {type(model).__name__}: {keys} missing or of another shape")
+        self.stage = "export"
         return model.eval()
 
 
@@ -111,16 +116,16 @@ def main() -> None:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     tell(torch=torch.__version__, transformers=transformers.__version__)
     script = Path(__file__).with_name(asked["script"])
+    job = Job(asked, tell)
     try:
         export = runpy.run_path(str(script))["export"]
-        job = Job(asked, tell)
         job.out.mkdir(parents=True, exist_ok=True)
         versions = export(job)
         made = sorted(path.relative_to(job.out).as_posix() for path in job.out.rglob("*") if path.is_file())
         tell(made=made, versions={"torch": torch.__version__, "transformers": transformers.__version__, **versions})
     except Exception as error:  # whatever a checkpoint makes these libraries raise is the answer
         traceback.print_exc()
-        tell(failed=_words(error))
+        tell(failed=_words(error), stage=job.stage)
 
 
 def _words(error: BaseException) -> str:

@@ -28,6 +28,7 @@ def export(job: Any) -> dict[str, str]:
 def _folder(job: Any) -> str:
     """Where the checkpoint lies: the builder would download a model of the hub into a cache of its own."""
     if Path(job.checkpoint).is_dir():
-        return job.checkpoint
+        return str(job.checkpoint)
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt"]
-    return snapshot_download(job.checkpoint, allow_patterns=patterns, local_files_only=job.given["local_files_only"])
+    local = job.given["local_files_only"]
+    return str(snapshot_download(job.checkpoint, allow_patterns=patterns, local_files_only=local))

@@ -1,6 +1,6 @@
 """Exports with Hugging Face Optimum: decoder, decoder with past, and both merged. Run by run.py.
 
-Flags: `merge`, whether the two decoders are merged as well, and `shapes`, sizes of the sample inputs by Optimum's names.
+Flags: `merge`, whether the two decoders are merged as well, and `shapes`, sizes of the sample by Optimum's names.
 """
 
 from importlib import metadata

@@ -47,14 +47,14 @@ def sample(model: Any, flags: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The arguments of `generate` that the graphs are traced with."""
     config, rows = model.config, flags["rows"]
     if model.main_input_name == "input_features":
-        shape = (rows, config.num_mel_bins, 2 * config.max_source_positions)
-        inputs = {"input_features": torch.randn(shape, dtype=model.dtype)}
+        features = (rows, config.num_mel_bins, 2 * config.max_source_positions)
+        inputs = {"input_features": torch.randn(features, dtype=model.dtype)}
     elif model.main_input_name == "pixel_values":
         vision = getattr(config, "encoder", None) or getattr(config, "vision_config", config)
         size = vision.image_size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        shape = (rows, getattr(vision, "num_channels", 3), height, width)
-        inputs = {"pixel_values": torch.randn(shape, dtype=model.dtype)}
+        pixels = (rows, getattr(vision, "num_channels", 3), height, width)
+        inputs = {"pixel_values": torch.randn(pixels, dtype=model.dtype)}
     elif model.main_input_name == "input_ids":
         ids = _tokens(config, rows, flags["source"] if config.is_encoder_decoder else flags["prompt"])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
