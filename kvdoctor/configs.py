@@ -120,9 +120,13 @@ def configured(config: dict[str, Any], genai: dict[str, Any]) -> Configured:
     )
 
 
+DECODER_PARTS = ("decoder", "text_config")
+"""Where a config.json that describes several models keeps that of its decoder."""
+
+
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a config.json that describes the decoder: nested for vision and speech encoder-decoders."""
-    for key in ("decoder", "text_config"):
+    for key in DECODER_PARTS:
         if isinstance(config.get(key), dict):
             return dict(config[key])
     return config

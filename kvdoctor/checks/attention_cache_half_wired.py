@@ -54,9 +54,9 @@ def _faults(view: GraphView) -> Iterator[tuple[list[NodeProto], str, str]]:
             ports = ports_of(node.domain if node.domain != "ai.onnx" else "", node.op_type)
             if ports is None:
                 continue
-            if any(_given(node.input, at) and not _given(node.output, out) for at, (_, out) in ports.pasts.items()):
+            if any(given(node.input, at) and not given(node.output, out) for at, (_, out) in ports.pasts.items()):
                 silent.append(node)
-            elif _counts_whole(node, ports, scope):
+            elif counts_whole(node, ports, scope):
                 off.append(node)
     if silent:
         yield silent, "present outputs for the past that it takes", "name the present outputs of the node"
@@ -64,15 +64,15 @@ def _faults(view: GraphView) -> Iterator[tuple[list[NodeProto], str, str]]:
         yield off, "seqlens_k = total length - 1", "subtract one from the sum of the mask"
 
 
-def _given(names: Sequence[str], at: int) -> bool:
+def given(names: Sequence[str], at: int) -> bool:
     """Whether an optional input or output is there."""
     return at < len(names) and bool(names[at])
 
 
-def _counts_whole(node: NodeProto, ports: CachePorts, scope: Scope) -> bool:
+def counts_whole(node: NodeProto, ports: CachePorts, scope: Scope) -> bool:
     """Whether `seqlens_k` is the sum of a mask with nothing subtracted."""
     at = next((index for index, role in ports.roles.items() if role == "last_index"), None)
-    if at is None or not _given(node.input, at):
+    if at is None or not given(node.input, at):
         return False
     source = scope.producers.get(scope.through(node.input[at], SAME_NUMBER))
     return source is not None and source.op_type == "ReduceSum"

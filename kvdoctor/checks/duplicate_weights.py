@@ -59,7 +59,7 @@ def duplicate_weights(case: Case) -> Iterator[Fault]:
     for file in case.stack.files.values():
         try:
             weights = list(_stored(file))
-            copies = [same for same in _alike(weights).values() if len(same) > 1]
+            copies = [same for same in alike(weights).values() if len(same) > 1]
         except (OSError, UnreadableError) as error:
             raise CannotCheck(f"{file.name} could not be read again: {error}") from None
         wasted = sum(weight.length for same in copies for weight in same[1:])
@@ -86,15 +86,21 @@ def _stored(file: OnnxFile) -> Iterator[Stored]:
         return
     for scope in GraphView(read_skeleton(file.path, located=True).model).scopes():
         for tensor in scope.graph.initializer:
-            facts = {entry.key: entry.value for entry in tensor.external_data}
-            offset, length = facts.get("offset") or "0", facts.get("length") or "0"
-            path = {**places, file.path.name: file.path}.get(facts.get("location", ""))
-            if path is None or tensor.data_location != TensorProto.EXTERNAL or int(length) < SMALLEST:
-                continue
-            yield Stored(tensor.name, (tensor.data_type, *tensor.dims), path, int(offset), int(length))
+            if (weight := stored(tensor, {**places, file.path.name: file.path})) is not None:
+                yield weight
 
 
-def _alike(weights: list[Stored]) -> dict[bytes, list[Stored]]:
+def stored(tensor: TensorProto, places: dict[str, Path]) -> Stored | None:
+    """Where the bytes of a large initializer lie, by the files that locations name; None for a small one."""
+    facts = {entry.key: entry.value for entry in tensor.external_data}
+    offset, length = facts.get("offset") or "0", facts.get("length") or "0"
+    path = places.get(facts.get("location", ""))
+    if path is None or tensor.data_location != TensorProto.EXTERNAL or int(length) < SMALLEST:
+        return None
+    return Stored(tensor.name, (tensor.data_type, *tensor.dims), path, int(offset), int(length))
+
+
+def alike(weights: list[Stored]) -> dict[bytes, list[Stored]]:
     """Weights by content, of those that share type, shape and first bytes with another."""
     heads: dict[tuple[object, ...], list[Stored]] = {}
     for weight in weights:

@@ -16,20 +16,22 @@ from kvdoctor.report.document import Change
 
 __all__ = ("CannotRepair", "Change", "Patient", "Repair", "load", "named")
 
-Stage = Literal["file", "session", "slots", "axes", "values", "names", "weights", "side-cars"]
-STAGES: tuple[Stage, ...] = ("file", "session", "slots", "axes", "values", "names", "weights", "side-cars")
+Stage = Literal["file", "session", "ports", "slots", "axes", "values", "names", "weights", "side-cars"]
+STAGES: tuple[Stage, ...] = ("file", "session", "ports", "slots", "axes", "values", "names", "weights", "side-cars")
 """Repairs are applied in this order.
 
-The file as such (sorted, named); what keeps the runtime from opening it; which output is which slot; axes that are
-frozen or baked in; what is computed; declared names and sizes; weights, hoisted and merged; the configs beside it.
+The file as such (sorted, named); what keeps the runtime from opening it; which input or output is which slot; what
+comes back of each; axes that are frozen or baked in; what is computed; declared names and sizes; weights, hoisted and
+merged; the configs beside it.
 """
 
-Keeps = Literal["bits", "first-step", "reference"]
+Keeps = Literal["bits", "first-step", "reference", "own"]
 """What of the original's numbers the repaired model must still give, besides parity of its own loops.
 
 bits: the logits of the held loop, and of the plain loop where that passed before, bit for bit. first-step: those of the
 first step bit for bit, for a fault that spoils what comes after. reference: those of the first step within the noise of
-the arithmetic, for a repair that computes another way.
+the arithmetic, for a repair that computes another way. own: nothing, since the fault is in all of the original's
+numbers: the repair must say by which rule its own are right.
 """
 
 

@@ -1,6 +1,7 @@
 """Makes a decode step return the cross-attention cache it was given.
 
-Requires: a decode graph, or a cached branch, that returns nothing under the name of a present whose past is an input.
+Requires: a decode graph, or a cached branch, that returns nothing under the name of a present whose past is an input,
+or something else than the keys and values of the encoder that it was given.
 Ensures: that output is an `Identity` of the past, and is declared with the type of the past; all other nodes,
 names, initializers and declarations stand as they were.
 
@@ -8,7 +9,7 @@ An `Identity` is needed because a branch may not return a value of the outer gra
 """
 
 from kvdoctor.contract import Slot, describe
-from kvdoctor.graph import declared
+from kvdoctor.graph import GraphView, Scope, declared
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, ValueInfoProto
 from kvdoctor.repairs import Change, Patient, Repair
 
@@ -19,6 +20,9 @@ def apply(patient: Patient) -> tuple[Change, ...]:
     model, view = patient.model(file), patient.view(file)
     # Asked of the graph as it is, before anything is changed.
     behind = {slot.past: view.behind(slot.present or "") for slot in contract.slots if slot.emptied}
+    if patient.found("present-rewrites-past"):
+        held = (slot for slot in contract.slots if slot.kind == "cross-attention" and slot.carry == "hold")
+        behind |= {slot.past: found for slot in held if (found := _other_than_past(view, slot)) is not None}
     place = f'If "{view.branches[1].node.name}", cached branch' if view.branches else "main graph"
     changes: list[Change] = []
     for slot in contract.slots:
@@ -26,6 +30,14 @@ def apply(patient: Patient) -> tuple[Change, ...]:
             scope, name = behind[slot.past]
             changes += _pass_through(model, scope.graph, slot, name, (file, place))
     return tuple(changes)
+
+
+def _other_than_past(view: GraphView, slot: Slot) -> tuple[Scope, str] | None:
+    """Where a present comes from that must be its past, and is made by some node from whatever else."""
+    if slot.present is None or slot.present not in view.outputs:
+        return None
+    scope, name = view.behind(slot.present)
+    return None if scope.through(name, {"Identity"}) == slot.past else (scope, name)
 
 
 def _pass_through(model: ModelProto, graph: GraphProto, slot: Slot, name: str, at: tuple[str, str]) -> list[Change]:
@@ -83,7 +95,7 @@ def _declare(graph: GraphProto, output: ValueInfoProto, past: ValueInfoProto, wh
 
 REPAIR = Repair(
     name="pass-through",
-    mends=("cross-cache-emptied",),
+    mends=("cross-cache-emptied", "present-rewrites-past"),
     stage="slots",
     keeps="bits",
     apply=apply,
