@@ -142,7 +142,11 @@ def _cured(bed: _Bed, known: Known, made: Made, source: Path, target: Path) -> t
     held.mkdir()
     _say(bed, "holding it against PyTorch")
     after = step_test(bed.shown, replace(plain, reference=bed.asked.checkpoint), bed.runtime, held, target)
-    outcome = replace(outcome, after=Side(after, held), proof=(*outcome.proof, *prove(after)))
+    outcome = replace(
+        outcome,
+        after=Side(after, held),
+        proof=(*outcome.proof, *prove(after, {entry.stack for entry in outcome.proof})),
+    )
     export = _record(known, made, before.report, after, left_out)
     report = fix_report(surgery, outcome, bed.asked.out) if _writes(bed, outcome) else unproved(surgery, outcome)
     return _told(report, bed, known, export), outcome.holds
@@ -162,15 +166,6 @@ def _told(report: Report, bed: _Bed, known: Known, export: ExportRecord) -> Repo
         before=known.before,
         export=export if written else replace(export, recipe=None),
     )
-    notes = [f"exported afresh from {export.checkpoint} with {export.exporter} ({_versions(export)})"]
-    notes += [f"{choice.what}: {choice.value} ({choice.because})" for choice in export.choices]
-    notes += [f"tried in vain: {failure}" for failure in export.failures]
-    if export.left_out:
-        notes.append(f"left out, since {known.sick.name} has none: {', '.join(export.left_out)}")
-    if export.ports:
-        names = ", ".join(dict.fromkeys(port.name for port in export.ports[:6]))
-        more = f" and {len(export.ports) - 6} more" if len(export.ports) > 6 else ""
-        notes.append(f"inputs and outputs that are other than in {known.sick.name}: {names}{more}")
     arguments = report.arguments | {
         "from": bed.asked.checkpoint,
         "exporter": bed.asked.exporter,
@@ -180,11 +175,7 @@ def _told(report: Report, bed: _Bed, known: Known, export: ExportRecord) -> Repo
         "because": bed.asked.because,
         "offline": bed.options.offline,
     }
-    return replace(report, repair=record, notes=(*notes, *report.notes), arguments=arguments)
-
-
-def _versions(export: ExportRecord) -> str:
-    return ", ".join(f"{name} {version}" for name, version in export.versions.items()) + f"; by {export.way}"
+    return replace(report, repair=record, arguments=arguments)
 
 
 def _record(known: Known, made: Made, before: Report, after: Report, left_out: tuple[str, ...]) -> ExportRecord:

@@ -42,7 +42,7 @@ def python_with(requirements: tuple[str, ...], offline: bool, log: "IO[str] | No
         return python
     if offline:
         raise CannotMake("it was not made before, and --offline forbids to download it")
-    if importlib.util.find_spec("venv") is None or _pip(place) is None:
+    if not can_make():
         raise CannotMake("this Python has no venv or no pip")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +69,11 @@ def cache_folder() -> Path:
 def is_kept(requirements: tuple[str, ...]) -> bool:
     """Whether an environment was made before."""
     return interpreter_of(cache_folder() / "python" / _key(requirements)).exists()
+
+
+def can_make() -> bool:
+    """Whether this Python has venv, and something to install with."""
+    return importlib.util.find_spec("venv") is not None and _pip(Path()) is not None
 
 
 def interpreter_of(folder: Path) -> Path:

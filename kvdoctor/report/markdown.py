@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kvdoctor.findings import Finding
 from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import parity_text, plan_text, wording
-from kvdoctor.report.document import RepairRecord, Report, StackFacts
+from kvdoctor.report import export_text, parity_text, plan_text, wording
+from kvdoctor.report.document import ExportRecord, RepairRecord, Report, StackFacts
 from kvdoctor.report.safe import code, markdown, shortened
 from kvdoctor.trace import Run
 
@@ -41,6 +41,8 @@ def _repair(record: RepairRecord) -> Iterator[str]:
     yield ""
     yield from _findings(record.before.findings)
     yield ""
+    if record.export is not None:
+        yield from _export(record.export, record.source)
     yield "## What was changed"
     yield ""
     rows = [[code(c.file), code(c.where), code(c.before), code(c.after)] for c in record.changes]
@@ -62,6 +64,22 @@ def _repair(record: RepairRecord) -> Iterator[str]:
         yield "A loop that cannot take the copy must change instead:"
         yield ""
         yield from (f"- {markdown(line)}" for line in record.advice)
+
+
+def _export(export: ExportRecord, replaced: str) -> Iterator[str]:
+    """How the export was made afresh, and what was found on it before any repair."""
+    yield "## How it was exported"
+    yield ""
+    said = export_text.title(export)
+    yield f"{markdown(said[0].upper() + said[1:])}."
+    yield ""
+    rows = [[markdown(label), code(text)] for label, text in export_text.rows(export, replaced)]
+    yield from table(["", ""], rows)
+    yield ""
+    yield "What was found on the fresh export, before any repair:"
+    yield ""
+    yield from _findings(export.findings)
+    yield ""
 
 
 def findings(report: Report) -> Iterator[str]:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import parity_text, plan_text, wording
+from kvdoctor.report import export_text, parity_text, plan_text, wording
 from kvdoctor.report.document import Report, StackFacts
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.trace import Run
@@ -189,7 +189,11 @@ class _Page:
     def repair(self, report: Report, show_diff: bool) -> None:
         """What was changed, and what proves it."""
         record = report.repair
-        if record is None or not record.changes:
+        if record is not None and record.export is not None:
+            self.line("")
+            self.line(export_text.title(record.export), "bold")
+            self.pairs(export_text.rows(record.export, record.source))
+        if record is None or not (record.changes or record.export):
             return
         everything = show_diff or self.verbosity > 0
         self.line("")

@@ -12,7 +12,7 @@ from kvdoctor.export.wishes import Choice, Wishes
 
 def flags(wishes: Wishes) -> tuple[dict[str, Any], tuple[Choice, ...]]:  # noqa: ARG001 - as the other exporters take it
     """The kernels that the graph is made for."""
-    return {"provider": "cpu"}, (Choice("kernels for", "cpu", "where it is diagnosed and proved"),)
+    return {"provider": "cpu"}, (Choice("kernels", "for the CPU", "where it is diagnosed and proved"),)
 
 
 EXPORTER = Exporter(

@@ -22,8 +22,8 @@ def flags(wishes: Wishes) -> tuple[dict[str, Any], tuple[Choice, ...]]:
     sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in SIZES.items())
     choices = (
         Choice("sample", sizes, why),
-        Choice("new tokens in a step", "2, where no recurrent state forbids it", "one would freeze their number at 1"),
-        Choice("padding in the sample", "yes", "a mask of ones alone does not reach the graphs"),
+        Choice("new tokens", "2 a step, where no recurrent state forbids it", "one would freeze their number at 1"),
+        Choice("padding", "in the sample", "a mask of ones alone does not reach the graphs"),
     )
     return {**SIZES, "multi_token": True, "padded": True}, choices
 
