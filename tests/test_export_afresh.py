@@ -370,6 +370,19 @@ def test_every_exporter_pins_what_it_needs() -> None:
     assert named("genai").opsets is None
 
 
+def test_the_page_on_exporting_has_the_pins() -> None:
+    page = (EXPORTS.parents[1] / "docs" / "export.md").read_text(encoding="utf-8")
+    table = [row.split("|")[2:5] for row in page.splitlines() if row.startswith(("| writes", "| pinned", "| `--"))]
+    for column, exporter in enumerate(load()):
+        cells = " ".join(row[column] for row in table)
+        pins = dict(requirement.split("==") for requirement in exporter.needs.requirements)
+        shown = dict(pin.split() for pin in table[1][column].split(","))
+        assert shown.items() <= pins.items()
+        assert ", ".join(exporter.dtypes) in cells
+        span = exporter.opsets
+        assert ("its own" if span is None else f"{span[0]} to {span[1]}") in cells
+
+
 def test_a_report_takes_the_place_of_a_diagnosis(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert call("inspect", MERGED, "--output", f"json={report}").code == 1

@@ -1,4 +1,4 @@
-"""Exports that `re-export --from` makes with the real exporters, run by real consumers: the greedy tokens of PyTorch."""
+"""Exports that `re-export --from` makes with the real exporters, run by real consumers: PyTorch's greedy tokens."""
 
 import json
 import shutil
