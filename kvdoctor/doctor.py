@@ -96,7 +96,7 @@ def step_test(
     contracts = {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
     options = _with_samples(options, tuple(contracts.values()))
     callers = _callers(options, contracts, verdicts) if options.trace is not None else {}
-    for stack in folder.stacks:
+    for stack in (stack for stack in folder.stacks if options.only is None or stack.name in options.only):
         contract = contracts[stack.name]
         case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
         case = replace(case, thorough=options.thorough, caller=callers.get(stack.name))
@@ -107,7 +107,8 @@ def step_test(
             stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
             measured[stack.name] = _measured(examined)
             before = len(verdicts.findings)
-            case = placed(_by_contract(case, options, verdicts), options, runtime, left.calls)
+            case = _by_contract(case, options, verdicts)
+            case = placed(case, options, runtime, left.calls) if options.locate else case
             _by_runs(case, options, verdicts, before)
         if case.caller is not None:
             run_checks(case, "caller", options.selection, verdicts)

@@ -6,6 +6,7 @@ its own; the graph repairs follow, then a diagnosis that holds the result agains
 
 import contextlib
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -148,7 +149,10 @@ def _cured(bed: _Bed, known: Known, made: Made, source: Path, target: Path) -> t
         proof=(*outcome.proof, *prove(after, {entry.stack for entry in outcome.proof})),
     )
     export = _record(known, made, before.report, after, left_out)
-    report = fix_report(surgery, outcome, bed.asked.out) if _writes(bed, outcome) else unproved(surgery, outcome)
+    if _writes(bed, outcome):
+        report = fix_report(surgery, outcome, bed.asked.out)
+    else:  # what holds it against PyTorch is the last diagnosis
+        report = unproved(surgery, replace(outcome, before=outcome.after))
     return _told(report, bed, known, export), outcome.holds
 
 
@@ -165,6 +169,7 @@ def _told(report: Report, bed: _Bed, known: Known, export: ExportRecord) -> Repo
         source=bed.asked.path or bed.asked.checkpoint,
         before=known.before,
         export=export if written else replace(export, recipe=None),
+        undo=(f"To undo, delete the export: rm -r {shlex.quote(bed.asked.out or '')}",) if written else (),
     )
     arguments = report.arguments | {
         "from": bed.asked.checkpoint,

@@ -15,7 +15,11 @@ from kvdoctor.uses import Required
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for, the same for every command."""
+    """What the user asked for, the same for every command.
+
+    `locate` says that the place of a fault is looked for in the graph, which takes as long again; `only` names
+    the stacks that are to be run, of those that lie at the path.
+    """
 
     consumer: Consumer = "plain"
     fail_on: FailOn = "error"
@@ -33,6 +37,8 @@ class Options:
     reference: str | None = None
     offline: bool = False
     load: Load = field(default_factory=Load)
+    locate: bool = True
+    only: frozenset[str] | None = None
     progress: Callable[[str, int, int], None] | None = None
 
     def as_arguments(self) -> dict[str, Any]:

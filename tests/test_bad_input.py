@@ -935,7 +935,7 @@ def test_nothing_that_can_be_read(what: str, tmp_path: Path) -> None:
 
 def assert_repaired(source: Path, out: Path, *, changed: str = "decoder_model_merged.onnx") -> None:
     """OUT is whole and stands alone: plain files, of which only the repaired one and the reports are new."""
-    new = {changed, "kvdoctor-report.json", "kvdoctor-report.md"}
+    new = {changed, "kvdoctor-report.json", "kvdoctor-report.md", "kvdoctor-report.html"}
     for path in out.rglob("*"):
         assert not path.is_symlink()
         if path.is_file():

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from bad_models import call, unchanged
 from isolated import CONSUMERS, EXPORTS
@@ -100,6 +101,10 @@ def test_an_export_is_repaired_held_against_the_checkpoint_and_written(tmp_path:
         "greedy tokens are those of PyTorch",
     }
     assert left_in(tmp_path) == {"out"}
+    for name in ("kvdoctor-report.md", "kvdoctor-report.html"):
+        assert "How it was exported" in (tmp_path / "out" / name).read_text(encoding="utf-8")
+    schema = json.loads(call("schema", "report").out)
+    jsonschema.validate(json.loads((tmp_path / "out" / "kvdoctor-report.json").read_text(encoding="utf-8")), schema)
 
 
 @pytest.mark.slow
@@ -151,6 +156,7 @@ def test_other_logits_than_the_checkpoint_write_nothing(tmp_path: Path) -> None:
     assert report.repair is not None
     failed = [entry.claim for entry in report.repair.proof if not entry.holds]
     assert "logits are those of PyTorch" in failed
+    assert [finding.name for finding in report.findings] == ["reference-differs"]
     assert exit_code(report, "error") == 1
     assert not (tmp_path / "out").exists()
 

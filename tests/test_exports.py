@@ -130,7 +130,10 @@ def test_re_export_changes_nothing_else(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     for name in before.keys() - {"decoder_model_merged.onnx"}:
         assert (out / name).read_bytes() == before[name]
-    assert {path.name for path in out.iterdir()} == {*before, "kvdoctor-report.md", "kvdoctor-report.json"}
+    assert {path.name for path in out.iterdir()} == {
+        *before,
+        *(f"kvdoctor-report.{kind}" for kind in ("md", "json", "html")),
+    }
 
     old, new = onnx.load(str(source / "decoder_model_merged.onnx")), onnx.load(str(out / "decoder_model_merged.onnx"))
     assert (old.ir_version, old.opset_import, old.producer_name) == (

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from kvdoctor.cache_operators import CachePorts, ports_of
 from kvdoctor.case import Case
-from kvdoctor.findings import Advice, Fault, Severity, check
+from kvdoctor.findings import Fault, Severity, check
 from kvdoctor.graph import GraphView, Scope
 from kvdoctor.onnx_schema import NodeProto
 
@@ -42,7 +42,7 @@ def attention_cache_half_wired(case: Case) -> Iterator[Fault]:
                 promised=promised,
                 observed="a past goes in, and no present comes out" if "present" in promised else "the sum of the mask",
                 cause=f"{node.op_type} is wired to its cache by half",
-                advice=Advice("re-export", advice),
+                advice=case.re_export(f"or {advice}"),
                 follows=follows,
             )
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from kvdoctor.case import Case, first_and_count
 from kvdoctor.contract import describe
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Fault, check
 from kvdoctor.trace import Run
 
 
@@ -49,7 +49,7 @@ def axis_name_collision(case: Case) -> Iterator[Fault]:
             promised=f"past {describe(past.dtype, past.shape)}",
             observed=f"present {describe(present.dtype, present.shape)}",
             cause="the present is longer than the past, yet both lengths have one name",
-            advice=Advice("graph", "rename the axis of the present"),
+            advice=case.re_export("or rename the axis of the present"),
         )
 
 
@@ -63,6 +63,6 @@ def _fails(case: Case, run: Run, presents: tuple[str, ...]) -> Fault:
         promised="values of equal declared shapes that can share a buffer",
         observed=f"{run.experiment}, step {run.failed_step}: {run.error}; {run.reason}",
         cause="the declared shapes give one name to lengths that differ, and the runtime plans its memory by them",
-        advice=Advice("graph", "delete the value_info of the graph and rename the axes of the presents"),
+        advice=case.re_export("or delete the value_info of the graph and rename the axes of the presents"),
         follows=(f"step {run.failed_step} fails",),
     )

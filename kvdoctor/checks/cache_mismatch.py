@@ -36,7 +36,7 @@ def cache_dtype_mismatch(case: Case) -> Iterator[Fault]:
             promised=describe(past.dtype, past.shape),
             observed=describe(now.dtype, now.shape),
             cause=f"the element type of {first_and_count(names)} differs from that of its present",
-            advice=EXPORT_AGAIN,
+            advice=case.re_export("or export again, so that past and present agree"),
             follows=(f"feeding {slot.present} back is refused by the runtime",),
         )
 

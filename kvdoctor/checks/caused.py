@@ -13,11 +13,12 @@ from kvdoctor.uses import USES
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What a check says of its fault, whatever the model."""
+    """What a check says of its fault, whatever the model. `on_graph` says that a repair of the graph may mend it."""
 
     cause: str
     promised: str
     advice: str
+    on_graph: bool = False
 
 
 def caused(case: Case, name: str, words: Words) -> Iterator[Fault]:
@@ -66,7 +67,7 @@ def decided(case: Case, run: Run, words: Words, severity: Severity, *follows: st
         promised=words.promised,
         observed=_evidence(run),
         cause=words.cause,
-        advice=Advice("re-export", words.advice),
+        advice=case.re_export(f"or {words.advice}") if words.on_graph else Advice("re-export", words.advice),
         follows=follows,
         because=because(run if run.place is not None or run.experiment in USES else placed(case)),
     )

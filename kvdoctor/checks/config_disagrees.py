@@ -36,7 +36,7 @@ def config_disagrees(case: Case) -> Iterator[Fault]:
     for name, compare in compared:
         found = compare(case)
         if found and not _said_of_another(case, found, compare):
-            yield _fault(name, found)
+            yield _fault(case, name, found)
 
 
 def _said_of_another(case: Case, found: list[Disagreement], compare: Compare) -> bool:
@@ -55,11 +55,12 @@ def _said_of_another(case: Case, found: list[Disagreement], compare: Compare) ->
     return False
 
 
-def _fault(name: str, found: list[Disagreement]) -> Fault:
+def _fault(case: Case, name: str, found: list[Disagreement]) -> Fault:
     shown = found[:MOST_SHOWN]
     rest = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
     keys = [*dict.fromkeys(one.key.rpartition(".")[2] for one in shown), *rest]
     right = "; ".join([*(f"{one.key} {one.right}" for one in shown), *rest])
+    advice = f"take names and sizes from the graph; what agrees with it in {name}: {right}"
     return Fault(
         severity="warning",
         file=name,
@@ -68,6 +69,6 @@ def _fault(name: str, found: list[Disagreement]) -> Fault:
         promised="; ".join([*(f"{one.key} {one.promised}" for one in shown), *rest]),
         observed="; ".join([*(one.observed for one in shown), *rest]),
         cause=f"{name} and the graph disagree on {', '.join(keys)}",
-        advice=Advice("caller", f"take names and sizes from the graph; what agrees with it in {name}: {right}"),
+        advice=case.re_export(f"or {advice}") if name != "export.json" else Advice("caller", advice),
         follows=tuple(dict.fromkeys(one.so for one in shown if one.so)),
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvdoctor.case import Case, first_and_count
 from kvdoctor.errors import UnreadableError
-from kvdoctor.findings import Advice, CannotCheck, Fault, check
+from kvdoctor.findings import CannotCheck, Fault, check
 from kvdoctor.graph import GraphView
 from kvdoctor.onnx_schema import TensorProto
 from kvdoctor.skeleton import read_skeleton
@@ -75,7 +75,7 @@ def duplicate_weights(case: Case) -> Iterator[Fault]:
             promised="each weight stored once",
             observed=f"{first_and_count(subject)} hold {count}; the copies take {wasted:,} bytes",
             cause="byte-identical weights are stored more than once",
-            advice=Advice("re-export", "export again, or hoist what two branches share into the graph around them"),
+            advice=case.re_export("or export again, or hoist what two branches share into the graph around them"),
         )
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvdoctor.case import Case
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Fault, check
 from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import NodeProto
 
@@ -47,7 +47,7 @@ def graph_unsorted(case: Case) -> Iterator[Fault]:
             promised="nodes in the order of their computation, each with a name of its own",
             observed=f"{title} {observed}",
             cause=cause,
-            advice=Advice("re-export", f"{advice}, or export again without the tool that changed the graph"),
+            advice=case.re_export(f"or {advice}, or export again without the tool that changed the graph"),
         )
         return
 

@@ -19,14 +19,15 @@ from kvdoctor.case import Case, first_and_count
 from kvdoctor.checks.caused import Words, caused
 from kvdoctor.checks.lengths import dropped, wrong_lengths
 from kvdoctor.contract import Slot, describe
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Fault, check
 from kvdoctor.trace import Seen, Step
 
-EXPORT_AGAIN = Advice("re-export", "export again, so that present = past followed by the new tokens")
+EXPORT_AGAIN = "export again, so that present = past followed by the new tokens"
 WORDS = Words(
     cause="the entry of a new token holds nothing of it",
     promised="the past and behind it the keys or values of the new tokens",
-    advice=EXPORT_AGAIN.text,
+    advice=EXPORT_AGAIN,
+    on_graph=True,
 )
 
 
@@ -64,7 +65,9 @@ def _untouched(case: Case) -> Iterator[Fault]:
         promised="the past and the keys or values of the new tokens",
         observed=f"the tokens of the step do not reach {names[0]}",
         cause="a decode step returns a cache without its new tokens",
-        advice=Advice("re-export", "export again with another cache class or exporter; the file lacks what was lost"),
+        advice=case.re_export(
+            "or export again with another cache class or exporter, where the file lacks what was lost"
+        ),
         follows=(f"{lost[0].past} of the next step lacks the token before it",),
         confidence="confirmed" if run is not None and run.outcome in ("differs", "failed") else "suspected",
     )
@@ -82,7 +85,7 @@ def _faults(case: Case, wrong: list[tuple[Slot, Step, Seen, int]], cause: str) -
             promised=_promised(slot, step),
             observed=f"step {step.step}: {describe(seen.dtype, seen.shape)}",
             cause=cause,
-            advice=EXPORT_AGAIN,
+            advice=case.re_export(f"or {EXPORT_AGAIN}"),
             follows=(f"{slot.past} no longer holds the history at step {step.step + 1}",),
         )
 

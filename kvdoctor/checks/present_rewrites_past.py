@@ -21,6 +21,7 @@ WORDS = Words(
     cause="entries of the past change when tokens are appended",
     promised="a present that begins with the past",
     advice="export again so that the present is the past and behind it the new entries",
+    on_graph=True,
 )
 
 

@@ -25,19 +25,19 @@ from kvdoctor.checks.caused import Words, caused
 from kvdoctor.contract import Slot
 from kvdoctor.findings import Advice, Fault, check
 
-EXPORT_AGAIN = Advice(
-    "re-export", "rename the outputs, or export again with the output names in the order the graph returns them"
-)
+EXPORT_AGAIN = "rename the outputs, or export again with the output names in the order the graph returns them"
 
 PARTS = Words(
     cause="a key comes back where a value must, or the other way round",
     promised="each slot's own entries under its name",
-    advice=EXPORT_AGAIN.text,
+    advice=EXPORT_AGAIN,
+    on_graph=True,
 )
 LAYERS = Words(
     cause="the entries of one layer come back where those of another must",
     promised="each slot's own entries under its name",
-    advice=EXPORT_AGAIN.text,
+    advice=EXPORT_AGAIN,
+    on_graph=True,
 )
 
 
@@ -98,7 +98,7 @@ def _misnamed(case: Case, slots: tuple[Slot, ...], named: str, used: str, what: 
         promised=f"{names[0]} is {named}",
         observed=f"the graph uses it as {used}",
         cause=f"{what} bear each other's names, in every graph alike: no loop is hurt",
-        advice=EXPORT_AGAIN,
+        advice=Advice("re-export", EXPORT_AGAIN),
     )
 
 
@@ -141,7 +141,7 @@ def _faults(case: Case, crossed: list[_Crossing], cause: str) -> Iterator[Fault]
         promised=f"{first.output} holds the {of}, and is fed back as {first.slot.past}",
         observed=f"the graph returns {first.holds} there",
         cause=cause,
-        advice=EXPORT_AGAIN,
+        advice=case.re_export(f"or {EXPORT_AGAIN}"),
         follows=tuple(_shown(case)),
         confidence="confirmed" if run is not None and run.outcome in ("differs", "failed") else "suspected",
     )

@@ -40,7 +40,7 @@ def past_without_present(case: Case) -> Iterator[Fault]:
                 promised=f"a present output for {first_and_count(subject)}",
                 observed=observed,
                 cause="the loop has nothing to feed this past from",
-                advice=EXPORT_AGAIN,
+                advice=case.re_export("or export again, so that each past is returned"),
             )
 
 

@@ -69,13 +69,13 @@ def prove(applied: Iterable[Applied], before: Side, after: Side) -> Iterator[Pro
 def unhelpful(applied: Iterable[Applied], after: Report) -> Iterator[Applied]:
     """The repairs that changed something, and whose finding is still there."""
     for one in applied:
-        if _of_stack(after, one.stack).intersection(one.repair.mends):
+        if _of_stack(after, one.stack).intersection(one.because):
             yield one
 
 
 def _findings(stack: str, applied: list[Applied], before: Report, after: Report) -> Iterator[Proof]:
     known, mine = _of_stack(before, stack), _of_stack(after, stack)
-    mended = {name for one in applied for name in one.repair.mends if name in known}
+    mended = {name for one in applied for name in one.because}
     for name in sorted(mended):
         yield Proof(stack, f"{name} is gone", name not in mine)
     fresh = [

@@ -33,15 +33,20 @@ def fix_report(surgery: Surgery, outcome: Outcome, out: str | None) -> Report:
         out=out,
         after=Found(after.verdict, after.findings),
         advice=tuple(advice),
-        unmended=(*outcome.unmended, *_not_repairable(after, outcome.unmended)),
+        unmended=_left(after, outcome.unmended),
         diff=tuple(_diffs(surgery, outcome)),
         files=tuple(_files(surgery, outcome)),
         undo=_undo(before.model.path, out),
     )
-    measured = {"before": before.measured, "after": after.measured, "cost": _cost(surgery)}
+    measured = {"before": before.measured, "after": after.measured, "cost": _cost(surgery, outcome)}
     notes = list(after.notes)
     if out is None:
         notes.append("nothing was written: this shows what would be")
+    notes += [
+        f"{stack}: the original gave no logits to hold the copy against; parity of the copy's own loops speaks for it"
+        for stack in dict.fromkeys(one.stack for one in outcome.applied)
+        if not any(entry.stack == stack and "original" in entry.claim for entry in outcome.proof)
+    ]
     if not outcome.holds:
         notes.append(f"NOT PROVED; what did not hold: {_failed(outcome)}")
     return replace(after, command="re-export", repair=record, measured=measured, notes=tuple(notes))
@@ -49,7 +54,7 @@ def fix_report(surgery: Surgery, outcome: Outcome, out: str | None) -> Report:
 
 def nothing_done(before: Report, unmended: tuple[Unmended, ...], fix: tuple[str, ...]) -> Report:
     """The report where no repair changed anything."""
-    left = (*unmended, *_not_repairable(before, unmended))
+    left = _left(before, unmended)
     text = "nothing to repair on the graph: no copy was written"
     if fix:
         calls = "; ".join(f"{name} mends {', '.join(found.mends)}" for name in fix if (found := named(name)))
@@ -69,7 +74,7 @@ def unproved(surgery: Surgery, outcome: Outcome) -> Report:
     )
     record = replace(
         _record(outcome),
-        unmended=(*outcome.unmended, *_not_repairable(before, outcome.unmended)),
+        unmended=_left(before, outcome.unmended),
         diff=tuple(_diffs(surgery, outcome)),
     )
     return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
@@ -85,7 +90,7 @@ def _record(outcome: Outcome) -> RepairRecord:
         after=None,
         proof=outcome.proof,
         repairs=tuple(
-            AppliedRepair(one.stack, one.repair.name, one.repair.mends, one.repair.keeps, one.repair.summary)
+            AppliedRepair(one.stack, one.repair.name, one.because, one.repair.keeps, one.repair.summary)
             for one in outcome.applied
         ),
         proved=outcome.holds,
@@ -97,15 +102,24 @@ def _failed(outcome: Outcome) -> str:
 
 
 def _not_repairable(report: Report, told: Iterable[Unmended]) -> Iterator[Unmended]:
-    """What is left of warnings and errors, and what each check says would do it."""
+    """What is left of warnings and errors that no repair spoke of, and what each check says would do it."""
     known = {entry.finding for entry in told}
-    mended = {name for repair in load() for name in repair.mends}
     for finding in report.findings:
-        if finding.severity != "note" and finding.name not in known and finding.name not in mended:
+        if finding.severity != "note" and finding.name not in known:
             known.add(finding.name)
-            reason = "no repair on the graph is known"
+            idle = [repair.name for repair in load() if finding.name in repair.mends]
+            reason = (
+                "nothing that this repair changes is found in the graph" if idle else "no repair on the graph is known"
+            )
             instead = f"{finding.repair.text}" + (f": {finding.repair.command}" if finding.repair.command else "")
-            yield Unmended(finding.stack, finding.name, "", reason, instead)
+            yield Unmended(finding.stack, finding.name, ", ".join(idle), reason, instead)
+
+
+def _left(report: Report, told: Iterable[Unmended]) -> tuple[Unmended, ...]:
+    """Why what is still found was not repaired: what repairs said of it, and where none is known."""
+    found = {finding.name for finding in report.findings}
+    told = tuple(dict.fromkeys(entry for entry in told if entry.finding in found))
+    return (*told, *_not_repairable(report, told))
 
 
 def _changed_names(outcome: Outcome) -> list[str]:
@@ -145,11 +159,22 @@ def _undo(source: str, out: str | None) -> tuple[str, ...]:
     )
 
 
-def _cost(surgery: Surgery) -> dict[str, Any]:
-    """Bytes on disk of the whole export, before and after."""
+def _cost(surgery: Surgery, outcome: Outcome) -> dict[str, Any]:
+    """Bytes on disk of the models and their data, and seconds per step where one was timed, before and after."""
     model = surgery.folder
     sizes = {file.path: file.skeleton.bytes_on_disk for file in model.files if file.skeleton}
     sizes |= {external.path: external.bytes or 0 for file in model.files for external in file.external}
     places = [surgery.at / path.relative_to(model.root) for path in sizes if path.is_relative_to(model.root)]
     after = sum(place.stat().st_size for place in places if place.is_file())
-    return {"bytes_before": sum(sizes.values()), "bytes_after": after}
+    before, now = outcome.before.report.measured, outcome.after.report.measured
+    seconds = {
+        stack: _paired(before.get(stack, {}), now.get(stack, {}))
+        for stack in dict.fromkeys(one.stack for one in outcome.applied)
+    }
+    return {"bytes_before": sum(sizes.values()), "bytes_after": after, "step_seconds": seconds}
+
+
+def _paired(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[float | None]]:
+    """Seconds of each timed call of a stack, before and after."""
+    old, new = before.get("step_seconds", {}), after.get("step_seconds", {})
+    return {label: [old.get(label), new.get(label)] for label in dict.fromkeys([*old, *new])}

@@ -7,10 +7,10 @@ help are left out of a second attempt, so that they do not keep the others from 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from kvdoctor.cure.again import Again
 from kvdoctor.cure.proof import Side, prove, unhelpful
 from kvdoctor.cure.treatment import Applied, Chosen, Treatment, treat
 from kvdoctor.cure.writing import put_back, write_changed
-from kvdoctor.doctor import step_test
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.options import Options
 from kvdoctor.report.document import Proof, Unmended
@@ -50,6 +50,7 @@ class Surgery:
     shown: str
     at: Path
     model: str
+    changed: set[str] = field(default_factory=set)
     diagnoses: int = field(default=0)
 
     def operate(self, first: Treatment, chosen: Chosen) -> Outcome:
@@ -88,10 +89,11 @@ class Surgery:
         self.diagnoses += 1
         logits = self.scratch / f"after-{self.diagnoses}"
         logits.mkdir()
-        report = step_test(self.shown, self.options, self.runtime, logits, self.at / self.model)
-        return Side(report, logits)
+        self.changed |= treatment.copy.changed
+        again = Again(self.before, self.shown, self.at / self.model, self.runtime, self.options)
+        return again.diagnose(self.changed, logits)
 
 
 def _did_not_help(one: Applied) -> Unmended:
     reason = f"it changed {len(one.changes)} places, and the finding is still there"
-    return Unmended(one.stack, one.repair.mends[0], one.repair.name, reason)
+    return Unmended(one.stack, one.because[0], one.repair.name, reason)

@@ -14,11 +14,12 @@ from kvdoctor.runtimes import Runtime
 
 @dataclass(frozen=True)
 class Applied:
-    """One repair of one stack, and what it changed."""
+    """One repair of one stack, what it changed, and the findings that called for it."""
 
     stack: str
     repair: Repair
     changes: tuple[Change, ...]
+    because: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,28 @@ def treat(folder: ModelFolder, report: Report, chosen: Chosen, runtime: Runtime,
     """Apply to each stack the repairs that its findings call for, in order. The folder's files stay as they are."""
     copy, applied, unmended = WorkingCopy(folder), list[Applied](), list[Unmended]()
     for patient in _patients(folder, report, copy, runtime, options):
-        names = {finding.name for finding in patient.findings}
+        names = _calling(patient.findings, chosen)
         for repair in load():
-            if names.isdisjoint(repair.mends) or not chosen.takes(patient.stack.name, repair):
+            because = tuple(name for name in repair.mends if name in names)
+            if not because or not chosen.takes(patient.stack.name, repair):
                 continue
             changes, reason = _apply(repair, patient)
             if changes:
-                applied.append(Applied(patient.stack.name, repair, changes))
+                applied.append(Applied(patient.stack.name, repair, changes, because))
             if reason is not None:
-                unmended += [replace(reason, finding=name) for name in repair.mends if name in names]
+                unmended += [replace(reason, finding=name) for name in because]
     return Treatment(copy, tuple(applied), tuple(unmended))
+
+
+def _calling(findings: Collection[Finding], chosen: Chosen) -> set[str]:
+    """The findings that call for repairs.
+
+    A note hurts nobody: it is mended where repairs were named, or where nothing worse is there to be mended.
+    """
+    mendable = {name for repair in load() for name in repair.mends}
+    worse = {finding.name for finding in findings if finding.severity != "note"}
+    every = chosen.names or worse.isdisjoint(mendable)
+    return {finding.name for finding in findings} if every else worse
 
 
 def _patients(

@@ -54,9 +54,10 @@ def put_back(folder: ModelFolder, names: Iterable[str], target: Path) -> None:
 
 def write_reports(target: Path, report: Report) -> None:
     """Write the fix report beside the model."""
-    from kvdoctor.report import machine, markdown
+    from kvdoctor.report import fix_page, machine, markdown
 
     write_whole(target / "kvdoctor-report.md", markdown.render(report))
+    write_whole(target / "kvdoctor-report.html", fix_page.render(report))
     write_whole(target / MARK, machine.render(report))
 
 

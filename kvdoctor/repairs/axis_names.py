@@ -19,7 +19,7 @@ def apply(patient: Patient) -> tuple[Change, ...]:
     """Rename the axes of the presents; drop inner declarations where the finding is an error."""
     file = patient.file_of("decode")
     view, changes = patient.view(file), list[Change]()
-    new = _new_axis(patient)
+    new = new_axis(patient)
     for slot in patient.drivable.growing:
         if slot.present is not None and slot.growth == "grow":
             changes += _renamed(view, slot, new, file)
@@ -33,7 +33,7 @@ def apply(patient: Patient) -> tuple[Change, ...]:
     return tuple(changes)
 
 
-def _new_axis(patient: Patient) -> str:
+def new_axis(patient: Patient) -> str:
     """What the decode graph calls the number of new tokens."""
     graph = patient.drivable.graph("decode")
     port = graph.port("token_ids") or graph.port("embeddings")

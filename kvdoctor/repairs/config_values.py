@@ -22,6 +22,10 @@ COMPARED: dict[str, Callable[[Case], list[Disagreement]]] = {
 }
 
 
+NO_WINDOW = "no window"
+"""What the comparison says is right where the graph has no window at all."""
+
+
 def apply(patient: Patient) -> tuple[Change, ...]:
     """Correct every config that the findings name."""
     case = Case(patient.copy.folder, patient.options.consumer, stack=patient.stack, contract=patient.drivable)
@@ -40,12 +44,21 @@ def apply(patient: Patient) -> tuple[Change, ...]:
 def _corrected(name: str, content: dict[str, Any], found: list[Disagreement]) -> Iterator[Change]:
     for one in found:
         holder, key = _holder(name, content, one.key)
+        if one.right == NO_WINDOW:
+            yield from _without(name, *_holder(name, content, one.key.rpartition(".")[0]), one)
+            continue
         value = _value(one.right)
         if holder is None or value is None or key not in holder or holder[key] == value:
             continue
         before = holder[key]
         holder[key] = value
         yield Change(name, one.key, json.dumps(before), f"{json.dumps(value)}, since the graph shows {one.observed}")
+
+
+def _without(name: str, holder: dict[str, Any] | None, key: str, one: Disagreement) -> Iterator[Change]:
+    """Take a whole entry out of a config."""
+    if holder is not None and key in holder:
+        yield Change(name, one.key, json.dumps(holder.pop(key)), f"nothing, since the graph shows {one.observed}")
 
 
 def _holder(name: str, content: dict[str, Any], path: str) -> tuple[dict[str, Any] | None, str]:

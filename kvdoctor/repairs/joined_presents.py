@@ -58,7 +58,7 @@ def joined(graph: GraphProto, slot: Slot, used: set[str]) -> list[str]:
     for value in _aliases(graph, slot.past):
         for node, index in readers(graph, value):
             made = _joins(node, index)
-            if made and made in used and made not in found and producer(graph, made) is node:
+            if made and made not in found and not used.isdisjoint(node.output):
                 found.append(made)
     return found
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from kvdoctor.findings import Finding
 from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import export_text, parity_text, plan_text, wording
+from kvdoctor.report import cure_text, export_text, parity_text, plan_text, wording
 from kvdoctor.report.document import ExportRecord, RepairRecord, Report, StackFacts
-from kvdoctor.report.safe import code, markdown, shortened
+from kvdoctor.report.safe import code, markdown, printable, shortened
 from kvdoctor.trace import Run
 
 
@@ -20,7 +20,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield ""
     yield f"Model {code(report.model.path)}; " + ", ".join(f"{k} {markdown(v)}" for k, v in report.environment.items())
     if report.repair is not None:
-        yield from _repair(report.repair)
+        yield from _repair(report, report.repair)
     if made := wording.reproducer_line(report):
         yield ""
         yield markdown(made)
@@ -32,34 +32,65 @@ def _lines(report: Report) -> Iterator[str]:
             yield from _plan(stack.cache)
 
 
-def _repair(record: RepairRecord) -> Iterator[str]:
+def _repair(report: Report, record: RepairRecord) -> Iterator[str]:
     """The fix report: what was found, what was changed, what proves it, what is left to the caller."""
     yield ""
     yield f"From {code(record.source)} to {code(record.out or '(nothing written)')}. The source was not changed."
-    yield ""
-    yield "## What was found"
-    yield ""
-    yield from _findings(record.before.findings)
-    yield ""
+    for title, lines in _sections(report, record):
+        yield ""
+        yield f"## {title}"
+        yield ""
+        yield from lines
+
+
+def _sections(report: Report, record: RepairRecord) -> Iterator[tuple[str, list[str]]]:
+    yield "What was found", list(_findings(record.before.findings))
     if record.export is not None:
-        yield from _export(record.export, record.source)
-    yield "## What was changed"
-    yield ""
-    rows = [[code(c.file), code(c.where), code(c.before), code(c.after)] for c in record.changes]
-    yield from table(["file", "where", "before", "after"], rows) if rows else ["Nothing."]
-    yield ""
-    yield "## What proves it"
-    yield ""
+        yield "How it was exported", list(_export(record.export, record.source))
+    yield "What was done and why", list(_done(record))
+    yield "What was changed", _changed(record)
     rows = [
         [markdown(p.stack), markdown(p.claim), "holds" if p.holds else "**fails**", code(p.detail)]
         for p in record.proof
     ]
-    yield from table(["stack", "claim", "", ""], rows) if rows else ["Nothing was changed, so nothing was proved."]
-    yield ""
-    yield "## What is left to the caller"
-    yield ""
-    if record.out is not None:
+    nothing = ["Nothing was changed, so nothing was proved."]
+    yield "What proves it", list(table(["stack", "claim", "", ""], rows)) if rows else nothing
+    if costs := cure_text.cost_lines(report):
+        yield "What it costs", [f"- {markdown(line)}" for line in costs]
+    if record.unmended:
+        yield "What was not repaired", [f"- {markdown(cure_text.unmended_line(entry))}" for entry in record.unmended]
+    yield "What is left to the caller", list(_left(record))
+    if record.undo:
+        rows = [[code(f.path), code(f.before), code(f.after)] for f in record.files]
+        digests = ["", *table(["written anew", "SHA-256 before", "SHA-256 after"], rows)] if rows else []
+        yield "How to undo it", [*(f"- {markdown(line)}" for line in record.undo), *digests]
+
+
+def _done(record: RepairRecord) -> Iterator[str]:
+    """Each repair with its reason."""
+    for repair in record.repairs:
+        why = ", ".join(repair.mends)
+        yield f"- {code(repair.name)} ({markdown(repair.stack)}), for {markdown(why)}: {markdown(repair.summary)}"
+    if not record.repairs:
+        yield "Nothing."
+
+
+def _changed(record: RepairRecord) -> list[str]:
+    rows = [[code(c.file), code(c.where), code(c.before), code(c.after)] for c in record.changes]
+    lines = list(table(["file", "where", "before", "after"], rows)) if rows else ["Nothing."]
+    for found in record.diff:
+        if found.lines:
+            lines += ["", f"The graph of {code(found.file)}, line by line:", ""]
+            lines += [f"    {printable(shortened(line))}" for line in found.lines]
+            lines += [f"    ... and {found.left_out} lines more"] if found.left_out else []
+    return lines
+
+
+def _left(record: RepairRecord) -> Iterator[str]:
+    if record.out is not None and record.proved:
         yield "The copy asks nothing of its caller: every present may be fed back, or the cross-attention cache held."
+    if record.out is not None and not record.proved:
+        yield "**The copy is not proved**: it was written since that was asked for, and what fails stands above."
     if record.advice:
         yield "A loop that cannot take the copy must change instead:"
         yield ""
@@ -68,8 +99,6 @@ def _repair(record: RepairRecord) -> Iterator[str]:
 
 def _export(export: ExportRecord, replaced: str) -> Iterator[str]:
     """How the export was made afresh, and what was found on it before any repair."""
-    yield "## How it was exported"
-    yield ""
     said = export_text.title(export)
     yield f"{markdown(said[0].upper() + said[1:])}."
     yield ""
@@ -79,7 +108,6 @@ def _export(export: ExportRecord, replaced: str) -> Iterator[str]:
     yield "What was found on the fresh export, before any repair:"
     yield ""
     yield from _findings(export.findings)
-    yield ""
 
 
 def findings(report: Report) -> Iterator[str]:

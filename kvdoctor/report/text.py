@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import export_text, parity_text, plan_text, wording
-from kvdoctor.report.document import Report, StackFacts
+from kvdoctor.report import cure_text, export_text, parity_text, plan_text, wording
+from kvdoctor.report.document import RepairRecord, Report, StackFacts
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.trace import Run
 
@@ -187,32 +187,51 @@ class _Page:
             self.line(f"  {line}", "dim")
 
     def repair(self, report: Report, show_diff: bool) -> None:
-        """What was changed, and what proves it."""
+        """What was changed and by which repairs, what proves it, and what could not be repaired."""
         record = report.repair
-        if record is not None and record.export is not None:
+        if record is None:
+            return
+        if record.export is not None:
             self.line("")
             self.line(export_text.title(record.export), "bold")
             self.pairs(export_text.rows(record.export, record.source))
-        if record is None or not (record.changes or record.export):
-            return
-        everything = show_diff or self.verbosity > 0
+        if record.changes:
+            self.changes(record, show_diff or self.verbosity > 0)
+            self.diffs(record, show_diff)
+        if record.changes or record.export is not None:
+            self.line("proof", "bold")
+            for entry in record.proof:
+                detail = f": {entry.detail}" if entry.detail else ""
+                style = "green" if entry.holds else "red"
+                self.line(f"  {'holds' if entry.holds else 'FAILS'}  {entry.stack}: {entry.claim}{detail}", style)
+            for line in cure_text.cost_lines(report):
+                self.line(f"  {line}", "dim")
+        for unmended in record.unmended:
+            self.line(cure_text.unmended_line(unmended), "yellow")
+        if record.out is not None:
+            proved = "" if record.proved else ", NOT PROVED"
+            self.line(f"written: {record.out}{proved} (fix report: {record.out}/kvdoctor-report.md)", "bold")
+
+    def changes(self, record: RepairRecord, everything: bool) -> None:
+        """The changes, node by node; without `everything` the first two."""
         self.line("")
-        self.line(f"changed: {len(record.changes)} places", "bold")
+        self.line(f"changed: {len(record.changes)} places, by {cure_text.repair_names(record)}", "bold")
         for change in record.changes if everything else record.changes[:2]:
             self.line(f"  {change.file}: {change.where}")
             self.line(f"  - {change.before}", "red")
             self.line(f"  + {change.after}", "green")
         if len(record.changes) > 2 and not everything:
-            self.line(
-                f"  ... and {len(record.changes) - 2} more like these (all with --diff or in the fix report)", "dim"
-            )
-        self.line("proof", "bold")
-        for entry in record.proof:
-            detail = f": {entry.detail}" if entry.detail else ""
-            style = "green" if entry.holds else "red"
-            self.line(f"  {'holds' if entry.holds else 'FAILS'}  {entry.stack}: {entry.claim}{detail}", style)
-        if record.out is not None:
-            self.line(f"written: {record.out} (fix report: {record.out}/kvdoctor-report.md)", "bold")
+            more = len(record.changes) - 2
+            self.line(f"  ... and {more} more like these (all with --diff or in the fix report)", "dim")
+
+    def diffs(self, record: RepairRecord, show_diff: bool) -> None:
+        """What is other in each graph, line by line."""
+        for found in record.diff if show_diff else ():
+            self.line(f"graph {found.file}", "bold")
+            for line in found.lines:
+                self.line(f"  {line}", {"-": "red", "+": "green"}.get(line[:1], "dim"))
+            if found.left_out:
+                self.line(f"  ... and {found.left_out} lines more", "dim")
 
     def notes(self, report: Report) -> None:
         for note in report.notes:
