@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvdoctor import __version__
-from kvdoctor.cli_options import FORMATS, load_options, run_options, shared_options
+from kvdoctor.cli_options import FORMATS, afresh_options, load_options, run_options, shared_options
 from kvdoctor.errors import KvdoctorError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def step_test(path: str, **given: Any) -> NoReturn:
 
 
 @cli.command("re-export")
-@click.argument("path")
+@click.argument("path", required=False)
 @click.option("-o", "--out", required=False, metavar="OUT", help="Folder for the repaired copy; must not exist.")
 @click.option("--force", is_flag=True, help="Replace OUT if kvdoctor wrote it.")
 @click.option("--dry-run", is_flag=True, help="Say what would be changed, write nothing.")
@@ -90,21 +90,26 @@ def step_test(path: str, **given: Any) -> NoReturn:
     "--layout", metavar="NAME", help="Another layout: merged, pair, optimum, optimum-pair, single (docs/layouts.md)."
 )
 @click.option("--axes", type=click.Choice(["kept", "readable"]), default="kept", help="Names of open axes.")
+@afresh_options
 @shared_options
 @run_options
-def re_export(path: str, out: str | None, force: bool, dry_run: bool, show_diff: bool, **given: Any) -> NoReturn:
-    """Repair the graph into OUT, diagnose the result again, and write a fix report beside it."""
-    from kvdoctor import re_exporting
+def re_export(path: str | None, out: str | None, force: bool, dry_run: bool, show_diff: bool, **given: Any) -> NoReturn:
+    """Repair the graph into OUT, diagnose the result again, and write a fix report beside it.
+
+    With --from CHECKPOINT the model is exported afresh, repaired and held against PyTorch; PATH is then the model whose
+    inputs and outputs are kept, and may be left out.
+    """
     from kvdoctor.cure.converting import Fit
     from kvdoctor.progress import on_terminal
 
     if out is None and not (dry_run or show_diff):
         raise click.UsageError("give the folder for the repaired copy with -o OUT, or ask with --dry-run")
     fix = tuple(dict.fromkeys(name.strip() for entry in given["fix"] for name in entry.split(",") if name.strip()))
-    fit = Fit(given["layout"], given["axes"] == "readable")
-    plan = re_exporting.Request(path, None if dry_run or show_diff else out, force, fix, given["keep_unproved"], fit)
+    plan = {"path": path, "out": None if dry_run or show_diff else out, "force": force, "fix": fix}
+    plan["keep_unproved"] = given["keep_unproved"]
+    plan["fit"] = Fit(given["layout"], given["axes"] == "readable")
     with on_terminal(given["quiet"]) as told:
-        report = re_exporting.re_export(plan, _options(given, told))
+        report = (_repaired if given["from_"] is None else _exported_afresh)(plan, given, told)
     finish(report, given, show_diff=show_diff)
 
 
@@ -210,6 +215,26 @@ def env() -> None:
 
     for line in environment.lines():
         click.echo(line)
+
+
+def _repaired(plan: dict[str, Any], given: dict[str, Any], told: "Told | None") -> "Report":
+    from kvdoctor import re_exporting
+
+    if plan["path"] is None:
+        raise click.UsageError("give PATH, the model to repair; or --from CHECKPOINT to export one afresh")
+    for name in ("exporter", "opset", "dtype", "task", "because"):
+        if given[name] is not None:
+            raise click.UsageError(f"--{name} is for an export made afresh: give --from CHECKPOINT as well")
+    return re_exporting.re_export(re_exporting.Request(**plan), _options(given, told))
+
+
+def _exported_afresh(plan: dict[str, Any], given: dict[str, Any], told: "Told | None") -> "Report":
+    from kvdoctor import exporting_afresh
+    from kvdoctor.afresh.asked import Asked
+
+    how = {name: given[name] for name in ("exporter", "opset", "dtype", "task", "because")}
+    asked = Asked(given["from_"], **plan, **how)
+    return exporting_afresh.export_afresh(asked, _options(given, told), told.say if told is not None else None)
 
 
 def _step_test(path: str, given: dict[str, Any]) -> "Report":

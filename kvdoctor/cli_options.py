@@ -120,3 +120,38 @@ def run_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def afresh_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
+    """What an export made afresh is made from, and how."""
+    options = [
+        click.option(
+            "--from",
+            "from_",
+            metavar="CHECKPOINT",
+            help="Export afresh from this PyTorch checkpoint: a folder, or a model of the hub (asks for the network).",
+        ),
+        click.option(
+            "--exporter",
+            type=click.Choice(["optimum", "transformers", "genai"]),
+            help="With --from. [default: by the layout and the findings of PATH]",
+        ),
+        click.option(
+            "--opset", type=click.IntRange(7, 40), help="With --from: the ONNX opset. [default: that of PATH]"
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
+            help="With --from. [default: that of PATH's cache, else fp32]",
+        ),
+        click.option("--task", metavar="TASK", help="With --from and optimum: its name of the task."),
+        click.option(
+            "--because",
+            metavar="REPORT",
+            help="With --from: choose by this JSON report of PATH, and do not diagnose it again.",
+        ),
+        click.option("--offline", is_flag=True, help="Never use the network."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command

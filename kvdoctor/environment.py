@@ -7,7 +7,9 @@ from importlib import metadata
 
 from kvdoctor import __version__
 from kvdoctor.errors import KvdoctorError, WorkerDied
+from kvdoctor.export import made_by_pip
 from kvdoctor.export.environments import find_uv, transformers_for
+from kvdoctor.export.exporters import Exporter, load
 
 NEEDED = ("onnx", "onnxruntime", "numpy", "click", "rich", "psutil")
 
@@ -29,7 +31,22 @@ def lines() -> Iterator[str]:
     else:
         yield "absent   uv, for other versions of onnxruntime and for exporters: pip install uv"
     yield _checkpoints(has_uv)
+    yield from (_exporter(exporter, has_uv) for exporter in load())
     yield "limits   time of each answer, and resident memory of the worker (sampled every 20 ms)"
+
+
+def _exporter(exporter: Exporter, has_uv: bool) -> str:
+    """How an exporter is got for `re-export --from`."""
+    needs, what = exporter.needs, f"exporter {exporter.name}"
+    if needs.are_here:
+        return f"ok       {what}: in this Python"
+    if has_uv:
+        return f"ok       {what}: uv brings {', '.join(needs.requirements[:4])}, ..., the first time over the network"
+    if made_by_pip.is_kept(needs.requirements):
+        return f"ok       {what}: in the cache, made by venv and pip"
+    if made_by_pip.can_make():
+        return f"ok       {what}: venv and pip bring it, the first time over the network; faster: pip install uv"
+    return f"absent   {what}: pip install uv, or pip install 'kvdoctor[{needs.extra}]'"
 
 
 def _checkpoints(has_uv: bool) -> str:
@@ -41,6 +58,8 @@ def _checkpoints(has_uv: bool) -> str:
     what = " and ".join(needs.requirements[:2])
     if has_uv:
         return f"ok       {what}: uv brings them for --reference, the first time over the network"
+    if made_by_pip.can_make() or made_by_pip.is_kept(needs.requirements):
+        return f"ok       {what}: venv and pip bring them for --reference, the first time over the network"
     return f"absent   torch and transformers, for --reference: pip install uv, or pip install 'kvdoctor[{needs.extra}]'"
 
 

@@ -151,17 +151,22 @@ def _put(partial: Path, out: Path) -> None:
 
 def _sweep(out: Path) -> None:
     """Mend what a killed run left beside OUT: unfinished folders go, a folder it had put aside comes back."""
-    import psutil
-
     for kind in ("old", "partial"):
         for left in out.parent.glob(f".{_literal(out.name)}.kvdoctor-*.{kind}"):
             owner = left.name.split("-")[-1].partition(".")[0]
-            if not owner.isdigit() or psutil.pid_exists(int(owner)):
+            if not owner.isdigit() or process_lives(int(owner)):
                 continue
             if kind == "old" and not os.path.lexists(out) and _is_ours(left):
                 left.rename(out)
             else:
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def process_lives(pid: int) -> bool:
+    """Whether there is a process of that number."""
+    import psutil
+
+    return bool(psutil.pid_exists(pid))
 
 
 def _literal(name: str) -> str:

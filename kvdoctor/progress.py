@@ -4,8 +4,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Told = Callable[[str, int, int], None]
-"""Is told what begins: its name, which it is, counted from 1, and of how many."""
+
+class Told:
+    """Is told what begins: an experiment by its name, which it is, counted from 1, and of how many; or anything."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self.say = show
+
+    def __call__(self, name: str, number: int, of: int) -> None:
+        """Show an experiment."""
+        self.say(f"experiment {number} of {of}: {name}")
 
 
 @contextmanager
@@ -18,4 +26,4 @@ def on_terminal(quiet: bool) -> Iterator[Told | None]:
     from rich.markup import escape
 
     with Console(stderr=True).status("starting") as line:
-        yield lambda name, number, of: line.update(f"experiment {number} of {of}: {escape(name)}")
+        yield Told(lambda text: line.update(escape(text)))

@@ -22,10 +22,12 @@ from kvdoctor.trace import Outcome, Run, Step
 if TYPE_CHECKING:
     from kvdoctor.parity import Verdict
 
-SCRIPT = Path(__file__).parent / "export" / "transformers.py"
+SCRIPT = Path(__file__).parent / "export" / "scripts" / "checkpoint_logits.py"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 NAME = "against-checkpoint"
 """The experiment whose runs these are."""
+GREEDY = "greedy-against-checkpoint"
+"""The one whose words are held."""
 
 ROUNDED = re.compile(r"quantize|QLinear|Integer|NBits|QAttention|QGemm", re.IGNORECASE)
 """Operators that compute with weights rounded to 8 bits or fewer."""
@@ -85,8 +87,8 @@ class Checkpoint:
             self._script.stop()
         self._folder.cleanup()
 
-    def logits(self, feeds: Path, out: Path) -> dict[str, Any]:
-        """Let PyTorch compute the feeds of a file into another; gives the model's class and the versions.
+    def logits(self, feeds: Path, out: Path, experiment: str = NAME) -> dict[str, Any]:
+        """Let PyTorch compute the feeds of an experiment into another file; gives the model's class and the versions.
 
         Raises:
             CannotCompare: there is no environment for it, or the checkpoint cannot be run.
@@ -98,7 +100,7 @@ class Checkpoint:
                 given = {"checkpoint": self._path, "local": self.is_folder or self.offline}
                 self._script = Script(SCRIPT, given, transformers_for(self._config()), self.offline)
                 weakref.finalize(self, self._script.stop)
-            answer = self._script.ask({"feeds": str(feeds), "out": str(out), "prefix": f"{NAME}:"})
+            answer = self._script.ask({"feeds": str(feeds), "out": str(out), "prefix": f"{experiment}:"})
         except Unavailable as error:
             self._obstacle = str(error)
             raise CannotCompare(self._obstacle) from None
@@ -154,6 +156,44 @@ def hold(stack: StackFiles, contract: CacheContract, runs: tuple[Run, ...], mine
     if run.outcome == "passed":
         checkpoint.held.append(f"{stack.name}: {run.reason}")
     return run
+
+
+def hold_greedy(contract: CacheContract, runs: tuple[Run, ...], mine: Path, checkpoint: Checkpoint) -> Run | None:
+    """Hold the words that the held loop decoded against the checkpoint; None where it did not come that far.
+
+    That the checkpoint finds each of them the likeliest after those before it says that it decodes the same ones.
+
+    Raises:
+        CannotCompare: the checkpoint cannot be run.
+    """
+    import numpy as np
+
+    run = next((run for run in runs if run.experiment == GREEDY), None)
+    if run is None or run.outcome in ("skipped", "died", "failed") or not mine.is_file():
+        return run
+    with np.load(mine) as file:
+        kept = {name.removeprefix(f"{GREEDY}:"): file[name] for name in file.files if name.startswith(f"{GREEDY}:")}
+    if "step.0" not in kept or ("encoder" in kept and not {"encoder_input", "encoder_states"} & kept.keys()):
+        return run
+    theirs = mine.with_suffix(".greedy.npz")
+    facts = checkpoint.logits(mine, theirs, GREEDY)
+    with np.load(theirs) as file:
+        found = file["loop"] if "loop" in file.files else file["whole"]
+    prompt, steps = int(kept["prompt"]), sum(name.startswith("step.") for name in kept)
+    logits = np.stack([kept[f"step.{number}"][:, -1] for number in range(steps)], axis=1)
+    expected = found[:, prompt - 1 : prompt - 1 + steps]
+    words, model = logits.argmax(-1), _words(facts, checkpoint)
+    same = words == expected.argmax(-1)
+    if same.all():
+        return replace(run, outcome="passed", reason=f"{steps} greedy tokens are those of {model}")
+    at = int(np.argmin(same.all(axis=0)))
+    row = int(np.argmin(same[:, at]))
+    lead = float(expected[row, at].max() - expected[row, at, words[row, at]]) / max(float(expected.std()), 1e-12)
+    text = f"greedy token {at}: {model} has another one, whose logit leads by {lead:.1e} of their spread"
+    from kvdoctor.parity import TOLERANCES
+
+    close = lead <= TOLERANCES[contract.exactness].passes
+    return replace(run, outcome="ambiguous" if close else "differs", failed_step=at, reason=text)
 
 
 def _words(facts: Mapping[str, Any], checkpoint: Checkpoint) -> str:

@@ -100,10 +100,11 @@ def held_against(case: Case, checkpoint: "Checkpoint | None", logits: Path | Non
     """Hold what the stack computed against the checkpoint, where there is one: it was asked for, so it must be done."""
     if checkpoint is None or logits is None or case.stack is None or case.contract is None:
         return case
-    from kvdoctor.reference import CannotCompare, hold
+    from kvdoctor.reference import CannotCompare, hold, hold_greedy
 
     try:
         run = hold(case.stack, case.contract, case.runs, logits, checkpoint)
+        words = hold_greedy(case.contract, case.runs, logits, checkpoint)
     except CannotCompare as reason:
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", str(reason), essential=True))
         return case
@@ -113,7 +114,8 @@ def held_against(case: Case, checkpoint: "Checkpoint | None", logits: Path | Non
     }.get(run.outcome)
     if open_end is not None:
         verdicts.not_checked.append(NotChecked(case.stack.name, "KV320", f"{open_end}: {run.reason}", essential=True))
-    return replace(case, runs=tuple(run if run.experiment == each.experiment else each for each in case.runs))
+    held = {each.experiment: each for each in (run, words) if each is not None}
+    return replace(case, runs=tuple(held.get(each.experiment, each) for each in case.runs))
 
 
 def placed(case: Case, options: Options, runtime: Runtime, calls: Path) -> Case:

@@ -13,7 +13,7 @@ from kvdoctor import reference
 from kvdoctor.doctor import Options, step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.export import environments
-from kvdoctor.export.environments import Needs, Script, ScriptFailed, Unavailable, command, transformers_for
+from kvdoctor.export.environments import Needs, Script, ScriptFailed, Unavailable, start_of, transformers_for
 from kvdoctor.report.document import Report
 
 HERE = Needs(("numpy",), ("numpy",), "none")
@@ -136,9 +136,9 @@ def test_the_version_that_a_checkpoint_was_saved_with_is_taken(saved_with: Any, 
 
 def test_offline_never_asks_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "find_uv", lambda: "/usr/bin/uv")
-    assert "--offline" in command(NOWHERE, offline=True)
-    assert "--offline" not in command(NOWHERE, offline=False)
-    assert command(HERE, offline=True) == [sys.executable]
+    assert "--offline" in start_of(NOWHERE, offline=True).command
+    assert "--offline" not in start_of(NOWHERE, offline=False).command
+    assert start_of(HERE, offline=True).command == (sys.executable,)
 
 
 def test_a_script_sees_no_module_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

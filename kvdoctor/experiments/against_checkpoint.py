@@ -1,4 +1,4 @@
-"""The logits to hold against those of a checkpoint: the whole sequence without a cache, and the held loop."""
+"""What to hold against a checkpoint: the whole sequence without a cache, the held loop, and the words it decodes."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,7 @@ from kvdoctor.experiments import Calls, Experiment
 from kvdoctor.feeds import Array, Deal, Scenario, as_array
 
 NAME = "against-checkpoint"
+GREEDY = "greedy-against-checkpoint"
 ENCODER_ROLES = ("encoder_input", "encoder_mask", "encoder_states")
 
 
@@ -21,6 +22,18 @@ def whole_and_loop(deal: Deal) -> Calls:
     answer = yield deal.prefill(start)
     past = deal.carry(None, answer, "held")
     for position in range(start, total):
+        answer = yield deal.decode(position, position + 1, past)
+        past = deal.carry(past, answer, "held")
+
+
+def greedy(deal: Deal) -> Calls:
+    """The held loop that goes on from the likeliest word each time."""
+    total, start = deal.scenario.total, deal.scenario.prompt
+    deal = replace(deal, tokens=deal.tokens.copy())
+    answer = yield deal.prefill(start)
+    past = deal.carry(None, answer, "held")
+    for position in range(start, total):
+        deal.tokens[:, position] = answer.logits[:, -1].argmax(-1)
         answer = yield deal.decode(position, position + 1, past)
         past = deal.carry(past, answer, "held")
 
@@ -47,6 +60,13 @@ def kept(deal: Deal, logits: list[Array]) -> dict[str, Array]:
         if fed is not None and deal.encoded.states is not None:
             found["states"] = deal.encoded.states
     return found | {f"step.{number}": array for number, array in enumerate(logits)}
+
+
+def kept_greedy(deal: Deal, logits: list[Array]) -> dict[str, Array]:
+    """The same of the greedy loop, whose tokens are those that it chose, as far as it came."""
+    chosen = [step[:, -1].argmax(-1)[:, None] for step in logits[:-1]]
+    tokens = np.concatenate([deal.tokens[:, : deal.scenario.prompt], *chosen], axis=1)
+    return kept(deal, logits) | {"tokens": tokens, "wholes": np.array(0)}
 
 
 def has_encoder(contract: CacheContract) -> bool:
@@ -76,5 +96,18 @@ EXPERIMENTS = (
         on_request=True,
         keeps=kept,
         order=90,
+    ),
+    Experiment(
+        GREEDY,
+        "the words that the held loop decodes, against those of the checkpoint",
+        greedy,
+        Scenario(steps=9),
+        can_be_shared,
+        judged=False,
+        shown=False,
+        why="the checkpoint decodes the same words",
+        on_request=True,
+        keeps=kept_greedy,
+        order=91,
     ),
 )

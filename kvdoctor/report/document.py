@@ -127,6 +127,46 @@ class ChangedFile:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportChoice:
+    """One thing that was chosen for an export made afresh, and what it was made from."""
+
+    what: str
+    value: str
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class PortChange:
+    """An input or output that is other than in the model that was replaced; None where it is new or gone."""
+
+    file: str
+    name: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRecord:
+    """How an export was made afresh. `way` is how its Python was had, `failures` what was tried in vain before.
+
+    `findings` are those of the fresh export before any repair, `ports` what is other in its inputs and outputs,
+    `left_out` files that the exporter wrote and the replaced model has not. `recipe` is the folder that tells how.
+    """
+
+    checkpoint: str
+    exporter: str
+    way: str
+    requirements: tuple[str, ...]
+    versions: dict[str, str]
+    choices: tuple[ExportChoice, ...]
+    failures: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    ports: tuple[PortChange, ...] = ()
+    left_out: tuple[str, ...] = ()
+    recipe: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RepairRecord:
     """What `re-export` did. `out` is None where nothing was written; `advice` is for those who cannot take the copy.
 
@@ -146,6 +186,7 @@ class RepairRecord:
     files: tuple[ChangedFile, ...] = ()
     undo: tuple[str, ...] = ()
     proved: bool = False
+    export: ExportRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

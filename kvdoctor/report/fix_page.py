@@ -5,7 +5,7 @@ from html import escape
 
 from kvdoctor import __version__
 from kvdoctor.findings import Finding
-from kvdoctor.report import cure_text, wording
+from kvdoctor.report import cure_text, export_text, wording
 from kvdoctor.report.document import RepairRecord, Report
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 
@@ -50,6 +50,12 @@ def _record(report: Report, record: RepairRecord) -> Iterator[str]:
     yield f"<p>From {_code(record.source)} to {_code(out)}. The source was not changed.</p>"
     yield "<h2>What was found</h2>"
     yield from _findings(record.before.findings)
+    if record.export is not None:
+        yield f"<h2>How it was exported</h2><p>{_text(export_text.title(record.export))}</p>"
+        rows = export_text.rows(record.export, record.source)
+        yield from _table(("", ""), ([_text(label), _text(text)] for label, text in rows))
+        yield "<p>What was found on the fresh export, before any repair:</p>"
+        yield from _findings(record.export.findings)
     yield "<h2>What was done and why</h2>"
     yield from _list(f"{_code(r.name)} ({_text(r.stack)}): {_text(r.summary)}" for r in record.repairs)
     yield "<h2>What was changed</h2>"

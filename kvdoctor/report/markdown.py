@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kvdoctor.findings import Finding
 from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import cure_text, parity_text, plan_text, wording
-from kvdoctor.report.document import RepairRecord, Report, StackFacts
+from kvdoctor.report import cure_text, export_text, parity_text, plan_text, wording
+from kvdoctor.report.document import ExportRecord, RepairRecord, Report, StackFacts
 from kvdoctor.report.safe import code, markdown, printable, shortened
 from kvdoctor.trace import Run
 
@@ -45,6 +45,8 @@ def _repair(report: Report, record: RepairRecord) -> Iterator[str]:
 
 def _sections(report: Report, record: RepairRecord) -> Iterator[tuple[str, list[str]]]:
     yield "What was found", list(_findings(record.before.findings))
+    if record.export is not None:
+        yield "How it was exported", list(_export(record.export, record.source))
     yield "What was done and why", list(_done(record))
     yield "What was changed", _changed(record)
     rows = [
@@ -93,6 +95,19 @@ def _left(record: RepairRecord) -> Iterator[str]:
         yield "A loop that cannot take the copy must change instead:"
         yield ""
         yield from (f"- {markdown(line)}" for line in record.advice)
+
+
+def _export(export: ExportRecord, replaced: str) -> Iterator[str]:
+    """How the export was made afresh, and what was found on it before any repair."""
+    said = export_text.title(export)
+    yield f"{markdown(said[0].upper() + said[1:])}."
+    yield ""
+    rows = [[markdown(label), code(text)] for label, text in export_text.rows(export, replaced)]
+    yield from table(["", ""], rows)
+    yield ""
+    yield "What was found on the fresh export, before any repair:"
+    yield ""
+    yield from _findings(export.findings)
 
 
 def findings(report: Report) -> Iterator[str]:

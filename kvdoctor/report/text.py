@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import cure_text, parity_text, plan_text, wording
+from kvdoctor.report import cure_text, export_text, parity_text, plan_text, wording
 from kvdoctor.report.document import RepairRecord, Report, StackFacts
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.trace import Run
@@ -191,9 +191,14 @@ class _Page:
         record = report.repair
         if record is None:
             return
+        if record.export is not None:
+            self.line("")
+            self.line(export_text.title(record.export), "bold")
+            self.pairs(export_text.rows(record.export, record.source))
         if record.changes:
             self.changes(record, show_diff or self.verbosity > 0)
             self.diffs(record, show_diff)
+        if record.changes or record.export is not None:
             self.line("proof", "bold")
             for entry in record.proof:
                 detail = f": {entry.detail}" if entry.detail else ""

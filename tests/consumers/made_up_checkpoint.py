@@ -23,7 +23,8 @@ for line in sys.stdin:
         steps = {name.removeprefix(question["prefix"]): file[name] for name in file.files}
     wholes = int(steps["wholes"])
     logits = [steps[f"step.{number}"] for number in range(sum(name.startswith("step.") for name in steps))]
-    whole, loop = logits[0], np.concatenate(logits[wholes:], axis=1)
+    loop = np.concatenate(logits[wholes:], axis=1)
+    whole = logits[0] if wholes else loop.copy()
     whole[0, 4, 2] += wanted.get("add", 0)
     loop[0, -1, 2] += wanted.get("add", 0) + wanted.get("add_to_loop", 0)
     width = wanted.get("width", whole.shape[2])
