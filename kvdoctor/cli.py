@@ -105,7 +105,7 @@ def re_export(path: str | None, out: str | None, force: bool, dry_run: bool, sho
     if out is None and not (dry_run or show_diff):
         raise click.UsageError("give the folder for the repaired copy with -o OUT, or ask with --dry-run")
     fix = tuple(dict.fromkeys(name.strip() for entry in given["fix"] for name in entry.split(",") if name.strip()))
-    plan = {"path": path, "out": None if dry_run or show_diff else out, "force": force, "fix": fix}
+    plan: dict[str, Any] = {"path": path, "out": None if dry_run or show_diff else out, "force": force, "fix": fix}
     plan["keep_unproved"] = given["keep_unproved"]
     plan["fit"] = Fit(given["layout"], given["axes"] == "readable")
     with on_terminal(given["quiet"]) as told:

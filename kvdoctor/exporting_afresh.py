@@ -23,7 +23,7 @@ from kvdoctor.cure import converting
 from kvdoctor.cure.fitting import Refitting, untouched
 from kvdoctor.cure.proof import Side
 from kvdoctor.cure.record import fix_report, unproved
-from kvdoctor.cure.surgery import Surgery
+from kvdoctor.cure.surgery import Outcome, Surgery
 from kvdoctor.cure.treatment import Chosen, treat
 from kvdoctor.cure.writing import copy_export, write_reports
 from kvdoctor.doctor import Options, step_test

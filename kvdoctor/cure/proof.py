@@ -125,7 +125,7 @@ def _numbers(stack: str, applied: list[Applied], before: Side, after: Side) -> I
         yield Proof(stack, "outputs equal to the original's at the sizes that it takes, bit for bit", True)
         runs = [run for name in LOOPS if (run := after.run(stack, name))]
         held = any(step.difference for run in runs for step in run.steps)
-        held = held or any(_equal(before.kept(stack, name), after.kept(stack, name)) for name in LOOPS)
+        held = held or any(equal(before.kept(stack, name), after.kept(stack, name)) for name in LOOPS)
         why = (
             "" if held else "no call takes several tokens without a cache: lengths other than the trace's are unproved"
         )

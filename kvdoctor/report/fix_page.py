@@ -84,8 +84,8 @@ def _record(report: Report, record: RepairRecord) -> Iterator[str]:
     if record.undo:
         yield "<h2>How to undo it</h2>"
         yield from _list(map(_text, record.undo))
-        rows = ([_code(f.path), _code(f.before), _code(f.after)] for f in record.files)
-        yield from _table(("written anew", "SHA-256 before", "SHA-256 after"), rows)
+        digests = ([_code(f.path), _code(f.before), _code(f.after)] for f in record.files)
+        yield from _table(("written anew", "SHA-256 before", "SHA-256 after"), digests)
 
 
 def _findings(found: tuple[Finding, ...]) -> Iterator[str]:
