@@ -70,7 +70,8 @@ def opened(release: str, folder: Path, count: int) -> list[bool]:
 def pythons(release: str) -> list[str]:
     """The versions of Python that a release has wheels for on this platform."""
     uv = find_uv()
-    assert uv is not None, "this needs uv"
+    if uv is None:
+        raise SystemExit("this needs uv")
     with tempfile.TemporaryDirectory() as target:
         fitting = []
         for version in PYTHONS:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvdoctor import __version__
-from kvdoctor.cli_options import FORMATS, load_options, run_options, shared_options
+from kvdoctor.cli_options import FORMATS, load_options, offline_option, run_options, shared_options, target_options
 from kvdoctor.errors import KvdoctorError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("path")
 @load_options
+@target_options
 @shared_options
 def inspect(path: str, **given: Any) -> NoReturn:
     """Read a model without running it: files, inputs and outputs, the cache contract. Loads no weights."""
@@ -65,7 +66,8 @@ def inspect(path: str, **given: Any) -> NoReturn:
     metavar="CHECKPOINT",
     help="Hold the logits against this PyTorch checkpoint: a folder, or a model of the hub (asks for the network).",
 )
-@click.option("--offline", is_flag=True, help="Never use the network.")
+@target_options
+@offline_option
 @click.option(
     "--trace",
     metavar="FILE",
@@ -84,6 +86,8 @@ def step_test(path: str, **given: Any) -> NoReturn:
 @click.option("--force", is_flag=True, help="Replace OUT if kvdoctor wrote it.")
 @click.option("--dry-run", is_flag=True, help="Say what would be changed, write nothing.")
 @click.option("--diff", "show_diff", is_flag=True, help="Show the change node by node, write nothing.")
+@target_options
+@offline_option
 @shared_options
 @run_options
 def re_export(path: str, out: str | None, force: bool, dry_run: bool, show_diff: bool, **given: Any) -> NoReturn:
@@ -119,6 +123,8 @@ def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
 
 @cli.command()
 @click.argument("paths", nargs=-1, required=True)
+@target_options
+@offline_option
 @shared_options
 @run_options
 def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
@@ -220,6 +226,7 @@ def _options(given: dict[str, Any], told: "Told | None" = None) -> "Options":
     from kvdoctor.doctor import Options
     from kvdoctor.findings import Selection
     from kvdoctor.kept import Load
+    from kvdoctor.targets import parse_targets
 
     _outputs(given)
 
@@ -240,6 +247,7 @@ def _options(given: dict[str, Any], told: "Told | None" = None) -> "Options":
         reference=given.get("reference"),
         offline=given.get("offline", False),
         trace=given.get("trace"),
+        targets=parse_targets(given.get("targets", ())),
         load=Load(given.get("batch"), given.get("context"), given.get("encoder_length")),
     )
 

@@ -18,7 +18,7 @@ def mine() -> str:
 
 
 def fitting(release: str) -> tuple[str, ...]:
-    """The versions of Python that a release is known to have wheels for, the newest first; this one if none is known."""
+    """The versions of Python that a release has wheels for, the newest first; this one where that is not known."""
     limits = limits_of(release)
     return tuple(reversed(limits.pythons)) if limits is not None else (mine(),)
 
