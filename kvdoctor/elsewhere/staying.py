@@ -113,7 +113,7 @@ def _gap(case: Case, run: Run, ours, others) -> Gap | None:  # type: ignore[no-u
     exactness = case.contract.exactness if case.contract else "float"
     if ours.size != others.size:
         return Gap(0, None, "fail")
-    start, unclear = 0, None
+    start, unclear = 0, None  # Gap | None
     for step, shape in _logits(case, run):
         stop = start + _count(shape)
         if len(shape) == 3 and stop > start:

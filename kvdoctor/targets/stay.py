@@ -1,8 +1,8 @@
 """What one stack showed under a target: promised is the table of limits, observed is this."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from kvdoctor.parity import Verdict
 from kvdoctor.targets import Target
 from kvdoctor.trace import Difference, Run
 
@@ -16,7 +16,7 @@ class Gap:
 
     step: int
     difference: Difference | None
-    verdict: Verdict
+    verdict: Literal["ambiguous", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
