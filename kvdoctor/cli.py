@@ -86,6 +86,8 @@ def step_test(path: str, **given: Any) -> NoReturn:
 @click.option("--force", is_flag=True, help="Replace OUT if kvdoctor wrote it.")
 @click.option("--dry-run", is_flag=True, help="Say what would be changed, write nothing.")
 @click.option("--diff", "show_diff", is_flag=True, help="Show the change node by node, write nothing.")
+@click.option("--ir-version", type=click.IntRange(min=4), metavar="N", help="Lower the IR version to N.")
+@click.option("--opset", type=click.IntRange(min=7), metavar="N", help="Lower the opset to N.")
 @target_options
 @offline_option
 @shared_options
@@ -97,7 +99,8 @@ def re_export(path: str, out: str | None, force: bool, dry_run: bool, show_diff:
 
     if out is None and not (dry_run or show_diff):
         raise click.UsageError("give the folder for the repaired copy with -o OUT, or ask with --dry-run")
-    plan = re_exporting.Request(path, None if dry_run or show_diff else out, force)
+    kept = None if dry_run or show_diff else out
+    plan = re_exporting.Request(path, kept, force, given["ir_version"], given["opset"])
     with on_terminal(given["quiet"]) as told:
         report = re_exporting.re_export(plan, _options(given, told))
     finish(report, given, show_diff=show_diff)

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdoctor.doctor import Options, step_test
+from kvdoctor.lowering import MENDS, CannotLower, wanted
+from kvdoctor.lowering.files import Lowered, lower_files
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.out_folder import MARK, copy_whole, refuse_unfit, regular_files, whole_folder, write_whole
 from kvdoctor.report.document import Change, Proof, RepairRecord, Report, Side
 from kvdoctor.runtimes import Runtime
 from kvdoctor.stacks import StackFiles
+from kvdoctor.targets import parse_targets
 from kvdoctor.trace import Run
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvdoctor.repairs import Repair
 
+NOT_WRITTEN = "no copy was written"
 SIDE_CARS = {"config.json", "generation_config.json", "genai_config.json", "export.json"}
 
 
@@ -29,6 +33,13 @@ class Request:
     path: str
     out: str | None
     force: bool = False
+    ir_version: int | None = None
+    opset: int | None = None
+
+    @property
+    def numbers(self) -> bool:
+        """Whether an IR version or an opset was asked for by number."""
+        return self.ir_version is not None or self.opset is not None
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,8 @@ class Treatment:
     stack: StackFiles
     repairs: "tuple[Repair, ...]"
     changes: tuple[Change, ...]
-    model: "onnx.ModelProto"
+    model: "onnx.ModelProto | None"
+    mends: tuple[str, ...] = ()
 
 
 def re_export(request: Request, options: Options) -> Report:
@@ -57,15 +69,23 @@ def re_export(request: Request, options: Options) -> Report:
         before = step_test(request.path, options, runtime, before_logits)
         folder = open_folder(request.path)
         treatments = tuple(_treatments(folder, before))
+        try:
+            lowered = _lowered(folder, treatments, before, options, request)
+        except CannotLower as reason:
+            if request.numbers:
+                raise
+            return replace(_nothing_done(before), notes=(*before.notes, str(reason), NOT_WRITTEN))
+        treatments = _with_lowered(folder, treatments, lowered, before)
         if not treatments:
             return _nothing_done(before)
         shown = request.path if request.out is None else request.out
         with whole_folder(Path(scratch, "out") if request.out is None else Path(request.out)) as pending:
-            _fill(pending.path, folder, treatments)
+            _fill(pending.path, folder, treatments, lowered)
             after = step_test(shown, options, runtime, after_logits, at=pending.path / _relative_path(request.path))
             proof = (
                 *_proof(treatments, before, after),
-                *_same_logits(treatments, before_logits, after_logits, after),
+                *_same_logits(treatments, before_logits, after_logits, before, after),
+                *_under_targets(treatments, after),
             )
             if not all(entry.holds for entry in proof):
                 return _unproved(before, treatments, proof)
@@ -101,9 +121,39 @@ def _treatments(folder: ModelFolder, before: Report) -> Iterator[Treatment]:
             yield Treatment(stack, tuple(used), tuple(changes), model)
 
 
-def _fill(target: Path, folder: ModelFolder, treatments: tuple[Treatment, ...]) -> None:
+def _lowered(
+    folder: ModelFolder, treatments: tuple[Treatment, ...], before: Report, options: Options, request: Request
+) -> Lowered:
+    """The files that had to be lowered, for the targets or as asked for; without either, for the runtime that is here.
+
+    Raises:
+        CannotLower: something that the model uses needs more.
+    """
+    targets = options.targets
+    if not targets and any(finding.name in MENDS for finding in before.findings):
+        targets = parse_targets([f"onnxruntime=={before.environment['onnxruntime']}"])
+    models = {t.stack.main.path: t.model for t in treatments if t.model is not None}
+    return lower_files(folder, wanted(targets, request.ir_version, request.opset), models)
+
+
+def _with_lowered(
+    folder: ModelFolder, treatments: tuple[Treatment, ...], lowered: Lowered, before: Report
+) -> tuple[Treatment, ...]:
+    """The treatments with what was lowered, and one for each stack that was only lowered."""
+    known = {treatment.stack.name: treatment for treatment in treatments}
+    for stack in folder.stacks:
+        if stack.name in lowered.changes:
+            found = tuple(f.name for f in before.findings if f.stack == stack.name and f.name in MENDS)
+            mine = known.get(stack.name) or Treatment(stack, (), (), None)
+            changes = (*mine.changes, *lowered.changes[stack.name])
+            known[stack.name] = replace(mine, changes=changes, mends=found)
+    return tuple(known.values())
+
+
+def _fill(target: Path, folder: ModelFolder, treatments: tuple[Treatment, ...], lowered: Lowered) -> None:
     """Copy what is not changed, write what is."""
-    changed = {treatment.stack.main.path: treatment.model for treatment in treatments}
+    repaired = {t.stack.main.path: t.model for t in treatments if t.model is not None}
+    changed = {**repaired, **lowered.models}
     for path in _belonging(folder):
         place = target / path.relative_to(folder.root)
         if path not in changed and path.name not in (MARK, "kvdoctor-report.md"):
@@ -133,9 +183,10 @@ def _proof(treatments: tuple[Treatment, ...], before: Report, after: Report) -> 
     """What the second diagnosis shows: the fault is gone, nothing new came, the plain loop has parity."""
     known = {(finding.stack, finding.name) for finding in before.findings}
     for treatment in treatments:
-        stack, mended = treatment.stack.name, {repair.mends for repair in treatment.repairs}
+        stack, mended = treatment.stack.name, {*treatment.mends, *(repair.mends for repair in treatment.repairs)}
         mine = [finding for finding in after.findings if finding.stack == stack]
-        yield Proof(stack, f"{', '.join(sorted(mended))} is gone", not any(f.name in mended for f in mine))
+        if mended:
+            yield Proof(stack, f"{', '.join(sorted(mended))} is gone", not any(f.name in mended for f in mine))
         fresh = [f.name for f in mine if (stack, f.name) not in known and f.severity != "note"]
         yield Proof(stack, "no finding that was not there before", not fresh, ", ".join(fresh))
         for experiment in ("plain-loop", "held-loop"):
@@ -146,30 +197,58 @@ def _proof(treatments: tuple[Treatment, ...], before: Report, after: Report) -> 
                 yield Proof(stack, f"{experiment} passes", run.shows == "passed", text)
 
 
-def _same_logits(treatments: tuple[Treatment, ...], before: Path, after: Path, report: Report) -> Iterator[Proof]:
-    """The held loop of the original and of the copy, bit for bit: on its way nothing was changed."""
+def _under_targets(treatments: tuple[Treatment, ...], after: Report) -> Iterator[Proof]:
+    """That the consumer's loop passes under every target that could be run, with the logits of here."""
+    for treatment in treatments:
+        stack = treatment.stack.name
+        for target in after.targets:
+            if stack in target.not_run:
+                continue
+            for experiment in ("plain-loop", "held-loop"):
+                run = next((run for run in _runs(after, stack, experiment) if run.target == target.runtime), None)
+                if run is not None and (run.outcome != "skipped" or target.refused.get(stack)):
+                    apart = experiment in target.other_logits.get(stack, ())
+                    detail = "other logits than here" if apart else run.error or f"{len(run.steps)} steps"
+                    holds = run.shows == "passed" and not apart
+                    yield Proof(stack, f"{experiment} passes under {target.asked}", holds, detail)
+
+
+def _same_logits(
+    treatments: tuple[Treatment, ...], before: Path, after: Path, old_report: Report, report: Report
+) -> Iterator[Proof]:
+    """The held loop of the original and of the copy, bit for bit: on its way nothing was changed. Else the plain one.
+
+    Where the original does not open here, there is nothing to hold the copy against but its own run without a cache.
+    """
     import numpy as np
 
     for treatment in treatments:
         stack = treatment.stack.name
-        if _run(report, stack, "held-loop") is None:
+        name = "held-loop" if _took(report, stack, "held-loop") else "plain-loop"
+        if not (_took(report, stack, name) and _took(old_report, stack, name)):
             continue
         files = [folder / f"{stack}.npz" for folder in (before, after)]
         if not all(file.is_file() for file in files):
-            yield Proof(stack, "held-loop logits equal to the original's", False, "no logits were kept")
+            yield Proof(stack, f"{name} logits equal to the original's", False, "no logits were kept")
             continue
         with np.load(files[0]) as old, np.load(files[1]) as new:
-            both = "held-loop" in old and "held-loop" in new
-            same = (
-                both
-                and old["held-loop"].size > 0
-                and np.array_equal(old["held-loop"], new["held-loop"], equal_nan=True)
-            )
-        yield Proof(stack, "held-loop logits equal to the original's, bit for bit", bool(same))
+            both = name in old and name in new
+            same = both and old[name].size > 0 and np.array_equal(old[name], new[name], equal_nan=True)
+        yield Proof(stack, f"{name} logits equal to the original's, bit for bit", bool(same))
 
 
 def _run(report: Report, stack: str, experiment: str) -> Run | None:
-    return next((run for run in report.runs if run.stack == stack and run.experiment == experiment), None)
+    return next(iter(_runs(report, stack, experiment)), None)
+
+
+def _runs(report: Report, stack: str, experiment: str) -> Iterator[Run]:
+    """The runs of an experiment, that of the runtime which is here first."""
+    return (run for run in report.runs if run.stack == stack and run.experiment == experiment)
+
+
+def _took(report: Report, stack: str, experiment: str) -> bool:
+    run = _run(report, stack, experiment)
+    return run is not None and run.outcome != "skipped"
 
 
 def _fix_report(

@@ -30,7 +30,18 @@ ROOMS = (
     *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
     *("options", "obstacles", "open_questions"),
     *("export", "reference", "stack_test", "elsewhere", "doctor"),
-    *("repairs", "re_exporting", "repro", "reproducing", "environment", "progress", "cli_options", "cli", "__main__"),
+    *(
+        "repairs",
+        "lowering",
+        "re_exporting",
+        "repro",
+        "reproducing",
+        "environment",
+        "progress",
+        "cli_options",
+        "cli",
+        "__main__",
+    ),
 )
 """From early to late: a room imports earlier ones only."""
 

@@ -78,7 +78,10 @@ def lower(model: ModelProto, want: Wanted, file: str) -> tuple[Change, ...]:
 
 def _lower_imports(model: ModelProto, want: Wanted, file: str) -> list[Change]:
     changes = []
-    places = [("opset", model.opset_import), *((f"opset of function {f.name}", f.opset_import) for f in model.functions)]
+    places = [
+        ("opset", model.opset_import),
+        *((f"opset of function {f.name}", f.opset_import) for f in model.functions),
+    ]
     for where, imports in places:
         for entry in imports:
             if want.opset is not None and entry.domain in STANDARD and entry.version > want.opset:

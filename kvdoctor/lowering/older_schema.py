@@ -41,17 +41,28 @@ def fitted(
         return None
     if not _same_ports(node, now, then) or not _types_allowed(then, types):
         return None
-    if any(_default(schema) != _default_of(then, name) for name, schema in now.attributes.items() if name in then.attributes):
+    if any(
+        _default(schema) != _default_of(then, name)
+        for name, schema in now.attributes.items()
+        if name in then.attributes
+    ):
         return None
-    fitting = onnx.NodeProto()
-    fitting.CopyFrom(node)
-    del fitting.attribute[:]
-    for attribute in node.attribute:
-        if attribute.name in then.attributes:
-            fitting.attribute.append(attribute)
-        elif not _says_nothing(node, attribute, now):
-            return None
-    return fitting
+    fitting = without_silent(node, newer, older)
+    return fitting if all(attribute.name in then.attributes for attribute in fitting.attribute) else None
+
+
+def without_silent(node: onnx.NodeProto, newer: int, older: int) -> onnx.NodeProto:
+    """The node without the attributes that the older schema does not know and that say nothing."""
+    now, then = (defs.get_schema(node.op_type, version, "") for version in (newer, older))
+    bare = onnx.NodeProto()
+    bare.CopyFrom(node)
+    del bare.attribute[:]
+    bare.attribute.extend(
+        attribute
+        for attribute in node.attribute
+        if attribute.name in then.attributes or not _says_nothing(node, attribute, now)
+    )
+    return bare
 
 
 def _same_ports(node: onnx.NodeProto, now: defs.OpSchema, then: defs.OpSchema) -> bool:

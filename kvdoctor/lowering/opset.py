@@ -1,11 +1,11 @@
 """Writes each node in an older opset.
 
-A node that fits the older schema of its operator stands (see older_schema.py). The others are given to onnx's converter,
-one at a time, with the constants that feed it: there it either has an adapter for the operator, or says that it has
-none. What it gives is held against the schemas of the older opset.
+A node that fits the older schema of its operator stands (see older_schema.py). The others are given to onnx's
+converter, one at a time, with the constants that feed it: there it either has an adapter for the operator, or says that
+it has none. What it gives is held against the schemas of the older opset.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import onnx
@@ -14,7 +14,7 @@ from onnx import checker, defs, helper, shape_inference, version_converter
 from kvdoctor.case import first_and_count
 from kvdoctor.graph import GraphView, Scope
 from kvdoctor.lowering import CannotLower
-from kvdoctor.lowering.older_schema import fitted
+from kvdoctor.lowering.older_schema import fitted, without_silent
 from kvdoctor.lowering.value_types import Types, value_types
 from kvdoctor.report.document import Change
 from kvdoctor.targets.demands import STANDARD
@@ -135,7 +135,7 @@ def _sites(model: onnx.ModelProto, opset: int) -> Iterator[tuple[_Site, onnx.Nod
                 yield _Site(function, f"function {function.name}", version, None, {}), node
 
 
-def _opset(imports: "onnx.ModelProto.opset_import") -> int:  # type: ignore[name-defined]
+def _opset(imports: Iterable[onnx.OperatorSetIdProto]) -> int:
     return next((entry.version for entry in imports if entry.domain in STANDARD), 1)
 
 
@@ -180,7 +180,7 @@ def _is(schema: defs.OpSchema, operator: str) -> bool:
 
 
 def _converted(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.NodeProto, ...]:
-    alone = _alone(node, site)
+    alone = _alone(without_silent(node, site.opset, opset), site)
     try:
         made = version_converter.convert_version(alone, opset)
         made.ir_version = alone.ir_version
