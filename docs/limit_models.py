@@ -88,6 +88,10 @@ def contrib_models() -> Iterator[tuple[str, onnx.ModelProto]]:
     for name, inputs, outputs, attributes, further in CONTRIB:
         domain, operator = name.split(":")
         yield f"contrib/{name}/", _contrib(domain, operator, inputs, outputs, attributes)
+        for count in MORE_INPUTS.get(name, ()) if len(inputs.split()) < min(MORE_INPUTS.get(name, (0,))) else ():
+            padded = " ".join((*inputs.split(), *["-"] * count))
+            padded = " ".join(padded.split()[:count])
+            yield f"contrib/{name}/inputs-{count}", _contrib(domain, operator, padded, outputs, attributes)
         for attribute, value in further.items():
             yield (
                 f"contrib/{name}/{attribute}",
@@ -119,6 +123,14 @@ def _contrib(domain: str, operator: str, inputs: str, outputs: int, attributes: 
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(MS, 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=OLD_IR)
 
+
+MORE_INPUTS = {
+    f"{MS}:GroupQueryAttention": range(8, 15),
+    f"{MS}:MultiHeadAttention": range(4, 11),
+    f"{MS}:MatMulNBits": range(4, 7),
+    f"{MS}:DecoderMaskedMultiHeadAttention": range(9, 12),
+}
+"""How many inputs newer releases allow; those beyond the ones that are given are left empty."""
 
 TYPES = {"f": F, "i32": I32, "i64": I64, "u8": U8, "i8": I8, "f16": F16, "u4": TensorProto.UINT4}
 

@@ -19,6 +19,7 @@ from kvdoctor.elsewhere.environments import environment
 from kvdoctor.export.environments import Unavailable, find_uv
 from kvdoctor.targets import bindings
 from kvdoctor.targets.limits import FILE
+from kvdoctor.targets.words import operator_of
 
 RELEASES = (
     *("1.15.1", "1.16.0", "1.16.3", "1.17.0", "1.17.3", "1.18.1", "1.19.2", "1.20.1", "1.21.1", "1.22.0", "1.22.1"),
@@ -139,7 +140,7 @@ def page(data: dict[str, Any]) -> str:
     rows = []
     for release, facts in data["releases"].items():
         whole = [name for name in data["contrib"] if name in facts["lacks"]]
-        attributes = [f for f in facts["lacks"] if ":" in f and f not in whole and _operator(f) not in whole]
+        attributes = [f for f in facts["lacks"] if ":" in f and f not in whole and operator_of(f) not in whole]
         standard = [name for name in facts["lacks"] if ":" not in name]
         cells = [release, str(facts["ir"]), str(facts["opset"]), ", ".join(facts["pythons"]), _count(standard)]
         rows.append([*cells, _short(whole), _short(attributes)])
@@ -147,11 +148,6 @@ def page(data: dict[str, Any]) -> str:
     shipped = [[binding.name, _shipped(binding), binding.source, _faults(binding)] for binding in bindings.BINDINGS]
     lines = [HEAD, *_markdown(header, rows), MIDDLE, *_markdown(["target", "releases", "from", "cannot"], shipped), ""]
     return "\n".join(lines)
-
-
-def _operator(feature: str) -> str:
-    domain, _, name = feature.rpartition(":")
-    return f"{domain}:{name.partition('.')[0]}"
 
 
 def _short(features: list[str]) -> str:

@@ -26,7 +26,7 @@ from kvdoctor.targets import RUNTIME, Target
 from kvdoctor.targets.demands import Demands, demands
 from kvdoctor.targets.limits import Limits, newest
 from kvdoctor.targets.stay import Stay
-from kvdoctor.targets.words import words_of
+from kvdoctor.targets.words import operator_of, words_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,47 +52,35 @@ def is_ruled_out(file: OnnxFile, limits: Limits | None) -> bool:
 def ir_too_new(case: Case) -> Iterator[Fault]:
     """The IR version is newer than a target takes."""
     found = _excesses(case, lambda asked, limits: asked.ir > limits.ir)
-    yield from _fault(
-        case,
-        found,
-        what=f"IR version {max((excess.demands.ir for excess in found), default=0)}",
-        takes=lambda limits: f"takes up to {limits.ir}",
-        confirmed=True,
-    )
+    what = f"IR version {max((excess.demands.ir for excess in found), default=0)}"
+    yield from _fault(case, found, what, lambda excess: f"takes up to {excess.limits.ir}", confirmed=True)
 
 
 @check("KV402", "opset-too-new", "targets")
 def opset_too_new(case: Case) -> Iterator[Fault]:
     """The opset is newer than a target takes."""
     found = _excesses(case, lambda asked, limits: asked.opset > limits.opset)
-    yield from _fault(
-        case,
-        found,
-        what=f"opset {max((excess.demands.opset for excess in found), default=0)}",
-        takes=lambda limits: f"takes up to {limits.opset}",
-    )
+    what = f"opset {max((excess.demands.opset for excess in found), default=0)}"
+    yield from _fault(case, found, what, lambda excess: f"takes up to {excess.limits.opset}")
 
 
 @check("KV403", "operator-unsupported", "targets")
 def operator_unsupported(case: Case) -> Iterator[Fault]:
     """The graph has an operator, or an attribute of one, that a target does not know on the CPU."""
     found = _excesses(case, lambda asked, limits: bool(asked.lacking(limits)))
-    lacking = tuple(dict.fromkeys(name for excess in found for name in excess.demands.lacking(excess.limits)))
-    # An attribute of an operator that is itself unknown is no news.
-    lacking = tuple(name for name in lacking if name.rpartition(".")[0] not in lacking or ":" not in name)
-    yield from _fault(case, found, what=first_and_count(tuple(map(words_of, lacking))) if lacking else "", takes=_lacks)
+    names = tuple(dict.fromkeys(name for excess in found for name in _lacking(excess)))
+    what = first_and_count(names) if names else ""
+    yield from _fault(case, found, what, lambda excess: f"has no {', no '.join(_lacking(excess))}")
 
 
-def _lacks(limits: Limits) -> str:  # noqa: ARG001 - one form for all three
-    return "has it not"
+def _lacking(excess: Excess) -> tuple[str, ...]:
+    """What a target lacks, in words; an attribute of an operator that is itself unknown is no news."""
+    names = excess.demands.lacking(excess.limits).keys()
+    return tuple(words_of(name) for name in names if operator_of(name) == name or operator_of(name) not in names)
 
 
 def _fault(
-    case: Case,
-    found: list[Excess],
-    what: str,
-    takes: Callable[[Limits], str],
-    confirmed: bool = False,
+    case: Case, found: list[Excess], what: str, takes: Callable[[Excess], str], confirmed: bool = False
 ) -> Iterator[Fault]:
     """One finding for all files and targets."""
     if not found:
@@ -101,8 +89,8 @@ def _fault(
     targets = {excess.target: excess for excess in found}
     refused = next((excess for excess in found if excess.text is not None), None)
     observed = [f"{first_and_count(files)}: {what}"]
-    observed += [f"{target.words} {takes(excess.limits)}" for target, excess in targets.items()]
-    named = ", ".join(target.words for target in targets)
+    observed += [f"{target.words} {takes(excess)}" for target, excess in targets.items()]
+    named = first_and_count(tuple(target.words for target in targets))
     yield Fault(
         severity="error",
         file=case.decode_file if case.decode_file in files else files[0],
@@ -110,7 +98,7 @@ def _fault(
         where=f"file {first_and_count(files)}",
         promised=f"a model for {named}",
         observed="; ".join(observed),
-        cause=f"{what} is more than {named} takes",
+        cause=f"{what}: too new for {named}",
         advice=case.re_export("lowers the file as far as what it uses allows, and says what stands against it"),
         follows=(f"{refused.target.words} refuses the file: {refused.text}",) if refused is not None else (),
         confidence="confirmed" if confirmed or refused is not None else "suspected",

@@ -16,6 +16,12 @@ MENDS = ("ir-too-new", "opset-too-new", "operator-unsupported")
 """The checks whose findings a lowering can take away."""
 
 
+NO_OTHER_FORM = (
+    "there is no other form of it: export again without it, as in kvdoctor re-export MODEL --from CHECKPOINT -o OUT "
+    "--exporter optimum"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """The largest IR version and opset that a model may have, None where any will do.
@@ -60,10 +66,12 @@ def lower(model: ModelProto, want: Wanted, file: str) -> tuple[Change, ...]:
     Raises:
         CannotLower: something that the model uses needs more; the model is as it was.
     """
-    from kvdoctor.lowering.attributes import without_silent
+    from kvdoctor.lowering.attributes import unknown, without_silent
     from kvdoctor.lowering.ir import floor
     from kvdoctor.lowering.opset import lowered_nodes, put_in_place
 
+    if left := unknown(model, want.lacks):
+        raise CannotLower(left, NO_OTHER_FORM)
     replaced = lowered_nodes(model, want.opset) if want.opset is not None else []
     least = floor(model)
     if want.ir is not None and model.ir_version > want.ir and least[0] > want.ir:

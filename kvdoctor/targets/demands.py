@@ -56,8 +56,8 @@ def _nodes(view: GraphView) -> Iterator[tuple[NodeProto, int]]:
 def _features(node: NodeProto, version: int) -> Iterator[str]:
     known, attributes = tried(), {attribute.name for attribute in node.attribute}
     if node.domain not in STANDARD:
-        yield from known.other(node.domain, node.op_type, attributes)
+        yield from known.other(node.domain, node.op_type, attributes, len(node.input))
         return
-    yield from known.other(CONTRIB_IN_STANDARD, node.op_type, attributes)
+    yield from known.other(CONTRIB_IN_STANDARD, node.op_type, attributes, len(node.input))
     if (feature := known.standard(node.op_type, version)) is not None:
         yield feature

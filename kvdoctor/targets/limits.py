@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+INPUTS = "inputs-"
 FILE = Path(__file__).with_name("limits.json")
 
 
@@ -43,12 +44,16 @@ class Tried:
         fitting = [version for version in self.since.get(operator, ()) if version <= opset]
         return f"{operator}-{fitting[-1]}" if fitting else None
 
-    def other(self, domain: str, operator: str, attributes: "frozenset[str] | set[str]") -> tuple[str, ...]:
-        """The features that an operator of another domain is: itself, and its attributes."""
+    def other(self, domain: str, operator: str, attributes: set[str], inputs: int) -> tuple[str, ...]:
+        """The features that an operator of another domain is: itself, its attributes, the number of its inputs.
+
+        `inputs-9` is one with nine inputs, empty ones counted.
+        """
         name = f"{domain}:{operator}"
         if name not in self.contrib:
             return ()
-        return (name, *(f"{name}.{attribute}" for attribute in self.contrib[name] if attribute in attributes))
+        has = {*attributes, f"{INPUTS}{inputs}"}
+        return (name, *(f"{name}.{attribute}" for attribute in self.contrib[name] if attribute in has))
 
 
 @cache
