@@ -10,6 +10,8 @@ from kvdoctor.findings import Advice
 from kvdoctor.graph import Declared, GraphView
 from kvdoctor.model_folder import ModelFolder
 from kvdoctor.stacks import OnnxFile, StackFiles
+from kvdoctor.targets import Target
+from kvdoctor.targets.stay import Stay
 from kvdoctor.trace import Run, Seen, Step
 from kvdoctor.uses import Required
 
@@ -39,6 +41,8 @@ class Case:
     None until then. `refusals` are files that the runtime did not open: (file, its text by level, the level that opens
     it). `required` are the uses that must work, `thorough` says that all is to be tried; `timings` are seconds by
     label. `caller` is what holding the caller's own steps against the contract brought, where a trace was given.
+    `targets` are the runtimes that the model must live in, `stays` what it showed under each of them, and `here` is
+    the release of the runtime that `runs` are from, empty where nothing is run.
     """
 
     folder: ModelFolder
@@ -53,6 +57,9 @@ class Case:
     thorough: bool = False
     timings: Mapping[str, float] = field(default_factory=dict)
     caller: "Held | None" = None
+    targets: tuple[Target, ...] = ()
+    stays: tuple[Stay, ...] = ()
+    here: str = ""
 
     def run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""
@@ -96,7 +103,8 @@ class Case:
 
     def re_export(self, text: str) -> Advice:
         """Advice to let kvdoctor repair the graph."""
-        return Advice("graph", text, f"kvdoctor re-export {shlex.quote(self.folder.shown)} -o FIXED")
+        targets = "".join(f" --target {target.asked}" for target in self.targets)
+        return Advice("graph", text, f"kvdoctor re-export {shlex.quote(self.folder.shown)} -o FIXED{targets}")
 
     def returned(self, slot: Slot) -> Iterator[tuple[Step, Seen]]:
         """What decode steps of the plain loop returned for a slot."""

@@ -51,9 +51,12 @@ class Limits:
 
 
 class Worker:
-    """One child process. Starting it returns at once; it loads the runtime while the parent reads the graph."""
+    """One child process. Starting it returns at once; it loads the runtime while the parent reads the graph.
 
-    def __init__(self, limits: Limits) -> None:
+    `python` is the interpreter of an isolated environment that holds another runtime; without it this one is used.
+    """
+
+    def __init__(self, limits: Limits, python: str | None = None) -> None:
         self.limits = limits
         self.hello: dict[str, Any] = {}
         self.peak_bytes = 0
@@ -63,7 +66,7 @@ class Worker:
         quiet = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
         environment = os.environ | quiet
         self._process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, str(Path(__file__).parent)],
+            [*([sys.executable] if python is None else [python, "-I"]), "-c", BOOT, str(Path(__file__).parent)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

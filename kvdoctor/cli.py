@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvdoctor import __version__
-from kvdoctor.cli_options import FORMATS, afresh_options, load_options, run_options, shared_options
+from kvdoctor.cli_options import (
+    FORMATS,
+    afresh_options,
+    load_options,
+    offline_option,
+    run_options,
+    shared_options,
+    target_options,
+)
 from kvdoctor.errors import KvdoctorError
 
 if TYPE_CHECKING:
@@ -43,6 +51,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("path")
 @load_options
+@target_options
 @shared_options
 def inspect(path: str, **given: Any) -> NoReturn:
     """Read a model without running it: files, inputs and outputs, the cache contract. Loads no weights."""
@@ -65,7 +74,8 @@ def inspect(path: str, **given: Any) -> NoReturn:
     metavar="CHECKPOINT",
     help="Hold the logits against this PyTorch checkpoint: a folder, or a model of the hub (asks for the network).",
 )
-@click.option("--offline", is_flag=True, help="Never use the network.")
+@target_options
+@offline_option
 @click.option(
     "--trace",
     metavar="FILE",
@@ -91,6 +101,8 @@ def step_test(path: str, **given: Any) -> NoReturn:
 )
 @click.option("--axes", type=click.Choice(["kept", "readable"]), default="kept", help="Names of open axes.")
 @afresh_options
+@click.option("--ir-version", type=click.IntRange(min=4), metavar="N", help="Lower the IR version to N.")
+@target_options
 @shared_options
 @run_options
 def re_export(path: str | None, out: str | None, force: bool, dry_run: bool, show_diff: bool, **given: Any) -> NoReturn:
@@ -107,7 +119,8 @@ def re_export(path: str | None, out: str | None, force: bool, dry_run: bool, sho
     fix = tuple(dict.fromkeys(name.strip() for entry in given["fix"] for name in entry.split(",") if name.strip()))
     plan: dict[str, Any] = {"path": path, "out": None if dry_run or show_diff else out, "force": force, "fix": fix}
     plan["keep_unproved"] = given["keep_unproved"]
-    plan["fit"] = Fit(given["layout"], given["axes"] == "readable")
+    lowered = given["opset"] if given["from_"] is None else None
+    plan["fit"] = Fit(given["layout"], given["axes"] == "readable", given["ir_version"], lowered)
     with on_terminal(given["quiet"]) as told:
         report = (_repaired if given["from_"] is None else _exported_afresh)(plan, given, told)
     finish(report, given, show_diff=show_diff)
@@ -133,6 +146,8 @@ def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
 
 @cli.command()
 @click.argument("paths", nargs=-1, required=True)
+@target_options
+@offline_option
 @shared_options
 @run_options
 def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
@@ -222,7 +237,7 @@ def _repaired(plan: dict[str, Any], given: dict[str, Any], told: "Told | None") 
 
     if plan["path"] is None:
         raise click.UsageError("give PATH, the model to repair; or --from CHECKPOINT to export one afresh")
-    for name in ("exporter", "opset", "dtype", "task", "because"):
+    for name in ("exporter", "dtype", "task", "because"):
         if given[name] is not None:
             raise click.UsageError(f"--{name} is for an export made afresh: give --from CHECKPOINT as well")
     return re_exporting.re_export(re_exporting.Request(**plan), _options(given, told))
@@ -254,6 +269,7 @@ def _options(given: dict[str, Any], told: "Told | None" = None) -> "Options":
     from kvdoctor.doctor import Options
     from kvdoctor.findings import Selection
     from kvdoctor.kept import Load
+    from kvdoctor.targets import parse_targets
 
     _outputs(given)
 
@@ -274,6 +290,7 @@ def _options(given: dict[str, Any], told: "Told | None" = None) -> "Options":
         reference=given.get("reference"),
         offline=given.get("offline", False),
         trace=given.get("trace"),
+        targets=parse_targets(given.get("targets", ())),
         load=Load(given.get("batch"), given.get("context"), given.get("encoder_length")),
     )
 

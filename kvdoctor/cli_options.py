@@ -68,6 +68,20 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float) -> 
     return value
 
 
+def target_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
+    """The runtimes that the model must live in."""
+    return click.option(
+        "--target",
+        "targets",
+        multiple=True,
+        metavar="SPEC",
+        help="The runtime that the model must live in: onnxruntime==1.16.3, ort-crate==2.0.0-rc.10; may be repeated.",
+    )(command)
+
+
+offline_option = click.option("--offline", is_flag=True, help="Never use the network.")
+
+
 def load_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
     """What the memory of the cache is planned for."""
     options = [
@@ -137,7 +151,10 @@ def afresh_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
             help="With --from. [default: by the layout and the findings of PATH]",
         ),
         click.option(
-            "--opset", type=click.IntRange(7, 40), help="With --from: the ONNX opset. [default: that of PATH]"
+            "--opset",
+            type=click.IntRange(7, 40),
+            metavar="N",
+            help="Lower the opset to N; with --from, export with it. [default: that of PATH]",
         ),
         click.option(
             "--dtype",

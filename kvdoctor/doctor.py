@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdoctor.case import Case
 from kvdoctor.contract import CacheContract
+from kvdoctor.elsewhere.staying import Here, elsewhere_runs, open_ends, target_facts, with_stays
 from kvdoctor.facts import environment, file_facts, stack_facts
 from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks
 from kvdoctor.lost_state import gives_logits
@@ -32,6 +33,7 @@ from kvdoctor.report.document import (
 from kvdoctor.runtimes import Examined, Runtime
 from kvdoctor.stack_test import Left, examine, held_against, placed
 from kvdoctor.stacks import StackFiles
+from kvdoctor.targets.stay import Stay
 from kvdoctor.trace import REPLAY, Run
 
 if TYPE_CHECKING:
@@ -58,8 +60,11 @@ def inspect(path: str, options: Options | None = None) -> Report:
         contract = read_contract(stack, folder.side_cars)
         stacks.append(stack_facts(stack, contract, folder.side_cars, options.load))
         case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
+        case = replace(case, targets=options.targets)
         run_checks(case, "contract", options.selection, verdicts)
-    return _report("inspect", folder, options, verdicts, stacks)
+        run_checks(case, "targets", options.selection, verdicts)
+    report = _report("inspect", folder, options, verdicts, stacks)
+    return replace(report, targets=target_facts(options.targets, {}))
 
 
 def step_test(
@@ -89,6 +94,7 @@ def step_test(
     _check_files(folder, options, verdicts)
     checkpoint = _checkpoint(options)
     scratch = scratch or (checkpoint.scratch if checkpoint is not None else None)
+    stays: dict[str, tuple[Stay, ...]] = {}
     stacks: list[StackFacts] = []
     runs, measured, told = list[Run](), {}, list[str]()
     given = {stack.name: contract for stack, contract in described}
@@ -100,8 +106,10 @@ def step_test(
         case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
         case = replace(case, thorough=options.thorough, caller=callers.get(stack.name))
         with TemporaryDirectory(prefix="kvdoctor-") as calls:
-            left = Left(scratch / f"{stack.name}.npz" if scratch else None, Path(calls))
+            kept = scratch or (Path(calls) if options.targets else None)
+            left = Left(kept / f"{stack.name}.npz" if kept else None, Path(calls))
             case, examined = examine(case, options, verdicts, runtime, left)
+            case = _elsewhere(case, options, Here(runtime, contract, left.logits), verdicts)
             case = held_against(case, checkpoint, left.logits, verdicts)
             stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
             measured[stack.name] = _measured(examined)
@@ -109,10 +117,13 @@ def step_test(
             case = _by_contract(case, options, verdicts)
             case = placed(case, options, runtime, left.calls) if options.locate else case
             _by_runs(case, options, verdicts, before)
+            run_checks(case, "targets", options.selection, verdicts)
         if case.caller is not None:
             run_checks(case, "caller", options.selection, verdicts)
             told.append(_told(case, options.trace or ""))
         runs += case.runs
+        stays[stack.name] = case.stays
+    runs += elsewhere_runs(stays)
     report = _report("step-test", folder, options, verdicts, stacks)
     report = replace(report, notes=(*report.notes, *told))
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
@@ -120,7 +131,17 @@ def step_test(
         checkpoint.close()
         environment |= checkpoint.versions
         report = replace(report, notes=(*report.notes, *checkpoint.held))
-    return replace(report, runs=tuple(runs), measured=measured, environment=environment)
+    facts = target_facts(options.targets, stays)
+    return replace(report, runs=tuple(runs), targets=facts, measured=measured, environment=environment)
+
+
+def _elsewhere(case: Case, options: Options, here: Here, verdicts: Verdicts) -> Case:
+    """The case with what it shows under the targets; where it could not be run here it is not run there."""
+    case = replace(case, targets=options.targets, here=here.runtime.versions.get("onnxruntime", ""))
+    if options.targets and case.runs:
+        case = with_stays(case, options, here)
+        verdicts.not_checked += open_ends(case)
+    return case
 
 
 def _by_contract(case: Case, options: Options, verdicts: Verdicts) -> Case:

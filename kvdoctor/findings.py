@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Severity = Literal["note", "warning", "error"]
 Confidence = Literal["confirmed", "suspected"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
-Asks = Literal["file", "contract", "runs", "caller"]
+Asks = Literal["file", "contract", "runs", "caller", "targets"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from kvdoctor.findings import Selection
 from kvdoctor.kept import Load
 from kvdoctor.plain import to_plain
 from kvdoctor.report.document import FailOn
+from kvdoctor.targets import Target
 from kvdoctor.uses import Required
 
 
@@ -39,6 +40,7 @@ class Options:
     load: Load = field(default_factory=Load)
     locate: bool = True
     only: frozenset[str] | None = None
+    targets: tuple[Target, ...] = ()
     progress: Callable[[str, int, int], None] | None = None
 
     def as_arguments(self) -> dict[str, Any]:
@@ -56,6 +58,8 @@ class Options:
             **({"trace": self.trace} if self.trace is not None else {}),
             **({"prompt_ids": list(self.prompt)} if self.prompt else {}),
             **({"inputs": self.inputs} if self.inputs is not None else {}),
-            **({"reference": self.reference, "offline": self.offline} if self.reference is not None else {}),
+            **({"reference": self.reference} if self.reference is not None else {}),
+            **({"offline": self.offline} if self.reference is not None or self.targets else {}),
+            **({"target": [target.asked for target in self.targets]} if self.targets else {}),
             **load,
         }

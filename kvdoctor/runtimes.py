@@ -107,17 +107,38 @@ def thread_count() -> int:
 
 
 class Runtime:
-    """The onnxruntime of this environment. Its worker is started at once and kept warm between jobs."""
+    """The onnxruntime of this environment, or of the one that `python` belongs to.
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self._worker = Worker(limits)
+    Its worker is started at once and kept warm between jobs.
+    """
+
+    def __init__(self, limits: Limits, python: str | None = None) -> None:
+        self.limits, self.python = limits, python
+        self._worker = Worker(limits, python)
+        self._beside: dict[str, Runtime] = {}
 
     def __enter__(self) -> "Runtime":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._worker.stop()
+        for other in self._beside.values():
+            other.__exit__()
+
+    def beside(self, python: str) -> "Runtime":
+        """The runtime of another environment, kept warm beside this one and ended with it."""
+        if python not in self._beside:
+            self._beside[python] = Runtime(self.limits, python)
+        return self._beside[python]
+
+    def greet(self) -> str:
+        """Wait for the worker to be ready; gives the release of its onnxruntime.
+
+        Raises:
+            KvdoctorError: it cannot start ONNX Runtime.
+            WorkerDied: it says nothing within the time limit.
+        """
+        return str(self._worker.greet()["onnxruntime"])
 
     @property
     def versions(self) -> dict[str, str]:
@@ -185,7 +206,7 @@ class Runtime:
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)
         hello = self._worker.hello
         self._worker.stop()
-        self._worker = Worker(self.limits)
+        self._worker = Worker(self.limits, self.python)
         self._worker.hello = hello
 
 

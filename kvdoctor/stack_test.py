@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdoctor.case import Case
+from kvdoctor.contract import CacheContract
 from kvdoctor.findings import NotChecked, Verdicts
 from kvdoctor.obstacles import obstacles
 from kvdoctor.options import Options
@@ -31,10 +32,10 @@ def examine(case: Case, options: Options, verdicts: Verdicts, runtime: Runtime, 
     """Put all experiments to one stack, if it can be driven."""
     assert case.stack is not None  # noqa: S101 - made with both by step_test
     assert case.contract is not None  # noqa: S101
-    from kvdoctor.experiments import frozen_past, load
+    from kvdoctor.experiments import load
 
     obstacle = next(obstacles(case.stack, case.contract), None)
-    frozen = case.contract.frozen_past is not None and frozen_past.can_be_filled(case.contract) is None
+    frozen = _is_frozen(case.contract)
     if obstacle or frozen:
         reason = (
             f"not run: {obstacle}"
@@ -45,9 +46,37 @@ def examine(case: Case, options: Options, verdicts: Verdicts, runtime: Runtime, 
     if obstacle:
         return case, Examined()
 
+    job = replace(made_job(case, options), keep_logits=left.logits, keep_calls=left.calls)
+    examined = runtime.examine(job)
+    for crash in dict.fromkeys(crash.strip().splitlines()[-1] for crash in examined.crashes):
+        reason = f"an experiment crashed ({crash}); please report it"
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", reason, essential=True))
+    for note in dict.fromkeys(examined.notes):
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", note))
+    for text in examined.obstacles:
+        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", text, essential=True))
+    runs = tuple(located(run, case) for run in examined.runs)
+    runs += tuple(_left_out(case.stack.name, e, options, runtime) for e in load() if not _is_asked(e, options))
+    refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in examined.refusals)
+    contract = with_observed(case.contract, runs)
+    case = replace(case, contract=contract, runs=runs, refusals=refusals, timings=examined.timings)
+    look = second_look(case, runtime, options.limits, job, options.thorough)
+    verdicts.not_checked += look.notes
+    examined.unrounded_seconds = look.examined.seconds
+    examined.peak_bytes = max(examined.peak_bytes, look.examined.peak_bytes)
+    return look.case, examined
+
+
+def made_job(case: Case, options: Options) -> Job:
+    """All experiments that are asked for, on one stack."""
+    assert case.stack is not None  # noqa: S101 - asked only where there is a stack
+    assert case.contract is not None  # noqa: S101
+    from kvdoctor.experiments import frozen_past, load
+
+    frozen = _is_frozen(case.contract)
     chosen = [e.name for e in load() if (e.name == frozen_past.NAME) == frozen and _is_asked(e, options)]
     traced = case.caller is not None and options.trace is not None
-    job = Job(
+    return Job(
         stack=case.stack.name,
         folder=case.folder.root.absolute(),
         contract=case.contract,
@@ -58,27 +87,14 @@ def examine(case: Case, options: Options, verdicts: Verdicts, runtime: Runtime, 
         inputs=Path(options.inputs).absolute() if options.inputs is not None else None,
         seen=options.progress,
         trace=Path(options.trace).absolute() if traced and options.trace is not None else None,
-        keep_logits=left.logits,
-        keep_calls=left.calls,
     )
-    examined = runtime.examine(job)
-    for crash in dict.fromkeys(crash.strip().splitlines()[-1] for crash in examined.crashes):
-        reason = f"an experiment crashed ({crash}); please report it"
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", reason, essential=True))
-    for note in dict.fromkeys(examined.notes):
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", note))
-    for text in examined.obstacles:
-        verdicts.not_checked.append(NotChecked(case.stack.name, "KV2-KV3", text, essential=True))
-    runs = tuple(_located(run, case) for run in examined.runs)
-    runs += tuple(_left_out(case.stack.name, e, options, runtime) for e in load() if not _is_asked(e, options))
-    refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in examined.refusals)
-    contract = with_observed(case.contract, runs)
-    case = replace(case, contract=contract, runs=runs, refusals=refusals, timings=examined.timings)
-    look = second_look(case, runtime, options.limits, job, options.thorough)
-    verdicts.not_checked += look.notes
-    examined.unrounded_seconds = look.examined.seconds
-    examined.peak_bytes = max(examined.peak_bytes, look.examined.peak_bytes)
-    return look.case, examined
+
+
+def _is_frozen(contract: CacheContract) -> bool:
+    """Whether the past has one length only, and can be driven up to it."""
+    from kvdoctor.experiments import frozen_past
+
+    return contract.frozen_past is not None and frozen_past.can_be_filled(contract) is None
 
 
 def _is_asked(experiment: "Experiment", options: Options) -> bool:
@@ -132,7 +148,7 @@ def placed(case: Case, options: Options, runtime: Runtime, calls: Path) -> Case:
     return replace(case, runs=tuple(with_place(run, scene) if run in meant else run for run in case.runs))
 
 
-def _located(run: Run, case: Case) -> Run:
+def located(run: Run, case: Case) -> Run:
     """Turn names that the runtime mentioned into a place, if the graph holds a node of that name."""
     view = case.main
     if run.steps and case.contract and case.stack:

@@ -1,17 +1,25 @@
 """The repaired file on a runtime that is older than kvdoctor itself supports, with the plainest consumer there is."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from isolated import EXPORTS, MERGED, Environment, re_export
+from isolated import EXPORTS, MERGED, Environment, find_uv, give_up, kvdoctor, re_export
+from text_fixtures import load_all
 
+from kvdoctor.child import Limits
+from kvdoctor.elsewhere import environments, interpreters
+from kvdoctor.elsewhere.environments import environment
+from kvdoctor.export.environments import Unavailable
 from kvdoctor.kept_calls import save_call
 from kvdoctor.place.flat import flatten
 from kvdoctor.place.variants import read_located, write_variant
+from kvdoctor.runtimes import Runtime
+from kvdoctor.targets.limits import releases
 
 pytestmark = pytest.mark.slow
 
@@ -74,3 +82,155 @@ def test_a_variant_finds_its_weights_in_the_original(tmp_path: Path) -> None:
     result = OLD_RUNTIME.run("trial.py", tmp_path / "job.json", Path(__file__).parent.parent)
     assert result["onnxruntime"] == "1.16.3"
     assert result["pairs"] == [{"dtype": "float", "relative": 0.0}]
+
+
+MATRIX = ("1.16.3", "1.18.1", "1.20.1", "1.22.1")
+NEWEST = releases()[-1]
+
+
+def under(targets: tuple[str, ...], *arguments: str | Path) -> tuple[int, dict[str, Any]]:
+    """The exit code and the report of a command with targets, made in environments where they can be had."""
+    for release in targets:
+        try:
+            environment(release, offline=False)
+        except Unavailable as reason:
+            give_up(str(reason))
+    options = [word for release in targets for word in ("--target", f"onnxruntime=={release}")]
+    done = kvdoctor(*arguments, *options, "--format", "json")
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def cells(report: dict[str, Any], stack: str, experiment: str) -> dict[str, str]:
+    """The outcome of an experiment under each runtime."""
+    runs = [run for run in report["runs"] if (run["stack"], run["experiment"]) == (stack, experiment)]
+    return {run["target"].partition("==")[2]: run["outcome"] for run in runs}
+
+
+def test_the_matrix_of_the_repaired_marian_is_green(tmp_path: Path) -> None:
+    targets = (*MATRIX, NEWEST)
+    code, report = under(targets, "re-export", EXPORTS / "marian-4.46.3", "-o", tmp_path / "fixed")
+    assert code == 0
+    assert report["verdict"] == "healthy"
+    assert {target["onnxruntime"] for target in report["targets"]} == set(targets)
+    for experiment in ("plain-loop", "held-loop"):
+        assert {release: cells(report, "merged", experiment)[release] for release in targets} == dict.fromkeys(
+            targets, "passed"
+        )
+    assert not any(target["other_logits"] or target["refused"] or target["not_run"] for target in report["targets"])
+    claims = {entry["claim"]: entry["holds"] for entry in report["repair"]["proof"]}
+    assert all(claims.values())
+    assert {f"plain-loop passes under onnxruntime=={release}" for release in targets} <= set(claims)
+    page = (tmp_path / "fixed" / "kvdoctor-report.md").read_text(encoding="utf-8")
+    assert "1.16.3 | 1.18.1 | 1.20.1 | 1.22.1" in page
+
+
+def test_the_matrix_of_the_original_marian_is_red() -> None:
+    model = EXPORTS / "marian-4.57.6" / "decoder_model_merged.onnx"
+    code, report = under(MATRIX, "step-test", model)
+    assert code == 1
+    (stack,) = (stack["name"] for stack in report["stacks"])
+    assert {cells(report, stack, "plain-loop")[release] for release in MATRIX} == {"failed"}
+    assert {cells(report, stack, "held-loop")[release] for release in MATRIX} == {"passed"}
+    names = [finding["name"] for finding in report["findings"]]
+    assert "cross-cache-emptied" in names
+    assert not {"target-fails", "target-differs"} & set(names), "what fails here as well is no fault of a target's"
+
+
+def test_a_model_that_is_too_new_for_a_target_is_lowered_for_it(tmp_path: Path) -> None:
+    model = onnx.load(EXPORTS / "gpt2" / "model.onnx")
+    model.ir_version = 11
+    model.opset_import[0].version = 21
+    (tmp_path / "new").mkdir()
+    onnx.save(model, tmp_path / "new" / "model.onnx")
+    code, report = under(("1.16.3",), "step-test", tmp_path / "new")
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert code == 1
+    assert set(found) == {"ir-too-new", "opset-too-new"}
+    assert found["ir-too-new"]["follows"], "the target was asked, and refused it"
+    code, report = under(("1.16.3",), "re-export", tmp_path / "new", "-o", tmp_path / "out")
+    assert code == 0
+    assert report["verdict"] == "healthy"
+    lowered = onnx.load(tmp_path / "out" / "model.onnx")
+    assert (lowered.ir_version, lowered.opset_import[0].version) == (9, 19)
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "expected"),
+    [
+        ("layout-multihead-attention-healthy", "1.16.3", {"target-fails"}),
+        ("layout-ort-whisper-shared-healthy", "1.22.1", {"target-fails", "target-differs"}),
+        ("layout-rwkv-healthy", "1.18.1", {"target-fails"}),
+    ],
+)
+def test_what_is_right_here_and_not_there_is_found(name: str, release: str, expected: set[str], tmp_path: Path) -> None:
+    """Old kernels without a past, that read a shared buffer otherwise, that end the process as the file is opened."""
+    code, report = under((release,), "step-test", load_all()[name].write(tmp_path))
+    assert code == 1
+    found = [finding for finding in report["findings"] if finding["severity"] == "error"]
+    assert {finding["name"] for finding in found} == expected
+    for finding in found:
+        assert f"onnxruntime=={release}" in finding["where"]
+
+
+def test_a_healthy_model_is_healthy_under_every_release() -> None:
+    code, report = under((releases()[0], *MATRIX), "step-test", EXPORTS / "llama-gqa")
+    assert (code, report["findings"]) == (0, [])
+    assert set(cells(report, "decoder", "plain-loop").values()) == {"passed"}
+
+
+def test_a_binding_that_cannot_read_what_is_empty_makes_the_hazard_an_error(tmp_path: Path) -> None:
+    spec = "ort-crate==2.0.0-rc.10"
+    before = json.loads(kvdoctor("step-test", EXPORTS / "t5", "--target", spec, "--format", "json").stdout)
+    if any(target["not_run"] for target in before["targets"]):
+        give_up(str(before["targets"]))
+    hazards = [finding for finding in before["findings"] if finding["name"] == "empty-tensor-hazard"]
+    assert [finding["severity"] for finding in hazards] == ["error", "warning"]
+    assert "mended in 2.0.0-rc.11" in hazards[0]["follows"][0]
+    done = kvdoctor("re-export", EXPORTS / "t5", "-o", tmp_path / "out", "--target", spec, "--format", "json")
+    after = [f for f in json.loads(done.stdout)["findings"] if f["name"] == "empty-tensor-hazard"]
+    assert [finding["severity"] for finding in after] == ["warning"], "the past of the first step stays empty"
+
+
+def test_the_gate_holds_every_model_against_the_targets() -> None:
+    code, report = under(("1.18.1",), "gate", EXPORTS / "gpt2", EXPORTS / "llama-gqa")
+    assert code == 0
+    assert report["verdict"] == "healthy"
+    for each in report["reports"]:
+        assert cells(each, "decoder", "plain-loop")["1.18.1"] == "passed"
+
+
+def test_nothing_of_the_working_folder_passes_for_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("numpy", "onnxruntime", "kvdoctor", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')", encoding="utf-8")
+    try:
+        python = environment("1.18.1", offline=False)
+    except Unavailable as reason:
+        give_up(str(reason))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Runtime(Limits(timeout=60), str(python)) as runtime:
+        assert runtime.greet() == "1.18.1"
+
+
+@pytest.mark.parametrize("with_uv", [True, False], ids=["uv", "venv"])
+def test_an_environment_is_made_once_and_starts_again_offline(
+    with_uv: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache with blanks"))
+    if not with_uv:
+        monkeypatch.setattr(environments, "find_uv", lambda: None)
+        monkeypatch.setattr(interpreters, "find_uv", lambda: None)
+    elif find_uv() is None:
+        give_up("uv is neither on the path nor beside this Python")
+    try:
+        python = environment("1.22.1", offline=False)
+    except Unavailable as reason:
+        give_up(str(reason))
+    assert environment("1.22.1", offline=True) == python
+    left = [path.name for path in python.parents[2].iterdir()]
+    assert len(left) == 1, "nothing unfinished is left beside it"
+    begin = time.monotonic()
+    with Runtime(Limits(timeout=60), str(python)) as runtime:
+        assert runtime.greet() == "1.22.1"
+    assert time.monotonic() - begin < 10

@@ -12,6 +12,7 @@ from kvdoctor.doctor import Options, inspect, step_test
 from kvdoctor.findings import all_checks
 from kvdoctor.report.document import Report
 from kvdoctor.runtimes import Runtime
+from kvdoctor.targets import parse_targets
 
 FIXTURES = load_all()
 FAULTY = [fixture for fixture in FIXTURES.values() if not fixture.healthy]
@@ -32,13 +33,19 @@ def fixture(request: pytest.FixtureRequest) -> Fixture:
 
 
 def test_inspection(fixture: Fixture, tmp_path: Path) -> None:
-    _demand(fixture.expect_inspect, inspect(str(fixture.write(tmp_path))))
+    options = Options(targets=parse_targets(fixture.targets))
+    _demand(fixture.expect_inspect, inspect(str(fixture.write(tmp_path)), options))
 
 
-def test_steps(fixture: Fixture, tmp_path: Path, runtime: Runtime) -> None:
-    folder = fixture.write(tmp_path)
+def test_steps(fixture: Fixture, tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = fixture.write(tmp_path / "model")
+    if fixture.targets:
+        for name in ("XDG_CACHE_HOME", "UV_CACHE_DIR", "LOCALAPPDATA"):
+            monkeypatch.setenv(name, str(tmp_path / "empty"))
+        monkeypatch.delenv("UV_FIND_LINKS", raising=False)
     trace = str(folder / fixture.trace) if fixture.trace is not None else None
-    options = Options(thorough=fixture.thorough, trace=trace)
+    targets = parse_targets(fixture.targets)
+    options = Options(thorough=fixture.thorough, trace=trace, targets=targets, offline=bool(targets))
     report = step_test(str(folder), options, runtime)
     _demand(fixture.expect, report)
     if fixture.not_checked or fixture.healthy:
@@ -65,8 +72,8 @@ def test_a_faulty_model_has_a_healthy_twin(faulty: Fixture) -> None:
     assert set(faulty.files) <= set(twin.files)
 
 
-ASKED_FOR = {"reference-differs"}
-"""Checks of what the user gives beside the model: their tests are elsewhere."""
+ASKED_FOR = {"reference-differs", "target-fails", "target-differs"}
+"""Checks of what the user gives beside the model, or of other runtimes: their tests are elsewhere."""
 
 
 @pytest.mark.parametrize("name", [c.name for c in all_checks() if "file" not in c.asks and c.name not in ASKED_FOR])

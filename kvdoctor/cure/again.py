@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvdoctor.cure.proof import Side
 from kvdoctor.doctor import step_test
@@ -10,7 +11,7 @@ from kvdoctor.findings import Finding
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.options import Options
 from kvdoctor.patient import SIDE_CARS
-from kvdoctor.report.document import Report, decide, worst_first
+from kvdoctor.report.document import Report, TargetFacts, decide, worst_first
 from kvdoctor.runtimes import Runtime
 
 
@@ -64,8 +65,24 @@ def _merged(before: Report, after: Report, touched: frozenset[str], options: Opt
         findings=findings,
         not_checked=not_checked,
         runs=tuple(sorted(runs, key=lambda run: order.get(run.stack, len(order)))),
+        targets=tuple(_both(target, before.targets, names) for target in after.targets),
         verdict=decide(after.command, findings, not_checked, options.fail_on),
         measured={**{name: before.measured[name] for name in names if name in before.measured}, **after.measured},
+    )
+
+
+def _both(after: TargetFacts, before: Collection[TargetFacts], kept: Collection[str]) -> TargetFacts:
+    """What a target did to the stacks that were run again, and before to those that were not."""
+    old = next((target for target in before if target.asked == after.asked), after)
+
+    def of(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+        return {**{name: fact for name, fact in then.items() if name in kept}, **now}
+
+    return replace(
+        after,
+        refused=of(old.refused, after.refused),
+        other_logits=of(old.other_logits, after.other_logits),
+        not_run=of(old.not_run, after.not_run),
     )
 
 

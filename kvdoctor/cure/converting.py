@@ -27,15 +27,22 @@ NEW = ".kvdoctor-layout"
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What is asked for: a layout by name, or None for the files as they are; and readable axes."""
+    """What is asked for: a layout by name, or None for the files as they are; readable axes; numbers not to exceed."""
 
     layout: str | None = None
     readable: bool = False
+    ir_version: int | None = None
+    opset: int | None = None
 
     @property
     def is_asked(self) -> bool:
         """Whether there is anything to do."""
-        return self.layout is not None or self.readable
+        return self.layout is not None or self.readable or self.lowers
+
+    @property
+    def lowers(self) -> bool:
+        """Whether an IR version or an opset was asked for by number."""
+        return self.ir_version is not None or self.opset is not None
 
 
 @dataclass(frozen=True)

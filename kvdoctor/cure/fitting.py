@@ -1,5 +1,6 @@
 """Another layout for an export that may just have been repaired: converted, diagnosed once more, and proved."""
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.contract import CacheContract
 from kvdoctor.cure.converting import Fit, Fitted, fitted, left_out, name_axes_readably, put_in_place
 from kvdoctor.cure.cut_proof import prove_cut
+from kvdoctor.cure.numbers import lower_copy
 from kvdoctor.cure.proof import LOOPS, Side, equal, loops, prove
 from kvdoctor.cure.surgery import Outcome, Surgery
 from kvdoctor.cure.treatment import Applied, Treatment
 from kvdoctor.doctor import step_test
 from kvdoctor.layouts import Conversion
+from kvdoctor.lowering import Wanted
 from kvdoctor.model_folder import open_folder
 from kvdoctor.parity import compare, judge
 from kvdoctor.report.document import Proof, Report
@@ -52,9 +55,14 @@ class Refitting:
         """
         if not self.fit.is_asked or (outcome.applied and not outcome.holds):
             return outcome
+        if self.fit.layout is not None:
+            outcome = self._converted(outcome)
+        elif self.fit.readable:
+            outcome = self._renamed(outcome)
+        return self._lowered(outcome) if self.fit.lowers else outcome
+
+    def _converted(self, outcome: Outcome) -> Outcome:
         at, shown = self.surgery.at, self.surgery.shown
-        if self.fit.layout is None:
-            return self._renamed(outcome)
         root, gone = self.surgery.folder.root, frozenset[Path]()
         done = self.ready
         if done is None:
@@ -98,10 +106,24 @@ class Refitting:
         proof = prove(applied, outcome.after, after)
         return replace(outcome, after=after, applied=(*outcome.applied, *applied), proof=(*outcome.proof, *proof))
 
+    def _lowered(self, outcome: Outcome) -> Outcome:
+        """The copy with the numbers that were asked for.
+
+        Raises:
+            CannotLower: something that the model uses needs more.
+        """
+        model = self.surgery.model if self.fit.layout is None else "."
+        copy = open_folder(self.surgery.shown, self.surgery.at / model)
+        applied = lower_copy(copy, Wanted(self.fit.ir_version, self.fit.opset))
+        if not applied:
+            return outcome
+        after = self._diagnosed(model)
+        proof = prove(applied, outcome.after, after)
+        return replace(outcome, after=after, applied=(*outcome.applied, *applied), proof=(*outcome.proof, *proof))
+
     def _diagnosed(self, model: str = ".") -> Side:
         """The copy as it is now, under the name that it will have."""
-        logits = self.surgery.scratch / f"fitted-{self.fit.layout}"
-        logits.mkdir()
+        logits = Path(tempfile.mkdtemp(prefix="fitted-", dir=self.surgery.scratch))
         at = self.surgery.at / model
         report = step_test(self.surgery.shown, self.surgery.options, self.surgery.runtime, logits, at)
         return Side(report, logits)

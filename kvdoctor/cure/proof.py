@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.contract import CacheContract
+from kvdoctor.cure.target_proof import is_of_use_there, under_targets
 from kvdoctor.cure.treatment import Applied, concerns
 from kvdoctor.parity import compare, judge
 from kvdoctor.repairs import Keeps
@@ -63,6 +64,7 @@ def prove(applied: Iterable[Applied], before: Side, after: Side) -> Iterator[Pro
     for stack, mine in by_stack.items():
         yield from _findings(stack, mine, before.report, after.report)
         yield from loops(stack, after)
+        yield from under_targets(stack, after.report)
         yield from _numbers(stack, mine, before, after)
 
 
@@ -94,7 +96,10 @@ def _findings(stack: str, applied: list[Applied], before: Report, after: Report)
     fresh = [
         finding.name
         for finding in after.findings
-        if finding.name in mine - known and finding.severity != "note" and finding.stack in (stack, None)
+        if finding.name in mine - known
+        and finding.severity != "note"
+        and finding.stack in (stack, None)
+        and not is_of_use_there(finding)
     ]
     yield Proof(stack, "no finding that was not there before", not fresh, ", ".join(fresh))
 

@@ -56,6 +56,29 @@ class StackFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """A target, and what it did to each stack, by the stack's name.
+
+    `refused` are files that it does not open, `other_logits` experiments whose logits are not those of the installed
+    runtime, `not_run` the reason why nothing was run under it. `ir` and `opset` are the largest that it is known to
+    take, None where it is too new to have been measured.
+    """
+
+    asked: str
+    onnxruntime: str
+    ir: int | None
+    opset: int | None
+    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    other_logits: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def runtime(self) -> str:
+        """The runtime as runs name it."""
+        return f"onnxruntime=={self.onnxruntime}"
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
     """One thing that a repair changed: where in which file, and what stood there before and after."""
 
@@ -217,6 +240,7 @@ class Report:
     environment: dict[str, str]
     model: ModelFacts
     stacks: tuple[StackFacts, ...] = ()
+    targets: tuple[TargetFacts, ...] = ()
     runs: tuple[Run, ...] = ()
     findings: tuple[Finding, ...] = ()
     not_checked: tuple[NotChecked, ...] = ()

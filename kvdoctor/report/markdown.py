@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kvdoctor.findings import Finding
 from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import cure_text, export_text, parity_text, plan_text, wording
+from kvdoctor.report import cure_text, export_text, matrix, parity_text, plan_text, wording
 from kvdoctor.report.document import ExportRecord, RepairRecord, Report, StackFacts
 from kvdoctor.report.safe import code, markdown, printable, shortened
 from kvdoctor.trace import Run
@@ -26,8 +26,9 @@ def _lines(report: Report) -> Iterator[str]:
         yield markdown(made)
     yield from findings(report)
     for stack in report.stacks:
-        runs = [run for run in report.runs if run.stack == stack.name]
+        runs = matrix.runs_here(report, stack.name)
         yield from _stack(stack, runs)
+        yield from _targets(report, stack.name)
         if stack.cache is not None and stack.cache.parts and plan_text.is_asked(report.arguments):
             yield from _plan(stack.cache)
 
@@ -147,6 +148,18 @@ def _stack(stack: StackFacts, runs: list[Run]) -> Iterator[str]:
             yield ""
             yield from table(header, rows)
             yield from _differences(run)
+
+
+def _targets(report: Report, stack: str) -> Iterator[str]:
+    """What a stack shows under each target."""
+    for header, rows in matrix.matrices(report, stack):
+        yield ""
+        yield "Under each target:"
+        yield ""
+        yield from table(header, rows)
+        for line in matrix.legend(report):
+            yield ""
+            yield markdown(line)
 
 
 def _differences(run: Run) -> Iterator[str]:

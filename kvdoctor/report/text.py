@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import cure_text, export_text, parity_text, plan_text, wording
+from kvdoctor.report import cure_text, export_text, matrix, parity_text, plan_text, wording
 from kvdoctor.report.document import RepairRecord, Report, StackFacts
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.trace import Run
@@ -92,7 +92,7 @@ class _Page:
 
     def stack(self, stack: StackFacts, report: Report) -> None:
         self.line("")
-        runs = [run for run in report.runs if run.stack == stack.name]
+        runs = matrix.runs_here(report, stack.name)
         if report.command == "inspect":
             self.line(f"{stack.name}: the cache contract", "bold")
             self.pairs(wording.contract_rows(stack))
@@ -101,6 +101,7 @@ class _Page:
                 self.plan(stack.name, stack.cache)
         elif runs:
             self.runs(stack, runs, report)
+            self.targets(stack, report)
         else:
             self.line(f"{stack.name} ({stack.layout}): no decode step was run", "bold")
 
@@ -158,6 +159,14 @@ class _Page:
         for run in done:
             if self.verbosity > 0 or run.experiment == self.shown_steps(done):
                 self.steps(run, stack)
+
+    def targets(self, stack: StackFacts, report: Report) -> None:
+        """What the stack shows under each target."""
+        for header, rows in matrix.matrices(report, stack.name):
+            self.line(f"  {stack.name} under each target", "bold")
+            self.table(header, rows)
+        for line in matrix.legend(report):
+            self.line(f"  {line}", "dim")
 
     @staticmethod
     def shown_steps(runs: list[Run]) -> str | None:

@@ -1,0 +1,232 @@
+"""Measures what each release of onnxruntime takes: `python docs/make_limits.py`.
+
+For every release that has wheels for a Python installed here an isolated environment is made, and small models are
+opened in it: one for each IR version and each opset, each standard operator at each opset that changed it, and the
+operators of other domains that decoders use (docs/limit_models.py). Writes kvdoctor/targets/limits.json and
+docs/targets.md. Takes minutes.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from limit_models import write_all
+
+from kvdoctor.elsewhere.environments import environment
+from kvdoctor.export.environments import Unavailable, find_uv
+from kvdoctor.targets import bindings
+from kvdoctor.targets.limits import FILE
+from kvdoctor.targets.words import operator_of
+
+RELEASES = (
+    *("1.15.1", "1.16.0", "1.16.3", "1.17.0", "1.17.3", "1.18.1", "1.19.2", "1.20.1", "1.21.1", "1.22.0", "1.22.1"),
+    *("1.23.2", "1.24.4", "1.25.1", "1.26.0", "1.27.0", "1.28.0", "1.29.0", "1.30.0", "1.31.1"),
+)
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+"""What kvdoctor itself can run in."""
+PAGE = Path(__file__).with_name("targets.md")
+
+# Runs in the environment of the release. Every model is announced before it is opened: one that ends the process is
+# none that the release takes.
+OPEN = """
+import json, sys
+import onnxruntime as ort
+ort.disable_telemetry_events()
+folder, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+for number in range(first, last):
+    print(json.dumps([number, None]), flush=True)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        ort.InferenceSession(f"{folder}/{number}.onnx", options, providers=["CPUExecutionProvider"])
+    except Exception:
+        print(json.dumps([number, False]), flush=True)
+    else:
+        print(json.dumps([number, True]), flush=True)
+"""
+
+
+def opened(release: str, folder: Path, count: int) -> list[bool]:
+    """Which of the models a release opens; the process is started again after one that ends it."""
+    python = environment(release, offline=False)
+    found = [False] * count
+    first = 0
+    while first < count:
+        command = [str(python), "-I", "-c", OPEN, str(folder), str(first), str(count)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+        if not lines:
+            raise SystemExit(f"onnxruntime {release} does not start: {done.stderr[-400:]}")
+        for number, answer in lines:
+            found[number] = bool(answer)
+        first = lines[-1][0] + 1
+    return found
+
+
+def pythons(release: str) -> list[str]:
+    """The versions of Python that a release has wheels for on this platform."""
+    uv = find_uv()
+    if uv is None:
+        raise SystemExit("this needs uv")
+    with tempfile.TemporaryDirectory() as target:
+        fitting = []
+        for version in PYTHONS:
+            command = [uv, "pip", "install", "--quiet", "--dry-run", "--no-deps", "--only-binary", ":all:"]
+            command += ["--python-version", version, "--target", target, f"onnxruntime=={release}"]
+            if subprocess.run(command, check=False, capture_output=True).returncode == 0:
+                fitting.append(version)
+    return fitting
+
+
+def measured(release: str, names: list[str], folder: Path) -> dict[str, Any]:
+    """The facts of one release; `opens` are the names of the features it takes."""
+    answers = opened(release, folder, len(names))
+    takes = {name for name, answer in zip(names, answers, strict=True) if answer}
+    return {
+        "ir": _largest(takes, "ir/"),
+        "opset": _largest(takes, "opset/"),
+        "pythons": pythons(release),
+        "opens": {feature for name in takes if (feature := _feature(name)) is not None},
+    }
+
+
+def _largest(takes: set[str], prefix: str) -> int:
+    return max(int(name.removeprefix(prefix)) for name in takes if name.startswith(prefix))
+
+
+def _feature(name: str) -> str | None:
+    """The feature that a model shows, as kvdoctor.targets.limits names it."""
+    kind, _, rest = name.partition("/")
+    if kind == "standard":
+        return rest.partition("/")[0]
+    if kind == "contrib":
+        operator, _, attribute = rest.partition("/")
+        return f"{operator}.{attribute}" if attribute else operator
+    return None
+
+
+def table(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The data file. What no release opens says nothing of any of them and is left out."""
+    known = sorted(set().union(*(facts["opens"] for facts in found.values())))
+    operators: dict[str, list[int]] = {}
+    contrib: dict[str, list[str]] = {}
+    for feature in known:
+        domain, _, name = feature.rpartition(":")
+        if domain:
+            operator, _, attribute = name.partition(".")
+            contrib.setdefault(f"{domain}:{operator}", []).extend([attribute] if attribute else [])
+        else:
+            operator, _, since = name.rpartition("-")
+            operators[operator] = sorted((*operators.get(operator, ()), int(since)))
+    rows = {}
+    for release, facts in found.items():
+        absent = [feature for feature in known if feature not in facts["opens"]]
+        lacks = [feature for feature in absent if ":" in feature or _since(feature) <= facts["opset"]]
+        rows[release] = {"ir": facts["ir"], "opset": facts["opset"], "pythons": facts["pythons"], "lacks": lacks}
+    return {"operators": operators, "contrib": contrib, "releases": rows}
+
+
+def _since(feature: str) -> int:
+    return int(feature.rpartition("-")[2])
+
+
+def page(data: dict[str, Any]) -> str:
+    """docs/targets.md."""
+    rows = []
+    for release, facts in data["releases"].items():
+        whole = [name for name in data["contrib"] if name in facts["lacks"]]
+        attributes = [f for f in facts["lacks"] if ":" in f and f not in whole and operator_of(f) not in whole]
+        standard = [name for name in facts["lacks"] if ":" not in name]
+        cells = [release, str(facts["ir"]), str(facts["opset"]), ", ".join(facts["pythons"]), _count(standard)]
+        rows.append([*cells, _short(whole), _short(attributes)])
+    header = ["onnxruntime", "IR", "opset", "Python", "standard operators", "operators it lacks", "attributes it lacks"]
+    shipped = [[binding.name, _shipped(binding), binding.source, _faults(binding)] for binding in bindings.BINDINGS]
+    lines = [HEAD, *_markdown(header, rows), MIDDLE, *_markdown(["target", "releases", "from", "cannot"], shipped), ""]
+    return "\n".join(lines)
+
+
+def _short(features: list[str]) -> str:
+    return ", ".join(f"`{feature.rpartition(':')[2]}`" for feature in features) or "none"
+
+
+def _count(features: list[str]) -> str:
+    if len(features) <= 3:
+        return "all" if not features else "all but " + ", ".join(f"`{feature}`" for feature in features)
+    return f"all but {len(features)}"
+
+
+def _shipped(binding: bindings.Binding) -> str:
+    if binding.follows_runtime:
+        return "numbered as onnxruntime"
+    return ", ".join(f"{release}: {runtime}" for release, runtime in binding.ships.items())
+
+
+def _faults(binding: bindings.Binding) -> str:
+    return "; ".join(f"up to {releases[-1]}: {hazard.words}" for hazard, releases in binding.hazards) or ""
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
+
+
+HEAD = """# Targets: what each onnxruntime takes
+
+`--target onnxruntime==1.16.3` holds a model against that release: by the table below, and by decode steps that are run
+with it in an isolated environment. `step-test`, `gate` and `re-export` run it, `inspect` reads the table alone. The
+option may be repeated, and bindings may be named in place of the runtime:
+
+```sh
+kvdoctor step-test MODEL --target onnxruntime==1.16.3 --target ort-crate==2.0.0-rc.10
+kvdoctor re-export MODEL -o FIXED --target onnxruntime==1.16.3
+kvdoctor re-export MODEL -o FIXED --ir-version 9 --opset 17
+```
+
+A model whose IR version or opset is too new for a target is lowered by `re-export`, as far as what it uses allows: no
+node may change its meaning. What stands against it is named, with the export that would bring it.
+
+The environments hold onnxruntime and numpy alone. uv makes them (else venv and pip), the first time over the network,
+and they are kept in the user's cache folder (`~/.cache/kvdoctor/onnxruntime` on Linux). `--offline` never fetches one.
+No Python is installed for it: where none that the release has wheels for is here, the target is *not checked*, with the
+command that would make it so, and the model is not called healthy.
+
+## Measured
+
+Made by `python docs/make_limits.py`, which opens small models in every release on the CPU: nothing here is copied from
+a document. The last three columns are about the operators and attributes that some measured release takes; operators
+count at the opset that last changed them.
+"""
+
+MIDDLE = """
+Of a patch that is not in the table only that is said which holds for the measured patches of its line: some brought
+operators. A release beyond the table is run, and only what the run shows is said of it.
+
+## Bindings
+"""
+
+
+def main() -> None:
+    """Measure, and write the two files."""
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        names = write_all(Path(scratch))
+        for release in RELEASES:
+            try:
+                found[release] = measured(release, names, Path(scratch))
+            except Unavailable as reason:
+                print(f"{release}: left out: {reason}", file=sys.stderr)
+                continue
+            facts = found[release]
+            print(release, "IR", facts["ir"], "opset", facts["opset"], len(facts["opens"]), "features", file=sys.stderr)
+    data = table(found)
+    FILE.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(data), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

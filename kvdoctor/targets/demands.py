@@ -1,0 +1,63 @@
+"""What a graph asks of its runtime, read off the graph: IR version, opset, operators with their attributes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvdoctor.graph import GraphView
+from kvdoctor.onnx_schema import NodeProto
+from kvdoctor.targets.limits import Limits, tried
+
+STANDARD = ("", "ai.onnx")
+CONTRIB_IN_STANDARD = "ai.onnx"
+"""Under this name the table has operators that ONNX Runtime added to the standard domain by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """`features` are those of the table, each with the name of a node that needs it."""
+
+    ir: int
+    opset: int
+    features: dict[str, str]
+
+    def lacking(self, limits: Limits) -> dict[str, str]:
+        """The features that a release lacks. What its opset already rules out is not said twice."""
+        if self.opset > limits.opset:
+            return {name: node for name, node in self.features.items() if ":" in name and name in limits.lacks}
+        return {name: node for name, node in self.features.items() if name in limits.lacks}
+
+
+def demands(view: GraphView) -> Demands:
+    """What a graph asks for, at any depth and in its functions."""
+    opset = max([view.opsets.get("", 1), *_function_opsets(view)])
+    own = {(function.domain, function.name) for function in view.model.functions}
+    found: dict[str, str] = {}
+    for node, version in _nodes(view):
+        if (node.domain, node.op_type) in own:
+            continue
+        for feature in _features(node, version):
+            found.setdefault(feature, node.name)
+    return Demands(int(view.model.ir_version), opset, found)
+
+
+def _function_opsets(view: GraphView) -> Iterator[int]:
+    for function in view.model.functions:
+        yield from (entry.version for entry in function.opset_import if entry.domain in STANDARD)
+
+
+def _nodes(view: GraphView) -> Iterator[tuple[NodeProto, int]]:
+    for scope in view.scopes():
+        yield from ((node, view.opsets.get("", 1)) for node in scope.graph.node)
+    for function in view.model.functions:
+        version = next((entry.version for entry in function.opset_import if entry.domain in STANDARD), 1)
+        yield from ((node, version) for node in function.node)
+
+
+def _features(node: NodeProto, version: int) -> Iterator[str]:
+    known, attributes = tried(), {attribute.name for attribute in node.attribute}
+    if node.domain not in STANDARD:
+        yield from known.other(node.domain, node.op_type, attributes, len(node.input))
+        return
+    yield from known.other(CONTRIB_IN_STANDARD, node.op_type, attributes, len(node.input))
+    if (feature := known.standard(node.op_type, version)) is not None:
+        yield feature
