@@ -33,6 +33,7 @@ ROOMS = (
     *("export", "reference", "stack_test", "elsewhere", "doctor"),
     *(
         "layouts",
+        "rewiring",
         "patient",
         "sizing",
         "lowering",

@@ -58,7 +58,7 @@ def _merged(before: Report, after: Report, touched: frozenset[str], options: Opt
     found = [_with_place(finding, before) for finding in after.findings]
     findings = worst_first([*found, *(finding for finding in before.findings if finding.stack in names)])
     not_checked = (*after.not_checked, *(entry for entry in before.not_checked if entry.stack in names))
-    runs = [run for run in (*before.runs, *after.runs) if run.stack in names or run in after.runs]
+    runs = [*(run for run in before.runs if run.stack in names), *after.runs]
     return replace(
         after,
         stacks=tuple(stacks),
