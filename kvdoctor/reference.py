@@ -183,6 +183,9 @@ def hold_greedy(contract: CacheContract, runs: tuple[Run, ...], mine: Path, chec
     logits = np.stack([kept[f"step.{number}"][:, -1] for number in range(steps)], axis=1)
     expected = found[:, prompt - 1 : prompt - 1 + steps]
     words, model = logits.argmax(-1), _words(facts, checkpoint)
+    if logits.shape != expected.shape:
+        text = f"logits of {list(logits.shape)}, where {model} has {list(expected.shape)}"
+        return replace(run, outcome="differs", failed_step=0, reason=text)
     same = words == expected.argmax(-1)
     if same.all():
         return replace(run, outcome="passed", reason=f"{steps} greedy tokens are those of {model}")

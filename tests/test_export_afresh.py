@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -214,6 +215,7 @@ def test_an_exporter_that_fails_is_told_in_short_and_its_log_kept(
     (entry,) = report.not_checked
     assert said in entry.reason
     assert len(entry.reason) < 1600
+    assert re.search("; try --exporter|; give a checkpoint|wrote no ONNX", entry.reason)
     log = tmp_path / "out.export-log.txt"
     assert str(log) in entry.reason
     assert log.read_text(encoding="utf-8").count("a warning that fills the log") >= 50

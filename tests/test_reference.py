@@ -12,7 +12,7 @@ from text_fixtures import load_all
 from kvdoctor import reference
 from kvdoctor.doctor import Options, step_test
 from kvdoctor.errors import UsageError
-from kvdoctor.export import environments
+from kvdoctor.export import environments, made_by_pip
 from kvdoctor.export.environments import Needs, Script, ScriptFailed, Unavailable, start_of, transformers_for
 from kvdoctor.report.document import Report
 
@@ -95,6 +95,8 @@ def test_without_torch_and_uv_the_command_that_would_help_is_said(
 ) -> None:
     monkeypatch.setattr(reference, "transformers_for", lambda _config: NOWHERE)
     monkeypatch.setattr(environments, "find_uv", lambda: None)
+    monkeypatch.setattr(made_by_pip, "can_make", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     report = held(tmp_path, "gpt2")
     assert report.verdict == "incomplete"
     (entry,) = (entry for entry in report.not_checked if entry.code == "KV320")

@@ -10,6 +10,7 @@ from typing import IO, Any
 from kvdoctor.afresh.choosing import Plan
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.export.environments import Script, ScriptFailed, Unavailable, Watch
+from kvdoctor.export.exporters import load
 
 SCRIPTS = Path(__file__).parents[1] / "export" / "scripts"
 RUN = "run.py"
@@ -50,6 +51,7 @@ def make(plans: Iterable[Plan], bench: Bench) -> Made:
         NotMade: none works, its Python cannot be had, or the checkpoint cannot be loaded.
     """
     failures: list[str] = []
+    advice = ""
     for plan in plans:
         name = plan.exporter.name
         bench.log.write(f"# {name}: {json.dumps(arguments(plan, bench.checkpoint, 'OUT'))}\n")
@@ -59,16 +61,26 @@ def make(plans: Iterable[Plan], bench: Bench) -> Made:
             failures.append(f"{name}: {reason}")
             break
         except ScriptFailed as reason:
-            failures.append(f"{name} (opset {plan.opset or 'of its own'}): {reason}")
+            said = str(reason).replace(str(bench.folder), "OUT")
+            failures.append(f"{name} ({plan.dtype}, opset {plan.opset or 'of its own'}): {said}")
             bench.log.write(f"# {failures[-1]}\n")
+            advice = _advice(plan)
             if reason.facts.get("stage") == "weights":
+                advice = "; give a checkpoint whose config and weights belong together, as save_pretrained writes it"
                 break
         else:
             if any(bench.folder.rglob("*.onnx")):
                 return Made(plan, way, versions, tuple(failures))
             failures.append(f"{name}: it wrote no ONNX file")
         _empty(bench.folder)
-    raise NotMade("; ".join(failures))
+    raise NotMade("; ".join(failures) + advice)
+
+
+def _advice(plan: Plan) -> str:
+    """What may go where an exporter failed."""
+    others = [exporter.name for exporter in load() if exporter is not plan.exporter and plan.dtype in exporter.dtypes]
+    ways = [f"--exporter {' or '.join(others)}", *(["--dtype fp32"] if plan.dtype != "fp32" else [])]
+    return f"; try {', or '.join(ways)}"
 
 
 def arguments(plan: Plan, checkpoint: str, out: str, local: bool = False) -> dict[str, Any]:

@@ -52,8 +52,8 @@ def _record(report: Report, record: RepairRecord) -> Iterator[str]:
     yield from _findings(record.before.findings)
     if record.export is not None:
         yield f"<h2>How it was exported</h2><p>{_text(export_text.title(record.export))}</p>"
-        rows = export_text.rows(record.export, record.source)
-        yield from _table(("", ""), ([_text(label), _text(text)] for label, text in rows))
+        told = export_text.rows(record.export, record.source)
+        yield from _table(("", ""), ([_text(label), _text(text)] for label, text in told))
         yield "<p>What was found on the fresh export, before any repair:</p>"
         yield from _findings(record.export.findings)
     yield "<h2>What was done and why</h2>"
