@@ -236,3 +236,5 @@ def test_an_inspection_reads_the_table_alone(alone: Callable[..., "subprocess.Co
     assert done.returncode == 0
     assert not [finding for finding in report["findings"] if finding["code"].startswith("KV40")]
     assert report["targets"][0]["opset"] == 18
+    done = alone("inspect", "fixtures/exports/gpt2", "--target", "onnxruntime==9.0.0")
+    assert "onnxruntime==9.0.0 is newer than what was measured" in done.stdout

@@ -43,9 +43,8 @@ def target_fails(case: Case) -> Iterator[Fault]:
 def target_differs(case: Case) -> Iterator[Fault]:
     """Logits are wrong under a target, or not those of here, where they are right here."""
     for stay in _others(case):
-        wrong = list(_went_wrong(case, stay, ("differs",)))
-        yield from wrong
-        if not wrong:
+        yield from _went_wrong(case, stay, ("differs",))
+        if not _wrong_there_alone(case, stay):
             yield from _parted(case, stay)
 
 
@@ -85,16 +84,10 @@ def _refused(case: Case, stay: Stay) -> Iterator[Fault]:
 
 
 def _went_wrong(case: Case, stay: Stay, outcomes: tuple[str, ...]) -> Iterator[Fault]:
-    """Experiments that go wrong there and do not here: one finding, by the first that matters."""
-    bad = []
-    for run in stay.runs:
-        mine = case.run(run.experiment)
-        if run.outcome in outcomes and mine is not None and mine.outcome not in (*GOES_WRONG, "skipped"):
-            bad.append(run)
-    if not bad:
+    """Experiments that go wrong there and do not here: one finding, if the first that matters ends as named."""
+    bad = _wrong_there_alone(case, stay)
+    if not bad or bad[0].outcome not in outcomes:
         return
-    judged = case.judged.experiment if case.judged else "plain-loop"
-    bad.sort(key=lambda run: (run.experiment != judged, run.experiment in USES))
     run, severity, use = bad[0], *_hurts(bad[0].experiment)
     yield Fault(
         severity=severity,
@@ -109,6 +102,17 @@ def _went_wrong(case: Case, stay: Stay, outcomes: tuple[str, ...]) -> Iterator[F
         use=use,
         because=(run.place.words, *run.place.provenance) if run.place is not None else (),
     )
+
+
+def _wrong_there_alone(case: Case, stay: Stay) -> list[Run]:
+    """The runs that go wrong there and not here: the consumer's loop first, uses last."""
+    bad = []
+    for run in stay.runs:
+        mine = case.run(run.experiment)
+        if run.outcome in GOES_WRONG and mine is not None and mine.outcome not in (*GOES_WRONG, "skipped"):
+            bad.append(run)
+    judged = case.judged.experiment if case.judged else "plain-loop"
+    return sorted(bad, key=lambda run: (run.experiment != judged, run.experiment in USES))
 
 
 def _hurts(experiment: str) -> tuple[Severity, Required | None]:

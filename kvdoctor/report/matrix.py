@@ -54,6 +54,13 @@ def legend(report: Report) -> Iterator[str]:
             yield f"{target.onnxruntime} is what {target.asked} ships"
 
 
+def limits(report: Report) -> Iterator[str]:
+    """What each target takes."""
+    for target in report.targets:
+        if target.ir is not None:
+            yield f"{target.asked} takes IR versions up to {target.ir} and opsets up to {target.opset}"
+
+
 def _names(here: dict[str, Run], there: list[dict[str, Run]]) -> list[str]:
     """The experiments in the order in which they are run: those that findings rest on, where any runtime ran them."""
     from kvdoctor.experiments import load

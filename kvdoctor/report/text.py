@@ -89,6 +89,8 @@ class _Page:
             self.line("")
             rows = [wording.file_row(file) for file in report.model.files]
             self.table(["file", "role", "size", "IR", "opsets", "producer"], rows)
+            for line in matrix.limits(report):
+                self.line(f"  {line}", "dim")
 
     def stack(self, stack: StackFacts, report: Report) -> None:
         self.line("")
