@@ -30,7 +30,6 @@ ROOMS = (
     *("slots", "reading", "given", "given_samples", "twins", "place"),
     *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
     *("options", "obstacles", "open_questions"),
-<<<<<<< .merge_file_jJTLF7
     *("export", "reference", "stack_test", "elsewhere", "doctor"),
     *(
         "layouts",
@@ -51,11 +50,6 @@ ROOMS = (
         "cli",
         "__main__",
     ),
-=======
-    *("export", "reference", "stack_test", "doctor"),
-    *("rewiring", "patient", "repairs", "cure", "re_exporting"),
-    *("repro", "reproducing", "environment", "progress", "cli_options", "cli", "__main__"),
->>>>>>> .merge_file_dFqLLj
 )
 """From early to late: a room imports earlier ones only."""
 

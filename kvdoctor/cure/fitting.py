@@ -103,7 +103,7 @@ class Refitting:
         conversion = Conversion("axes readable", "Open axes get the names that Optimum writes.")
         applied = [Applied(stack, conversion, tuple(done)) for stack, done in changes.items()]
         after = self._diagnosed(self.surgery.model)
-        proof = prove(applied, outcome.after, after)
+        proof = prove(applied, outcome.after, after, {})
         return replace(outcome, after=after, applied=(*outcome.applied, *applied), proof=(*outcome.proof, *proof))
 
     def _lowered(self, outcome: Outcome) -> Outcome:
@@ -118,7 +118,7 @@ class Refitting:
         if not applied:
             return outcome
         after = self._diagnosed(model)
-        proof = prove(applied, outcome.after, after)
+        proof = prove(applied, outcome.after, after, {})
         return replace(outcome, after=after, applied=(*outcome.applied, *applied), proof=(*outcome.proof, *proof))
 
     def _diagnosed(self, model: str = ".") -> Side:
