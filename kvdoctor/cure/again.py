@@ -10,6 +10,7 @@ from kvdoctor.doctor import step_test
 from kvdoctor.findings import Finding
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.options import Options
+from kvdoctor.out_folder import copy_whole
 from kvdoctor.patient import SIDE_CARS
 from kvdoctor.report.document import Report, TargetFacts, decide, worst_first
 from kvdoctor.runtimes import Runtime
@@ -29,11 +30,15 @@ class Again:
         """Diagnose the copy. `changed` are its files that are other than in the first diagnosis.
 
         Where a finding was there before, its place is not looked for again. A stack of which no file changed is not
-        run again, as its files are copies byte for byte; its logits are not in `logits`.
+        run again, as its files are copies byte for byte, and its logits are those of the first diagnosis.
         """
         touched = _touched(open_folder(self.shown, self.at), self.before.report, changed)
         options = replace(self.options, locate=False, only=touched)
         after = step_test(self.shown, options, self.runtime, logits, self.at)
+        for stack in self.before.report.stacks:
+            kept = self.before.logits / f"{stack.name}.npz"
+            if stack.name not in touched and kept.is_file():
+                copy_whole(kept, logits / kept.name)
         return Side(_merged(self.before.report, after, touched, self.options), logits)
 
 

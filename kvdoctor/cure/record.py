@@ -73,9 +73,10 @@ def unproved(surgery: Surgery, outcome: Outcome) -> Report:
         f"the repair was not proved, so no copy was written; what did not hold: {_failed(outcome)}; --keep-unproved "
         "writes it all the same"
     )
+    mended = {name for one in outcome.applied for name in one.because}
     record = replace(
         _record(outcome),
-        unmended=_left(before, outcome.unmended),
+        unmended=tuple(entry for entry in _left(before, outcome.unmended) if entry.finding not in mended),
         diff=tuple(_diffs(surgery, outcome)),
     )
     return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
