@@ -12,8 +12,9 @@ def repair_names(record: RepairRecord) -> str:
 def unmended_line(entry: Unmended) -> str:
     """What was not repaired, by which repair, why not, and what would do it."""
     by = f" by {entry.repair}" if entry.repair else ""
+    stack = f" ({entry.stack})" if entry.stack else ""
     instead = f"; instead: {entry.instead}" if entry.instead else ""
-    return f"not repaired{by}: {entry.finding}: {entry.reason}{instead}"
+    return f"not repaired{by}: {entry.finding}{stack}: {entry.reason}{instead}"
 
 
 def cost_lines(report: Report) -> list[str]:
@@ -24,11 +25,12 @@ def cost_lines(report: Report) -> list[str]:
     before, after = cost["bytes_before"], cost["bytes_after"]
     lines = [f"size of the models: {wording.in_bytes(before)} before, {wording.in_bytes(after)} after"]
     for stack, steps in cost.get("step_seconds", {}).items():
-        for label, (old, new) in steps.items():
-            kind, _, length = label.partition(":")
-            lines.append(f"{stack}: a step at length {length}, {kind}: {_ms(old)} before, {_ms(new)} after")
+        for kind, words in (("cached", "with the cache"), ("uncached", "without it")):
+            timed = [_step(label, *both) for label, both in steps.items() if label.startswith(f"{kind}:") and all(both)]
+            if timed:
+                lines.append(f"{stack}: a step {words} takes {', '.join(timed)}")
     return lines
 
 
-def _ms(seconds: float | None) -> str:
-    return "not timed" if seconds is None else f"{seconds * 1000:.2f} ms"
+def _step(label: str, before: float, after: float) -> str:
+    return f"{after * 1000:.2f} ms at {label.partition(':')[2]} tokens (before: {before * 1000:.2f} ms)"
