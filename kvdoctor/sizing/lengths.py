@@ -1,5 +1,6 @@
 """The lengths that a caller may choose, and the axes of a graph's inputs in terms of them."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -142,5 +143,4 @@ def _number(dim: Dim) -> int | None:
 def readable(term: Term, names: Mapping[str, str] | None = None) -> str:
     """A size as it is declared: `past_sequence_length + sequence_length`, by the names that the file uses already."""
     known = {**READABLE, **(names or {})}
-    renamed = {name: symbol(known.get(name, name)) for name in term.symbols}
-    return str(term.replaced(renamed))
+    return re.sub(rf"\b({'|'.join(CHOSEN)})\b", lambda found: known[found[0]], str(term))
