@@ -12,6 +12,7 @@ from kvdoctor.contract import Axis, CacheContract
 from kvdoctor.doctor import Options, step_test
 from kvdoctor.experiments import load
 from kvdoctor.findings import SEVERITIES, Finding
+from kvdoctor.lowering import MENDS
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.onnx_schema import ModelProto
 from kvdoctor.out_folder import Pending, refuse_unfit, whole_folder
@@ -126,7 +127,7 @@ def _failure(findings: tuple[Finding, ...], report: Report, folder: ModelFolder)
         stack = next((stack for stack in folder.stacks if stack.name == finding.stack), None)
         if facts is None or stack is None or facts.contract is None:
             continue
-        if finding.name == "session-refused":
+        if finding.name in ("session-refused", *MENDS):
             return Failure(finding, stack, facts.contract, ())
         runs = {run.experiment: run for run in report.runs if run.stack == stack.name}
         first = SHOWN_BY.get(finding.name, ())

@@ -242,3 +242,17 @@ def test_an_environment_is_made_once_and_starts_again_offline(
     with Runtime(Limits(timeout=60), str(python)) as runtime:
         assert runtime.greet() == "1.22.1"
     assert time.monotonic() - begin < 10
+
+
+def test_an_environment_that_does_not_start_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        python = environment("1.22.1", offline=False)
+    except Unavailable as reason:
+        give_up(str(reason))
+    (core,) = python.parents[1].rglob("onnxruntime/__init__.py")
+    core.write_text("raise ImportError('damaged')", encoding="utf-8")
+    done = kvdoctor("step-test", EXPORTS / "gpt2", "--target", "onnxruntime==1.22.1", "--format", "json")
+    assert done.returncode == 3
+    (entry,) = (entry for entry in json.loads(done.stdout)["not_checked"] if entry["code"] == "KV404")
+    assert "does not start on this machine; remove" in entry["reason"]

@@ -64,6 +64,11 @@ def cache_folder() -> Path:
     return place / "kvdoctor"
 
 
+def shown(path: Path) -> str:
+    """A path for people, without the folder of the user."""
+    return str(path).replace(str(Path.home()), "~")
+
+
 def _folder(release: str, version: str) -> Path:
     machine = f"{sys.platform}-{platform.machine()}".lower()
     return cache_folder() / "onnxruntime" / f"{release}-python{version}-{machine}"
@@ -82,7 +87,7 @@ def _make(folder: Path, python: str, release: str, offline: bool) -> None:
     if uv is not None:
         network = ["--offline"] if offline else []
         steps = [
-            [uv, "venv", "--quiet", "--no-project", "--clear", "--python", python, str(folder), *network],
+            [uv, "venv", "--quiet", "--no-project", "--python", python, str(folder), *network],
             [uv, "pip", "install", "--quiet", *_ONLY_THESE, "--python", inside, *network, *wanted],
         ]
     else:

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from kvdoctor.case import UNDECIDED, Case
 from kvdoctor.contract import CacheContract
-from kvdoctor.elsewhere.environments import environment
+from kvdoctor.elsewhere.environments import environment, shown
 from kvdoctor.errors import KvdoctorError, WorkerDied
 from kvdoctor.export.environments import Unavailable
 from kvdoctor.findings import NotChecked
@@ -20,6 +20,7 @@ from kvdoctor.targets.stay import Gap, Stay
 from kvdoctor.trace import Run
 
 BAD = ("failed", "differs", "died")
+BROKEN = "onnxruntime {} does not start on this machine; remove {} and try again, or name another release"
 UNCLEAR = "the difference to the logits of the installed runtime lies between noise and fault"
 
 
@@ -45,12 +46,13 @@ def _stay(case: Case, options: Options, here: Here, target: Target) -> Stay:
     if here.runtime.versions.get("onnxruntime") == target.onnxruntime:
         return Stay(target, case.runs, case.refusals, here=True)
     try:
-        there = here.runtime.beside(str(environment(target.onnxruntime, offline=options.offline)))
+        python = environment(target.onnxruntime, offline=options.offline)
+        there = here.runtime.beside(str(python))
         there.greet()
     except Unavailable as reason:
         return Stay(target, not_run=str(reason))
     except (KvdoctorError, WorkerDied):
-        return Stay(target, not_run=f"onnxruntime {target.onnxruntime} does not start on this machine")
+        return Stay(target, not_run=BROKEN.format(target.onnxruntime, shown(python.parent.parent)))
     with TemporaryDirectory(prefix="kvdoctor-") as scratch:
         logits, calls = Path(scratch, "logits.npz"), Path(scratch, "calls")
         calls.mkdir()
