@@ -9,7 +9,7 @@ from pathlib import Path
 
 from measure import Command
 
-from kvdoctor.export.environments import Needs, Unavailable, command
+from kvdoctor.export.environments import Needs, Unavailable, start_of
 
 NEEDS = Needs(
     (
@@ -56,7 +56,7 @@ def missing() -> str | None:
 
 
 def _polygraphy(*arguments: str, code: int = 0) -> Command:
-    return Command((*command(NEEDS, offline=False), "-c", ARGUMENTS, *arguments), code)
+    return Command((*start_of(NEEDS, offline=False), "-c", ARGUMENTS, *arguments), code)
 
 
 def _shapes() -> list[str]:
