@@ -70,7 +70,8 @@ class Surgery:
         applied, unmended = list(treatment.applied), list(treatment.unmended)
         after = self._made(treatment)
         for _ in range(MOST_ROUNDS - 1):
-            done = Chosen(chosen.names, (*chosen.left_out, *((one.stack, one.repair.name) for one in applied)))
+            used = tuple((one.stack, one.repair.name) for one in applied)
+            done = Chosen(chosen.names, (*chosen.left_out, *used), notes=False)
             copy = open_folder(self.shown, self.at / self.model)
             treatment = treat(copy, after.report, done, self.runtime, self.options)
             if not treatment.applied:

@@ -34,10 +34,14 @@ class Treatment:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The repairs that may be used: all, or those the user names; `left_out` did not help before."""
+    """The repairs that may be used: all, or those the user names; `left_out` did not help before, or were used.
+
+    Without `notes` only what is worse than a note is mended.
+    """
 
     names: tuple[str, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
+    notes: bool = True
 
     def takes(self, stack: str, repair: Repair) -> bool:
         """Whether a repair may be used on a stack."""
@@ -69,7 +73,7 @@ def _calling(findings: Collection[Finding], chosen: Chosen) -> Callable[[Finding
     """
     mendable = {name for repair in load() for name in repair.mends}
     worse = any(finding.severity != "note" and finding.name in mendable for finding in findings)
-    return lambda finding: bool(chosen.names) or not worse or finding.severity != "note"
+    return lambda finding: bool(chosen.names) or (chosen.notes and not worse) or finding.severity != "note"
 
 
 def _patients(

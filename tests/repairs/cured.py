@@ -10,7 +10,7 @@ from typing import Any
 
 import more_harm
 import registry
-from patients import Export
+from patients import MERGED, Export
 from registry import Fault
 
 from kvdoctor import re_exporting
@@ -29,9 +29,11 @@ MENDED_ELSEWHERE = {
     "place-in-the-batch": "the mathematics depends on the place in the batch",
     "unknown-operator": "nobody has the operator",
     "types-mixed": "what was meant by the addition cannot be told",
-    "one-name-for-all": "which node was meant to make the value cannot be told",
 }
 """Faults under the name of a check that repairs mend, which no repair can mend: nothing is written, and it is said."""
+
+OUT_OF_REACH = {"one-output-missing": MERGED}
+"""Exports in which a fault is not mended: both branches of a merged decoder would have to return what one lacks."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "faults"), str(HERE.parent / "zoo"), str(HERE.parent)]
 
-from cured import MENDED_ELSEWHERE, cure, faults  # noqa: E402 - the modules are found from here on
+from cured import MENDED_ELSEWHERE, OUT_OF_REACH, cure, faults  # noqa: E402 - the modules are found from here on
 from making import Maker  # noqa: E402
 from outcome import Missing, healthy_export  # noqa: E402
 from registry import Fault  # noqa: E402
@@ -75,7 +75,7 @@ def chosen(fault: Fault) -> tuple[str, ...]:
     """The exports that a fault is tried in: one of each architecture before the second of any."""
     seen: set[str] = set()
     first, more = [], []
-    for patient in fault.patients:
+    for patient in [name for name in fault.patients if name not in OUT_OF_REACH.get(fault.name, ())]:
         architecture = patient.partition("-")[0]
         (more if architecture in seen else first).append(patient)
         seen.add(architecture)
