@@ -25,6 +25,7 @@ FREED = {
     "one-encoder-length": "free-baked-sizes",
     "one-token-only": "free-baked-sizes",
     "infinity-times-zero": "finite-constants",
+    "mask-from-the-start": "offset-mask",
 }
 """What mends each fault."""
 KEPT = ("table-of-6", "first-entry-read", "mask-infinite-when-long", "positions-restart", "overflow-when-long")
