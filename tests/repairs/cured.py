@@ -27,6 +27,24 @@ MENDED_ELSEWHERE = {
     "norm-missing-with-a-past": "the mathematics of the steps is another one than that of the prefill",
     "encoder-cut": "the mask of the steps hides encoder states",
     "place-in-the-batch": "the mathematics depends on the place in the batch",
+    **dict.fromkeys(
+        ("positions-restart", "positions-lag-by-one", "positions-run-ahead", "positions-stand-still"),
+        "the steps compute other positions than they are given: nothing counts from 0 that should not",
+    ),
+    "distances-lost": "the steps look up one distance for all entries: which they should look up is not in them",
+    "keys-rotated-anew": "the keys are rotated by other positions than the queries, which are right",
+    **dict.fromkeys(
+        ("mask-off-by-one", "mask-of-the-trace"), "the mask hides entries by numbers that are those of no length"
+    ),
+    **dict.fromkeys(
+        ("chunk-sees-ahead", "chunk-sees-the-past-alone"), "the steps have no causal mask of their own, or a second one"
+    ),
+    "table-of-6": "what stands behind the end of the table is not in the file",
+    "first-entry-read": "what the model needs of an entry that is not there cannot be told",
+    **dict.fromkeys(
+        ("logits-overflow", "overflow-when-long", "mask-infinite-when-long"),
+        "the numbers become infinite as they are computed",
+    ),
     "unknown-operator": "nobody has the operator",
     "types-mixed": "what was meant by the addition cannot be told",
 }
