@@ -62,6 +62,15 @@ def seconds(command: Command) -> float:
 
 def peak_mib(command: Command) -> float:
     """Most resident memory of one run, in MiB: the process and its children, summed at the same moment."""
+    return _peak_mib(command, with_children=True)
+
+
+def peak_alone_mib(command: Command) -> float:
+    """The same for the process itself: of kvdoctor without the worker, in which the runtime holds the model."""
+    return _peak_mib(command, with_children=False)
+
+
+def _peak_mib(command: Command, with_children: bool) -> float:
     peak = 0
 
     def watch(pid: int) -> None:
@@ -73,7 +82,7 @@ def peak_mib(command: Command) -> float:
             sizes = [_resident(process) for process in family]
             if not sizes or sizes[0] == 0:
                 return
-            peak = max(peak, sum(sizes))
+            peak = max(peak, sum(sizes) if with_children else sizes[0])
             time.sleep(POLL_SECONDS)
 
     command.run(watch)

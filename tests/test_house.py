@@ -30,20 +30,8 @@ ROOMS = (
     *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
     *("options", "obstacles", "open_questions"),
     *("export", "reference", "stack_test", "doctor"),
-    *(
-        "layouts",
-        "patient",
-        "repairs",
-        "cure",
-        "re_exporting",
-        "repro",
-        "reproducing",
-        "environment",
-        "progress",
-        "cli_options",
-        "cli",
-        "__main__",
-    ),
+    *("layouts", "rewiring", "patient", "repairs", "cure", "re_exporting"),
+    *("repro", "reproducing", "environment", "progress", "cli_options", "cli", "__main__"),
 )
 """From early to late: a room imports earlier ones only."""
 

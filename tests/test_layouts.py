@@ -318,6 +318,9 @@ def test_readable_axes_alone(tmp_path: Path) -> None:
     old, new = (onnx.load(str(path / "model.onnx")).graph for path in (EXPORTS / "gpt2", out))
     for one, other in zip((*old.input, *old.output), (*new.input, *new.output), strict=True):
         assert one == other, "Optimum's own names come back"
+    with pytest.raises(UsageError, match="already"):
+        converted(out, tmp_path / "again", None, readable=True)
+    assert not (tmp_path / "again").exists()
 
 
 def test_the_command_line_writes_a_pair_and_a_merged_decoder(tmp_path: Path) -> None:

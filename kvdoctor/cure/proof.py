@@ -55,15 +55,18 @@ class Side:
         return next((known.contract for known in self.report.stacks if known.name == stack), None)
 
 
-def prove(applied: Iterable[Applied], before: Side, after: Side) -> Iterator[Proof]:
-    """One stack after the other: what holds of it, and what does not."""
+def prove(applied: Iterable[Applied], before: Side, after: Side, instead: dict[str, Proof]) -> Iterator[Proof]:
+    """One stack after the other: what holds of it, and what does not.
+
+    `instead` holds what stands in the place of the comparison of numbers, where a stack was run in another way.
+    """
     by_stack: dict[str, list[Applied]] = {}
     for one in applied:
         by_stack.setdefault(one.stack, []).append(one)
     for stack, mine in by_stack.items():
         yield from _findings(stack, mine, before.report, after.report)
         yield from loops(stack, after)
-        yield from _numbers(stack, mine, before, after)
+        yield from [instead[stack]] if stack in instead else _numbers(stack, mine, before, after)
 
 
 def unhelpful(applied: Iterable[Applied], after: Report) -> Iterator[Applied]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvdoctor.cure.again import Again
 from kvdoctor.cure.proof import Side, prove, unhelpful
 from kvdoctor.cure.treatment import Applied, Chosen, Treatment, treat
+from kvdoctor.cure.unoptimised import Unoptimised, opened_otherwise
 from kvdoctor.cure.writing import put_back, write_changed
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.options import Options
@@ -77,7 +78,11 @@ class Surgery:
             applied += treatment.applied
             unmended += treatment.unmended
             after = self._made(treatment)
-        return Outcome(self.before, after, tuple(applied), tuple(unmended), tuple(prove(applied, self.before, after)))
+        both = Unoptimised(self.folder.root, self.at, self.runtime, self.options, self.scratch)
+        otherwise = [s for s in {one.stack for one in applied} if opened_otherwise(s, self.before, after)]
+        instead = {stack: both.proof(stack, self.before, after) for stack in otherwise}
+        proof = tuple(prove(applied, self.before, after, instead))
+        return Outcome(self.before, after, tuple(applied), tuple(unmended), proof)
 
     def _made(self, treatment: Treatment) -> Side:
         """Write what was changed, and diagnose the copy as it is now, under the name that it will have."""

@@ -1,6 +1,6 @@
 """Which repairs a diagnosis calls for, and their application to a working copy."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from kvdoctor.findings import Finding
@@ -47,8 +47,9 @@ class Chosen:
 def treat(folder: ModelFolder, report: Report, chosen: Chosen, runtime: Runtime, options: Options) -> Treatment:
     """Apply to each stack the repairs that its findings call for, in order. The folder's files stay as they are."""
     copy, applied, unmended = WorkingCopy(folder), list[Applied](), list[Unmended]()
+    calling = _calling(report.findings, chosen)
     for patient in _patients(folder, report, copy, runtime, options):
-        names = _calling(patient.findings, chosen)
+        names = {finding.name for finding in patient.findings if calling(finding)}
         for repair in load():
             because = tuple(name for name in repair.mends if name in names)
             if not because or not chosen.takes(patient.stack.name, repair):
@@ -61,15 +62,14 @@ def treat(folder: ModelFolder, report: Report, chosen: Chosen, runtime: Runtime,
     return Treatment(copy, tuple(applied), tuple(unmended))
 
 
-def _calling(findings: Collection[Finding], chosen: Chosen) -> set[str]:
-    """The findings that call for repairs.
+def _calling(findings: Collection[Finding], chosen: Chosen) -> Callable[[Finding], bool]:
+    """Which findings call for repairs.
 
     A note hurts nobody: it is mended where repairs were named, or where nothing worse is there to be mended.
     """
     mendable = {name for repair in load() for name in repair.mends}
-    worse = {finding.name for finding in findings if finding.severity != "note"}
-    every = chosen.names or worse.isdisjoint(mendable)
-    return {finding.name for finding in findings} if every else worse
+    worse = any(finding.severity != "note" and finding.name in mendable for finding in findings)
+    return lambda finding: bool(chosen.names) or not worse or finding.severity != "note"
 
 
 def _patients(

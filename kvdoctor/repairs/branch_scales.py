@@ -94,7 +94,7 @@ REPAIR = Repair(
     name="branch-scales",
     mends=("session-refused",),
     stage="session",
-    keeps="reference",
+    keeps="bits",
     apply=apply,
     advice=("Open the session at the optimisation level basic, where it opens there.",),
 )

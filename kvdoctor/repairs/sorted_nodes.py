@@ -14,12 +14,8 @@ from kvdoctor.rewiring import order_of, sort_nodes
 
 
 def apply(patient: Patient) -> tuple[Change, ...]:
-    """Sort and name the nodes of the files that the findings name."""
-    changes: list[Change] = []
-    for name in dict.fromkeys(finding.file for finding in patient.found("graph-unsorted") if finding.file):
-        if name in patient.files:
-            changes += _mend(patient, name)
-    return tuple(changes)
+    """Sort and name the nodes of all files: what is a note for one runtime keeps another from opening the file."""
+    return tuple(change for name in patient.files for change in _mend(patient, name))
 
 
 def _mend(patient: Patient, file: str) -> Iterator[Change]:
@@ -61,4 +57,10 @@ def _name_apart(nodes: "list[NodeProto]") -> list[str]:
     return renamed
 
 
-REPAIR = Repair(name="sorted-nodes", mends=("graph-unsorted",), stage="file", keeps="bits", apply=apply)
+REPAIR = Repair(
+    name="sorted-nodes",
+    mends=("graph-unsorted", "session-refused", "invalid-graph"),
+    stage="file",
+    keeps="bits",
+    apply=apply,
+)

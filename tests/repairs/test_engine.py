@@ -1,0 +1,225 @@
+"""What holds of re-export whatever the repair: which are taken, what is written, what is said, what is left alone."""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from cured import REPOSITORY, re_export
+from onnx import TensorProto, helper, numpy_helper
+from sampling import sampled
+from text_fixtures import load_all
+
+EXPORTS = REPOSITORY / "fixtures" / "exports"
+MERGED = "decoder_model_merged.onnx"
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "kvdoctor", "re-export", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def twice_sick(tmp_path: Path) -> Path:
+    """A merged T5 whose cross cache is emptied, as it was exported, and whose layers are swapped."""
+    source = tmp_path / "twice"
+    source.mkdir()
+    for name in (MERGED, "encoder_model.onnx", "config.json"):
+        (source / name).write_bytes((EXPORTS / "t5" / name).read_bytes())
+    model = onnx.load(source / MERGED)
+    node = next(node for node in model.graph.node if node.op_type == "If")
+    body = next(attribute.g for attribute in node.attribute if attribute.name == "then_branch")
+    trade = {f"present.{a}.decoder.key": f"present.{b}.decoder.key" for a, b in ((0, 1), (1, 0))}
+    for inner in body.node:
+        for names in (inner.input, inner.output):
+            for index, name in enumerate(names):
+                names[index] = trade.get(name, name)
+    (source / MERGED).write_bytes(model.SerializeToString())
+    return source
+
+
+def test_two_faults_in_one_graph_are_both_repaired(twice_sick: Path, tmp_path: Path) -> None:
+    cured = re_export(twice_sick, tmp_path / "out")
+    assert {finding["name"] for finding in cured.document["repair"]["before"]["findings"]} >= {"cross-cache-emptied"}
+    assert set(cured.repairs) == {"joined-presents", "pass-through"}
+    assert cured.proved
+    assert cured.code == 0
+
+
+@pytest.mark.slow
+def test_only_the_named_repairs_are_used(twice_sick: Path, tmp_path: Path) -> None:
+    """One of two faults is left: that is no proof, so nothing is written, unless that is asked for."""
+    cured = re_export(twice_sick, tmp_path / "out", "--fix", "pass-through")
+    assert not cured.written
+    assert cured.code == 1
+    assert cured.repairs == ("pass-through",)
+    kept = re_export(twice_sick, tmp_path / "kept", "--fix", "pass-through", "--keep-unproved")
+    assert kept.written
+    assert kept.code == 1
+    assert not kept.document["repair"]["proved"]
+    assert "NOT PROVED" in " ".join(kept.document["notes"])
+    assert "not proved" in (tmp_path / "kept" / "kvdoctor-report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_repair_that_has_nothing_to_mend_is_said(tmp_path: Path) -> None:
+    code, out, _ = call(EXPORTS / "t5", "-o", tmp_path / "out", "--fix", "cache-casts")
+    assert code == 1
+    assert "none of the repairs asked for has anything to mend here" in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_repair_is_wrong_usage(tmp_path: Path) -> None:
+    code, _, err = call(EXPORTS / "t5", "-o", tmp_path / "out", "--fix", "passthrough")
+    assert code == 2
+    assert "did you mean 'pass-through'?" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_no_repair_mends_leads_to_the_re_export(tmp_path: Path) -> None:
+    load_all()["past-ignored"].write(tmp_path / "model")
+    cured = re_export(tmp_path / "model", tmp_path / "out")
+    assert (cured.code, cured.written) == (1, False)
+    entry = next(e for e in cured.document["repair"]["unmended"] if e["finding"] == "past-ignored")
+    assert entry["reason"] == "no repair on the graph is known"
+    assert "export again" in entry["instead"]
+
+
+@pytest.mark.slow
+def test_a_note_is_left_where_worse_is_mended(tmp_path: Path) -> None:
+    cured = re_export(EXPORTS / "marian-4.46.3", tmp_path / "out")
+    assert cured.repairs == ("pass-through",)
+    named = re_export(EXPORTS / "whisper", tmp_path / "named", "--fix", "pass-through,sorted-nodes")
+    assert set(named.repairs) == {"pass-through", "sorted-nodes"}
+
+
+# --- weights ---
+
+
+def inline(path: Path, raw: bool) -> onnx.ModelProto:
+    """Save a model with its weights inside, as raw bytes or as typed lists, which are another field."""
+    model = onnx.load(path)
+    if not raw:
+        for tensor in model.graph.initializer:
+            if tensor.data_type == TensorProto.FLOAT:
+                values = numpy_helper.to_array(tensor)
+                tensor.ClearField("raw_data")
+                tensor.float_data.extend(values.ravel().tolist())
+    path.write_bytes(model.SerializeToString())
+    return model
+
+
+@pytest.mark.parametrize("raw", sampled([False, True], 2), ids=["float_data", "raw_data"])
+def test_weights_inside_the_file_are_as_they_were(raw: bool, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in (MERGED, "encoder_model.onnx"):
+        (source / name).write_bytes((EXPORTS / "t5" / name).read_bytes())
+    old = inline(source / MERGED, raw)
+    assert re_export(source, tmp_path / "out").proved
+    new = onnx.load(tmp_path / "out" / MERGED)
+    assert [tensor.SerializeToString() for tensor in old.graph.initializer] == [
+        tensor.SerializeToString() for tensor in new.graph.initializer
+    ]
+    bodies = [[a.g for n in model.graph.node for a in n.attribute if a.HasField("g")] for model in (old, new)]
+    for was, now in zip(*bodies, strict=True):
+        assert [t.SerializeToString() for t in was.initializer] == [t.SerializeToString() for t in now.initializer]
+
+
+@pytest.mark.slow
+def test_a_weight_in_a_constant_node_comes_back(tmp_path: Path) -> None:
+    """Payloads lie deep in the file: in an attribute of a node in a branch."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in (MERGED, "encoder_model.onnx"):
+        (source / name).write_bytes((EXPORTS / "t5" / name).read_bytes())
+    model = onnx.load(source / MERGED)
+    body = next(a.g for n in model.graph.node for a in n.attribute if a.name == "then_branch")
+    large = np.arange(4096, dtype=np.float32)
+    node = helper.make_node("Constant", [], ["large"], name="large", value=numpy_helper.from_array(large, "large"))
+    body.node.insert(0, node)
+    (source / MERGED).write_bytes(model.SerializeToString())
+    assert re_export(source, tmp_path / "out").proved
+    new = onnx.load(tmp_path / "out" / MERGED)
+    made = next(n for m in new.graph.node for a in m.attribute if a.name == "then_branch" for n in a.g.node)
+    assert np.array_equal(numpy_helper.to_array(made.attribute[0].t), large)
+
+
+# --- the fix report ---
+
+
+@pytest.mark.slow
+def test_provenance_names_no_time_and_no_folder(tmp_path: Path) -> None:
+    made = []
+    for name in ("one", "other"):
+        assert re_export(EXPORTS / "t5", tmp_path / name).proved
+        made.append((tmp_path / name / MERGED).read_bytes())
+    assert made[0] == made[1]
+    model = onnx.load_from_string(made[0])
+    facts = {entry.key: entry.value for entry in model.metadata_props}
+    assert (facts["kvdoctor.source"], facts["kvdoctor.repairs"]) == (MERGED, "pass-through")
+    assert str(tmp_path).encode() not in made[0]
+
+
+@pytest.mark.slow
+def test_the_report_says_how_to_undo_it(tmp_path: Path) -> None:
+    cured = re_export(EXPORTS / "t5", tmp_path / "out")
+    record: dict[str, Any] = cured.document["repair"]
+    (changed,) = record["files"]
+    assert changed["path"] == MERGED
+    assert changed["before"] == hashlib.sha256((EXPORTS / "t5" / MERGED).read_bytes()).hexdigest()
+    assert changed["after"] == hashlib.sha256((tmp_path / "out" / MERGED).read_bytes()).hexdigest()
+    assert any("rm -r" in line for line in record["undo"])
+    cost = cured.document["measured"]["cost"]
+    assert cost["bytes_after"] > 0
+    assert set(cost["step_seconds"]["merged"]) == {"cached:5", "cached:50", "uncached:5", "uncached:50"}
+
+
+def test_the_page_loads_nothing_and_escapes_names(tmp_path: Path) -> None:
+    source = tmp_path / "<script>alert(1)</script>"
+    load_all()["present-drops-past"].write(source)
+    name = "<img src=x onerror=alert(2)>"
+    model = onnx.load(source / "model.onnx")
+    for node in model.graph.node:
+        node.name = f"{name}{node.name}{node.output[0]}"
+    (source / "model.onnx").write_bytes(model.SerializeToString())
+    cured = re_export(source, tmp_path / "out")
+    assert cured.proved, cured.details
+    page = (tmp_path / "out" / "kvdoctor-report.html").read_text(encoding="utf-8")
+    assert "Content-Security-Policy" in page
+    assert "&lt;script&gt;alert(1)" in page
+    tags = set(re.findall(r"<\s*([a-zA-Z]+)", page))
+    assert tags <= {
+        *("html", "head", "meta", "title", "style", "body", "h", "p", "ul", "li", "pre", "span", "code"),
+        *("table", "tr", "th", "td"),
+    }, tags
+    assert not re.search(r"\s(src|href|on[a-z]+)\s*=\s*[\"']", page)
+
+
+@pytest.mark.slow
+def test_the_diff_shows_the_graph_line_by_line(tmp_path: Path) -> None:
+    load_all()["past-without-present"].write(tmp_path / "model")
+    code, out, _ = call(tmp_path / "model", "--diff")
+    assert code == 0
+    assert "graph, outputs" in out
+    assert re.search(r"^  \+ present\.\S+ float\[", out, re.MULTILINE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.slow
+def test_a_corrected_config_is_written_and_nothing_else(tmp_path: Path) -> None:
+    source = load_all()["config-disagrees"].write(tmp_path / "model")
+    cured = re_export(source, tmp_path / "out")
+    assert cured.proved, cured.details
+    old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "out"))
+    assert old != new
+    assert old.keys() == new.keys()
+    assert (tmp_path / "out" / "model.onnx").read_bytes() == (source / "model.onnx").read_bytes()

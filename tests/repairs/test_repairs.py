@@ -1,0 +1,96 @@
+"""Every fault that a repair mends is repaired and proved; what none mends is said, and not written."""
+
+import os
+from pathlib import Path
+
+import make_table
+import pytest
+from cured import MENDED_ELSEWHERE, cure, faults
+from isolated import give_up
+from making import Maker
+from outcome import Missing, healthy_export
+from registry import Fault
+
+from kvdoctor.findings import all_checks
+from kvdoctor.repairs import STAGES, load
+
+FAULTS = faults()
+SAMPLE = {
+    ("pasts-swapped", "gpt2"),
+    ("past-dropped", "t5"),
+    ("cache-as-float16", "llama-gqa"),
+    ("weights-stored-twice", "marian"),
+}
+"""What every test run sees."""
+EACH = 2
+"""Exports in which the slow tests look at each fault; the table, and `-m exhaustive`, have all of them."""
+
+
+def parameters() -> list[object]:
+    """Every fault of the table in its exports, those beyond the sample as slow ones."""
+    found: list[object] = []
+    for number, (name, fault) in enumerate(FAULTS.items()):
+        patients = make_table.chosen(fault)
+        for index, patient in enumerate(patients):
+            marks = () if (name, patient) in SAMPLE else (pytest.mark.slow,)
+            if (index - number) % len(patients) >= EACH and marks:
+                marks = (pytest.mark.slow, pytest.mark.exhaustive)
+            found.append(pytest.param(fault, patient, id=f"{name}-{patient}", marks=marks))
+    return found
+
+
+@pytest.fixture(scope="session")
+def maker(tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    """Exports in a folder that the processes of one test session share with the zoo."""
+    mine = tmp_path_factory.getbasetemp()
+    return Maker((mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "zoo")
+
+
+@pytest.mark.parametrize(("fault", "patient"), parameters())
+def test_a_fault_is_repaired_and_proved_or_left_and_said(
+    fault: Fault, patient: str, maker: Maker, tmp_path: Path
+) -> None:
+    try:
+        export = healthy_export(patient, maker)
+    except Missing as missing:
+        give_up(str(missing))
+    cured = cure(fault, export, tmp_path)
+    if fault.name in MENDED_ELSEWHERE:
+        assert not cured.written, cured.details
+        assert cured.code in (0, 1) if fault.severity == "warning" else cured.code == 1, cured.details
+        assert any(entry["reason"] for entry in cured.document["repair"]["unmended"]), cured.details
+        return
+    assert cured.proved, cured.details
+    assert cured.code == 0, cured.details
+    assert fault.check not in [finding["name"] for finding in cured.document["findings"]]
+
+
+def test_the_document_holds_every_repair_and_fault_as_it_is() -> None:
+    text = make_table.DOCUMENT.read_text(encoding="utf-8")
+    measured = make_table.read(text)
+    assert list(measured) == [name for name in FAULTS if name not in MENDED_ELSEWHERE]
+    assert make_table.page(measured) == text
+
+
+def test_all_are_proved_in_four_exports() -> None:
+    measured = make_table.read(make_table.DOCUMENT.read_text(encoding="utf-8"))
+    for name, cells in measured.items():
+        assert cells.proved == len(make_table.chosen(FAULTS[name])), name
+    by_check: dict[str, set[str]] = {}
+    for name in measured:
+        by_check.setdefault(FAULTS[name].check, set()).update(make_table.chosen(FAULTS[name]))
+    architectures = {check: {patient.partition("-")[0] for patient in found} for check, found in by_check.items()}
+    # Only three of the architectures here have an encoder whose cache a merged decoder can lose.
+    few = {"cross-cache-emptied", "attention-cache-half-wired"}
+    assert {check: found for check, found in architectures.items() if len(found) < 4 and check not in few} == {}
+
+
+def test_every_repair_names_checks_and_its_stage() -> None:
+    known = {check.name for check in all_checks()}
+    assert load()
+    for repair in load():
+        assert set(repair.mends) <= known, repair.name
+        assert repair.stage in STAGES
+        assert repair.summary.endswith(".")
+        for word in ("Requires:", "Ensures:"):
+            assert word in (__import__(repair.apply.__module__, fromlist=["x"]).__doc__ or ""), repair.name
