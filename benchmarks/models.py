@@ -50,6 +50,7 @@ MODELS = {
     "100m-differs": Sizes(layers=12, heads=11, vocabulary=20_000, inside=True, fault="differs"),
     # 1.8 GB in one file: just under the 2 GiB that protobuf can hold.
     "1.8gb-inside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=True),
+    "1.8gb-beside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=False),
 }
 
 

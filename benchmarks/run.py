@@ -210,6 +210,24 @@ def _large_re_export(where: str, scratch: Path, out: Path) -> Iterator[Row]:
         left.unlink()
 
 
+def unmerge(scratch: Path) -> Iterator[Row]:
+    """A merged decoder is taken apart without its weights being loaded."""
+    for name, where in (("1.8gb-beside", "external data"), ("1.8gb-inside", "weights inside")):
+        folder, script = _model(name, scratch), str(HERE / "unmerge.py")
+        python(script, "make", str(folder)).run()
+        ours = python(script, "kvdoctor", str(folder), str(scratch / "pair"))
+        other = python(script, "onnx", str(folder), str(scratch / "saved"))
+        what = f"merged decoder to pair, 1.8 GB, {where}"
+        pair = interleaved(ours, other, MEMORY_REPEATS)
+        row = (f"{what}: time", f"{pair.ours:.2f} s", "onnx.load, onnx.save", f"{pair.theirs:.2f} s")
+        yield Row(*row, f"{pair.ratio:.2f}")
+        mine, theirs = (middle(command, MEMORY_REPEATS, peak_mib) for command in (ours, other))
+        row = (f"{what}: memory", f"{mine:.0f} MiB", "onnx.load, onnx.save", f"{theirs:.0f} MiB")
+        yield Row(*row, f"{mine / theirs:.2f}", "300 MB", mine > 300e6 / (1 << 20))
+        for made in (folder, scratch / "pair", scratch / "saved"):
+            shutil.rmtree(made)
+
+
 def _model(name: str, scratch: Path) -> Path:
     folder = scratch / name
     folder.mkdir()
@@ -234,6 +252,7 @@ BENCHMARKS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "polygraphy": polygraphy,
     "fixture": fixture,
     "re-export": re_export,
+    "unmerge": unmerge,
 }
 
 

@@ -318,6 +318,9 @@ def test_readable_axes_alone(tmp_path: Path) -> None:
     old, new = (onnx.load(str(path / "model.onnx")).graph for path in (EXPORTS / "gpt2", out))
     for one, other in zip((*old.input, *old.output), (*new.input, *new.output), strict=True):
         assert one == other, "Optimum's own names come back"
+    with pytest.raises(UsageError, match="already"):
+        converted(out, tmp_path / "again", None, readable=True)
+    assert not (tmp_path / "again").exists()
 
 
 def test_the_command_line_writes_a_pair_and_a_merged_decoder(tmp_path: Path) -> None:
@@ -350,3 +353,28 @@ def test_a_broken_contract_is_no_reason_to_guess(tmp_path: Path) -> None:
     contracts = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
     with pytest.raises(UsageError, match="cannot be given the layout 'optimum'"):
         fitted(folder, contracts, Fit("optimum"))
+
+
+def test_scales_in_front_of_products_stay_where_the_runtime_looks_for_them(tmp_path: Path) -> None:
+    """Weights of 8 bits, shared by both halves: around the branches no session of onnxruntime 1.25 to 1.31 opens."""
+    text = """
+    <ir_version: 9, opset_import: ["" : 21]>
+    half (float[b, 64] x) => (float[b, 64] logits)
+    { w = DequantizeLinear (weight, scales, zeros)  logits = MatMul (x, w) }
+    """
+    rng = np.random.default_rng(0)
+    tensors = {
+        "weight": rng.integers(0, 255, (64, 64)).astype(np.uint8),
+        "scales": rng.uniform(0.01, 0.02, 64).astype(np.float32),
+        "zeros": np.full(64, 128, np.uint8),
+    }
+    model = parser.parse_model(text)
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in tensors.items())
+    for name in ("first", "later"):
+        onnx.save(model, str(tmp_path / f"{name}.onnx"))
+    given = {"x": rng.standard_normal((1, 64)).astype(np.float32)}
+    path = merged(tmp_path, {})
+    assert not onnx.load(str(path)).graph.initializer
+    for cached in (False, True):
+        found = run(path, {**given, "use_cache_branch": np.array([cached])})
+        np.testing.assert_array_equal(found["logits"], run(tmp_path / "first.onnx", given)["logits"])

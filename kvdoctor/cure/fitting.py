@@ -14,6 +14,7 @@ from kvdoctor.cure.proof import LOOPS, Side, equal, loops, prove
 from kvdoctor.cure.surgery import Outcome, Surgery
 from kvdoctor.cure.treatment import Applied, Treatment
 from kvdoctor.doctor import step_test
+from kvdoctor.errors import UsageError
 from kvdoctor.layouts import Conversion
 from kvdoctor.lowering import Wanted
 from kvdoctor.model_folder import open_folder
@@ -51,7 +52,7 @@ class Refitting:
         """Give the copy its layout, diagnose it and prove it; what is not to be fitted, or not proved, stays as it is.
 
         Raises:
-            UsageError: no stack can have the layout.
+            UsageError: no stack can have the layout, or no axis is to be renamed.
         """
         if not self.fit.is_asked or (outcome.applied and not outcome.holds):
             return outcome
@@ -98,6 +99,8 @@ class Refitting:
         """The copy with readable axes, files and names as they were."""
         copy = open_folder(self.surgery.shown, self.surgery.at / self.surgery.model)
         changes = name_axes_readably(copy, _contracts(outcome.after.report))
+        if not changes and not outcome.applied:
+            raise UsageError(f"the open axes of {self.surgery.folder.shown!r} are called as Optimum calls them already")
         if not changes:
             return outcome
         conversion = Conversion("axes readable", "Open axes get the names that Optimum writes.")

@@ -1,0 +1,69 @@
+"""A merged decoder of any size, and ways to take it apart.
+
+python benchmarks/unmerge.py make FOLDER        the model.onnx of models.py there becomes a merged decoder
+python benchmarks/unmerge.py kvdoctor FOLDER OUT
+python benchmarks/unmerge.py onnx FOLDER OUT    onnx.load and onnx.save of the same file, and nothing besides
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+MERGED = "decoder_model_merged.onnx"
+
+
+def make(folder: str) -> None:
+    """Put the graph into the branch of an `If`, and beside it the same graph without its past; weights are shared."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    path = Path(folder, "model.onnx")
+    model = onnx.load(str(path), load_external_data=False)
+    graph, branches = model.graph, []
+    for name in ("with_past", "no_past"):
+        nodes = []
+        for node in graph.node:
+            joined = name == "no_past" and node.op_type == "Concat" and node.input[0].startswith("past_key_values.")
+            nodes.append(helper.make_node("Identity", [node.input[1]], node.output, node.name) if joined else node)
+        branches.append(helper.make_graph(nodes, name, [], graph.output))
+    switch = helper.make_node(
+        "If",
+        ["use_cache_branch"],
+        [value.name for value in graph.output],
+        "optimum::if",
+        then_branch=branches[0],
+        else_branch=branches[1],
+    )
+    del graph.node[:]
+    graph.node.append(switch)
+    graph.input.append(helper.make_tensor_value_info("use_cache_branch", TensorProto.BOOL, [1]))
+    path.with_name(MERGED).write_bytes(model.SerializeToString())
+    path.unlink()
+
+
+def by_kvdoctor(folder: str, out: str) -> None:
+    """Take it apart as `re-export --layout pair` does, without the diagnoses before and after."""
+    from kvdoctor.layouts import Source, load
+    from kvdoctor.model_folder import open_folder
+    from kvdoctor.reading import read_contract
+
+    found = open_folder(folder)
+    stack = found.stacks[0]
+    pair = next(layout for layout in load() if layout.name == "pair")
+    pair.make(Source(found.root, stack, read_contract(stack, found.side_cars))).write(found.root, Path(out))
+
+
+def by_onnx(folder: str, out: str) -> None:
+    """What any script does that changes a model with the onnx package."""
+    import onnx
+
+    beside = any(Path(folder).glob("*_data"))
+    Path(out).mkdir()
+    model = onnx.load(str(Path(folder, MERGED)))
+    onnx.save(model, str(Path(out, MERGED)), save_as_external_data=beside, location="weights")
+
+
+if __name__ == "__main__":
+    for made in sys.argv[3:]:
+        shutil.rmtree(made, ignore_errors=True)
+    {"make": make, "kvdoctor": by_kvdoctor, "onnx": by_onnx}[sys.argv[1]](*sys.argv[2:])
