@@ -137,7 +137,8 @@ class Deal:
 
     `tokens` int64[batch * codebooks, total] are the whole sequence; `padding` says how many of them, row by row, are no
     words but padding on the left, to be masked and not to be counted; `encoder_padding` how many encoder states are
-    none, on the right. `samples` are what the user gives in place of made-up tokens and encoder inputs.
+    none, on the right. `samples` are what the user gives in place of made-up tokens and encoder inputs. `drawn` are the
+    rows of an earlier deal that this one has, where it has not all of them in their order.
     """
 
     contract: CacheContract
@@ -147,6 +148,7 @@ class Deal:
     padding: tuple[int, ...] = ()
     encoder_padding: tuple[int, ...] = ()
     samples: Samples = field(default_factory=Samples)
+    drawn: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.tokens.size:
@@ -178,7 +180,9 @@ class Deal:
             for name, array in self.encoded.outputs.items()
         }
         scenario = replace(self.scenario, batch=len(order))
-        return Deal(self.contract, scenario, Encoded(states, outputs), self.tokens[self.of_rows(order)])
+        drawn = tuple(self.drawn[row] if self.drawn else row for row in order)
+        tokens, encoded = self.tokens[self.of_rows(order)], Encoded(states, outputs)
+        return Deal(self.contract, scenario, encoded, tokens, samples=self.samples, drawn=drawn)
 
     def of_rows(self, order: Sequence[int]) -> list[int]:
         """Where the tokens and the logits of some rows of the batch stand: each has as many rows as codebooks."""
@@ -387,8 +391,11 @@ class Deal:
             case "encoder_states" if self.encoded.states is not None:
                 made = self.encoded.states
             case "encoder_input":
-                made = _encoder_feed(port, shape, self.contract, self.scenario)
-                return self.samples.laid_over(port.name, made)
+                # Noise is drawn row after row: the first rows are the same, however many follow.
+                rows = max(self.drawn) + 1 if self.drawn else shape[0]
+                made = _encoder_feed(port, (rows, *shape[1:]), self.contract, self.scenario)
+                given = self.samples.laid_over(port.name, made)
+                return np.take(given, self.drawn, axis=0) if self.drawn else given
             case "branch_switch":
                 made = np.full(shape, self.contract.phases[phase].switch)
             case "logits_to_keep" | "block_table":

@@ -7,7 +7,7 @@ from typing import Any
 from kvdoctor.axes import as_number
 from kvdoctor.configs import Configured, configured, context_limit, decoder_config, is_count
 from kvdoctor.contract import CacheContract, Graph, Lack, Phase, Port, Slot
-from kvdoctor.dialects import CACHE_LIKE, Dialect, axes, inputs, spoken
+from kvdoctor.dialects import CACHE_LIKE, Dialect, RoleRule, axes, inputs, spoken
 from kvdoctor.exactness import exactness_of
 from kvdoctor.graph import Declared, GraphView
 from kvdoctor.lacks import lacks
@@ -211,7 +211,7 @@ class _Reader:
                 slot = pasts[port.name]
                 ports.append(Port(port.name, port.dtype, slot.shape, "past", slot.axes))
             else:
-                ports.append(self._input(port, file, ids, looks, cross))
+                ports.append(self._encoders(port, file) or self._input(port, file, ids, looks, cross))
         # Each graph by its own names: where tensors are numbered, t59 of one has nothing to do with t59 of another.
         presents = {slot.present for slot in slots if file is self.decode}
         presents |= {slot.filled_by for slot in slots if file is self.first}
@@ -241,10 +241,22 @@ class _Reader:
                 self.evidence.append(f"{port.name!r} is {looked[0]} by what the graph does with it")
                 return Port(port.name, port.dtype, port.shape, *looked)
         if file is self.first and file is not self.decode:
-            encoder = ruled(port, (*(self.dialect.encoder_inputs if self.dialect else ()), *inputs.ENCODER_INPUTS))
+            encoder = ruled(port, self._encoder_rules)
             if encoder is not None:
                 return encoder
         return self._unknown(port, file, named(port, rules) is not None)
+
+    @property
+    def _encoder_rules(self) -> tuple[RoleRule, ...]:
+        return (*(self.dialect.encoder_inputs if self.dialect else ()), *inputs.ENCODER_INPUTS)
+
+    def _encoders(self, port: Declared, file: OnnxFile) -> Port | None:
+        """An input of the encoder, in a first step that holds it: the decoder's own inputs say whose the others are."""
+        if file is not self.first or not inputs.WHOSE_WITHOUT_A_WORD.fullmatch(port.name):
+            return None
+        if not any(inputs.DECODERS_OWN.fullmatch(name) for name in _view(file).inputs):
+            return None
+        return self.known.role(port) or ruled(port, self._encoder_rules)
 
     def _by_codebook(self, port: Port) -> Port:
         """Tokens of a model of sound have a row for each codebook of each sequence; MusicGen's axis says so."""
@@ -332,8 +344,10 @@ class _Reader:
 
     def _encoder_graph(self, file: OnnxFile, slots: tuple[Slot, ...]) -> Graph:
         view = _view(file)
-        rules = (*(self.dialect.encoder_inputs if self.dialect else ()), *inputs.ENCODER_INPUTS)
-        ports = [with_numbers(ruled(port, rules) or self._encoder_input(port, file)) for port in view.inputs.values()]
+        ports = [
+            with_numbers(ruled(port, self._encoder_rules) or self._encoder_input(port, file))
+            for port in view.inputs.values()
+        ]
         filled = {slot.filled_by for slot in slots if slot.filled_in == "encode"}
         outputs = [
             _port(p, "present") if p.name in filled else ruled(p, inputs.ENCODER_OUTPUTS) or _port(p, "auxiliary")

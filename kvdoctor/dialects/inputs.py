@@ -4,6 +4,8 @@ Source: the catalogue of exporters, transformers, onnxruntime-genai, sherpa-onnx
 Runtime. The first rule that fits name, rank and element type holds.
 """
 
+import re
+
 from kvdoctor.dialects import RoleRule
 
 INPUTS = (
@@ -64,6 +66,10 @@ ENCODER_INPUTS = (
     RoleRule(r"args_1", "encoder_length", "1", "integer"),
     RoleRule(r"x_len|encoder_input_lengths?", "encoder_length", "B", "integer"),
 )
+
+DECODERS_OWN = re.compile(r"decoder_(input_ids|inputs_embeds)")
+WHOSE_WITHOUT_A_WORD = re.compile(r"input_ids|attention_mask")
+"""The words of forward() of an encoder-decoder (transformers): beside the decoder's own, these are the encoder's."""
 
 ENCODER_OUTPUTS = (
     RoleRule(r"last_hidden_state|encoder_hidden_states|hidden_states|encoder_outputs?", "encoder_states", "BED"),

@@ -3,6 +3,8 @@
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.experiments import Decision, Experiment
 from kvdoctor.experiments.origins import crossed, new_entry, other_attention, right_entry, same_for_two, where_from
@@ -37,7 +39,7 @@ def why_long(deal: Deal) -> Decision:
     whole = yield probe(deal.prefill(total))
     if whole.failed:
         return None
-    if not same_logits(whole.logits[:, -1:], expected[:, -1:], deal.contract.exactness):
+    if not _repeated(whole.logits[:, -1:], expected[:, -1:], deal.contract.exactness):
         return Cause("nondeterministic", f"{total} tokens without a cache give other logits the second time")
     cause = yield from looks_ahead(deal, expected)
     return cause or (yield from look(deal, deal.scenario.prompt, expected, whole))
@@ -84,6 +86,11 @@ def look(deal: Deal, start: int, expected: Array, whole: Answer) -> Decision:
             "nondeterministic", f"the same step on a past of {start} tokens gives other logits the second time"
         )
     return (yield from _step(deal, start, past, step, whole))
+
+
+def _repeated(one: Array, other: Array, exactness: str) -> bool:
+    """Whether the second answer is the first; numbers that are none come again as such."""
+    return bool(np.array_equal(one, other, equal_nan=True)) or same_logits(one, other, exactness)
 
 
 def _step(deal: Deal, start: int, past: Past, step: Answer, whole: Answer) -> Decision:
