@@ -1,4 +1,4 @@
-"""Gives lengths that differ names that differ, and numbers that are none back their names.
+"""Gives lengths that differ names that differ.
 
 Requires: a growing slot whose present bears the axis name of its past, or shapes inside the graph that lead the runtime
 to plan its memory wrongly.
