@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-import make_table
+import make_repairs
 import pytest
 from cured import MENDED_ELSEWHERE, cure, faults
 from isolated import give_up
@@ -30,7 +30,7 @@ def parameters() -> list[object]:
     """Every fault of the table in its exports, those beyond the sample as slow ones."""
     found: list[object] = []
     for number, (name, fault) in enumerate(FAULTS.items()):
-        patients = make_table.chosen(fault)
+        patients = make_repairs.chosen(fault)
         for index, patient in enumerate(patients):
             marks = () if (name, patient) in SAMPLE else (pytest.mark.slow,)
             if (index - number) % len(patients) >= EACH and marks:
@@ -66,19 +66,19 @@ def test_a_fault_is_repaired_and_proved_or_left_and_said(
 
 
 def test_the_document_holds_every_repair_and_fault_as_it_is() -> None:
-    text = make_table.DOCUMENT.read_text(encoding="utf-8")
-    measured = make_table.read(text)
+    text = make_repairs.DOCUMENT.read_text(encoding="utf-8")
+    measured = make_repairs.read(text)
     assert list(measured) == [name for name in FAULTS if name not in MENDED_ELSEWHERE]
-    assert make_table.page(measured) == text
+    assert make_repairs.page(measured) == text
 
 
 def test_all_are_proved_in_four_exports() -> None:
-    measured = make_table.read(make_table.DOCUMENT.read_text(encoding="utf-8"))
+    measured = make_repairs.read(make_repairs.DOCUMENT.read_text(encoding="utf-8"))
     for name, cells in measured.items():
-        assert cells.proved == len(make_table.chosen(FAULTS[name])), name
+        assert cells.proved == len(make_repairs.chosen(FAULTS[name])), name
     by_check: dict[str, set[str]] = {}
     for name in measured:
-        by_check.setdefault(FAULTS[name].check, set()).update(make_table.chosen(FAULTS[name]))
+        by_check.setdefault(FAULTS[name].check, set()).update(make_repairs.chosen(FAULTS[name]))
     architectures = {check: {patient.partition("-")[0] for patient in found} for check, found in by_check.items()}
     # Only three of the architectures here have an encoder whose cache a merged decoder can lose.
     few = {"cross-cache-emptied", "attention-cache-half-wired"}

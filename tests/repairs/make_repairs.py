@@ -1,6 +1,6 @@
 """Writes docs/repairs.md from a run: every fault that a repair mends, in the exports it is done to.
 
-    python tests/repairs/make_table.py [--exports DIR]
+    python tests/repairs/make_repairs.py [--exports DIR]
 
 It takes about ten minutes and makes the isolated environments of the zoo. DIR keeps the exports, for the next run.
 Nothing is written where a repair is not proved.
@@ -38,7 +38,7 @@ named ones. A finding that is a note is mended where it is named, or where nothi
 *keeps*: bits, all logits of the loops that were right before, bit for bit; first-step, those of the first step, bit for
 bit; reference, those of the first step within the noise of the arithmetic; own, none, as the fault is in all of them.
 
-Made by `python tests/repairs/make_table.py` from a run.
+Made by `python tests/repairs/make_repairs.py` from a run.
 
 | repair | what it does | mends | keeps |
 | --- | --- | --- | --- |
