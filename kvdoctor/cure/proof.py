@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 LOOPS = ("plain-loop", "held-loop")
+ENDED = ("passed", "ambiguous", "inconclusive", "differs")
+"""Outcomes of a loop that ran to its end."""
 STRICTEST: tuple[Keeps, ...] = ("sizes", "own", "reference", "first-step", "bits")
 
 
@@ -65,7 +67,7 @@ def prove(applied: Iterable[Applied], before: Side, after: Side, instead: dict[s
     for one in applied:
         by_stack.setdefault(one.stack, []).append(one)
     for stack, mine in by_stack.items():
-        yield from _findings(stack, mine, before.report, after.report)
+        yield from _findings(stack, mine, before, after.report)
         yield from loops(stack, after)
         yield from under_targets(stack, after.report)
         yield from [instead[stack]] if stack in instead else _numbers(stack, mine, before, after)
@@ -91,16 +93,19 @@ def _still(stack: str, before: Report, after: Report) -> set[str]:
     }
 
 
-def _findings(stack: str, applied: list[Applied], before: Report, after: Report) -> Iterator[Proof]:
-    known, mine = _of_stack(before, stack), _of_stack(after, stack)
+def _findings(stack: str, applied: list[Applied], before: Side, after: Report) -> Iterator[Proof]:
+    known, mine = _of_stack(before.report, stack), _of_stack(after, stack)
     mended = {name for one in applied for name in one.because}
     for name in sorted(mended):
-        yield Proof(stack, f"{name} is gone", name not in _still(stack, before, after))
+        yield Proof(stack, f"{name} is gone", name not in _still(stack, before.report, after))
+    # Where no loop of the original came to its end, what else its steps are not fit for could not show.
+    ended = any(run.outcome in ENDED for name in LOOPS if (run := before.run(stack, name)))
+    new = ("error", "warning") if ended else ("error",)
     fresh = [
         finding.name
         for finding in after.findings
         if finding.name in mine - known
-        and finding.severity != "note"
+        and finding.severity in new
         and finding.stack in (stack, None)
         and not is_of_use_there(finding)
     ]
@@ -155,9 +160,7 @@ def _numbers(stack: str, applied: list[Applied], before: Side, after: Side) -> I
 
 def _is_whole(run: Run | None, experiment: str) -> bool:
     """Whether the original's run went to its end on a way that a repair leaves as it was: the held loop always does."""
-    ended = (
-        ("passed", "ambiguous") if experiment == "plain-loop" else ("passed", "ambiguous", "inconclusive", "differs")
-    )
+    ended = ("passed", "ambiguous") if experiment == "plain-loop" else ENDED
     return run is not None and run.outcome in ended
 
 
