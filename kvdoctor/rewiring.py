@@ -8,15 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvdoctor.graph import GraphView, bodies_of
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, ValueInfoProto
-
-
-def graphs_below(graph: GraphProto) -> Iterator[GraphProto]:
-    """A graph and all bodies in it, outer ones first."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for body in bodies_of(attribute):
-                yield from graphs_below(body)
+from kvdoctor.scoping import graphs
 
 
 def made_in(graph: GraphProto) -> set[str]:
@@ -29,7 +21,7 @@ def made_in(graph: GraphProto) -> set[str]:
 def fresh(model: ModelProto, hint: str) -> str:
     """A name for a value or a node that the model does not have yet."""
     known: set[str] = set()
-    for graph in graphs_below(model.graph):
+    for graph in graphs(model.graph):
         known |= made_in(graph) | {node.name for node in graph.node} | {value.name for value in graph.output}
     name, number = hint, 0
     while name in known:

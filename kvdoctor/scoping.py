@@ -5,6 +5,7 @@ them (ONNX forbids that, and files have it). Source: "Names Within a Graph" in O
 """
 
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import GraphProto, NodeProto
@@ -22,6 +23,17 @@ def graphs(graph: GraphProto) -> Iterator[GraphProto]:
     for node in graph.node:
         for body in bodies(node):
             yield from graphs(body)
+
+
+def replace_all(items: Any, kept: Iterable[Any]) -> None:
+    """Make a repeated field hold some messages, which may be its own."""
+    copies = []
+    for item in kept:
+        copy = type(item)()
+        copy.CopyFrom(item)
+        copies.append(copy)
+    del items[:]
+    items.extend(copies)
 
 
 def producers(graph: GraphProto) -> dict[str, NodeProto]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from kvdoctor.elsewhere.interpreters import fitting, interpreter, mine, python_of
 from kvdoctor.errors import UsageError
 from kvdoctor.export.environments import Unavailable, find_uv
+from kvdoctor.export.made_by_pip import cache_folder
 from kvdoctor.out_folder import whole_folder
 from kvdoctor.targets import line, order
 
@@ -50,18 +51,6 @@ def environment(release: str, *, offline: bool) -> Path:
     except (OSError, UsageError) as error:
         raise Unavailable(f"no environment with onnxruntime {release} can be kept: {error}") from None
     return python_of(folder)
-
-
-def cache_folder() -> Path:
-    """Where this user keeps what can be made again."""
-    home = Path.home()
-    if os.name == "nt":
-        place = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        place = home / "Library" / "Caches"
-    else:
-        place = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return place / "kvdoctor"
 
 
 def shown(path: Path) -> str:

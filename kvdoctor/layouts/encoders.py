@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from kvdoctor.contract import CacheContract, Graph, Port
 from kvdoctor.graph import declared
 from kvdoctor.layouts import Cut, DoesNotFit, Made, Source
-from kvdoctor.layouts.graphs import keep_needed, rename_ports, replace_all
+from kvdoctor.layouts.graphs import keep_needed, rename_ports
 from kvdoctor.layouts.joining import ENCODER
 from kvdoctor.layouts.naming import ROLES, Names, name_axes
 from kvdoctor.onnx_schema import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
 from kvdoctor.report.document import Change
-from kvdoctor.scoping import all_names, fresh, needed_for, producers, rename
+from kvdoctor.scoping import all_names, fresh, needed_for, producers, rename, replace_all
 
 STATES, RESULT = "encoder_hidden_states", "last_hidden_state"
 """What the decoder calls the encoder's states, and what the encoder does."""

@@ -1,21 +1,9 @@
 """What the conversions do to graphs: keep what is needed, give inputs and outputs other names and an order."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto
-from kvdoctor.scoping import all_names, bodies, fresh, graphs, needed_for, own_names, rename, step_aside
-
-
-def replace_all(items: Any, kept: Iterable[Any]) -> None:
-    """Make a repeated field hold some messages, which may be its own."""
-    copies = []
-    for item in kept:
-        copy = type(item)()
-        copy.CopyFrom(item)
-        copies.append(copy)
-    del items[:]
-    items.extend(copies)
+from kvdoctor.scoping import all_names, bodies, fresh, graphs, needed_for, own_names, rename, replace_all, step_aside
 
 
 def keep_needed(model: ModelProto) -> list[str]:

@@ -7,10 +7,9 @@ weight in the branch alone (microsoft/onnxruntime issue 28306: "Missing required
 
 from pathlib import Path
 
-from kvdoctor.layouts.graphs import replace_all
 from kvdoctor.layouts.weights import Sameness
 from kvdoctor.onnx_schema import GraphProto, TensorProto
-from kvdoctor.scoping import all_names, fresh, own_names, rename
+from kvdoctor.scoping import all_names, fresh, own_names, rename, replace_all
 
 INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 PRODUCTS = ("MatMul", "Gemm")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvdoctor.errors import UsageError
 from kvdoctor.graph import declared
-from kvdoctor.layouts.graphs import keep_needed, replace_all
+from kvdoctor.layouts.graphs import keep_needed
 from kvdoctor.layouts.lifting import lift
 from kvdoctor.onnx_schema import (
     AttributeProto,
@@ -21,7 +21,7 @@ from kvdoctor.onnx_schema import (
     TensorShapeProto,
     ValueInfoProto,
 )
-from kvdoctor.scoping import all_names, fresh, rename, step_aside
+from kvdoctor.scoping import all_names, fresh, rename, replace_all, step_aside
 
 SWITCH = "use_cache_branch"
 NODE = "optimum::if"

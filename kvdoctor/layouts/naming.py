@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from kvdoctor.axes import as_number
 from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port, Slot
-from kvdoctor.layouts.graphs import keep_needed, order, rename_ports, replace_all
+from kvdoctor.layouts.graphs import keep_needed, order, rename_ports
 from kvdoctor.onnx_schema import GraphProto, ModelProto, ValueInfoProto
+from kvdoctor.scoping import replace_all
 
 ROLES = {
     "token_ids": "input_ids",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvdoctor.contract import CacheContract
 from kvdoctor.layouts import DoesNotFit, Layout, Made, Source
 from kvdoctor.layouts.encoders import bring_encoder
-from kvdoctor.layouts.graphs import keep_needed, replace_all
+from kvdoctor.layouts.graphs import keep_needed
 from kvdoctor.layouts.joining import FIRST, LATER, MERGED, SINGLE, held, joined, name_half
 from kvdoctor.layouts.naming import (
     Names,
@@ -26,6 +26,7 @@ from kvdoctor.layouts.naming import (
 from kvdoctor.layouts.writing import Room
 from kvdoctor.onnx_schema import ModelProto
 from kvdoctor.report.document import Change
+from kvdoctor.scoping import replace_all
 from kvdoctor.stacks import StackFiles
 
 INSIDE = Room(inside=1 << 30)

@@ -8,9 +8,9 @@ in the place of the cross-attention cache, and pasts that are passed through. So
 from kvdoctor.contract import CacheContract
 from kvdoctor.errors import UsageError
 from kvdoctor.graph import Branches, GraphView
-from kvdoctor.layouts.graphs import keep_needed, replace_all
+from kvdoctor.layouts.graphs import keep_needed
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-from kvdoctor.scoping import all_names, bodies, free, fresh, needed_for, own_names, rename, step_aside
+from kvdoctor.scoping import all_names, bodies, free, fresh, needed_for, own_names, rename, replace_all, step_aside
 
 
 def halves(merged: ModelProto, contract: CacheContract) -> tuple[ModelProto, ModelProto]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvdoctor.external_data import external_tensors
-from kvdoctor.layouts.graphs import replace_all
 from kvdoctor.layouts.weights import Span, point, portions, restore, span_of
 from kvdoctor.onnx_schema import ModelProto, TensorProto
 from kvdoctor.out_folder import copy_whole
+from kvdoctor.scoping import replace_all
 from kvdoctor.wire import LEN, MAX_FILE, encode_varint
 
 GRAPH_TAG = encode_varint(7 << 3 | LEN)

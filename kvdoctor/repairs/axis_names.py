@@ -12,7 +12,8 @@ from kvdoctor.contract import Slot, describe
 from kvdoctor.graph import GraphView, declared
 from kvdoctor.onnx_schema import ValueInfoProto
 from kvdoctor.repairs import Change, Patient, Repair
-from kvdoctor.rewiring import graphs_below, place_of, returned_in
+from kvdoctor.rewiring import place_of, returned_in
+from kvdoctor.scoping import graphs
 
 
 def apply(patient: Patient) -> tuple[Change, ...]:
@@ -25,7 +26,7 @@ def apply(patient: Patient) -> tuple[Change, ...]:
             changes += _renamed(view, slot, new, file)
     if any(finding.severity == "error" for finding in patient.found("axis-name-collision")):
         dropped = 0
-        for graph in graphs_below(view.model.graph):
+        for graph in graphs(view.model.graph):
             dropped += len(graph.value_info)
             del graph.value_info[:]
         if dropped:

@@ -13,7 +13,8 @@ from kvdoctor.checks.duplicate_weights import Stored, alike, stored
 from kvdoctor.graph import GraphView, Scope
 from kvdoctor.onnx_schema import ModelProto, TensorProto
 from kvdoctor.repairs import Change, Patient, Repair
-from kvdoctor.rewiring import fresh, graphs_below, made_in, readers, rename_reads
+from kvdoctor.rewiring import fresh, made_in, readers, rename_reads
+from kvdoctor.scoping import graphs
 
 QUANTISED = ("QuantizeLinear", "DequantizeLinear", "MatMulInteger", "MatMulNBits", "GatherBlockQuantized", "QLinear")
 """Beginnings and ends of operators that want their weights beside them."""
@@ -90,7 +91,7 @@ def _tie(patient: Patient, file: str, copies: list[tuple[Scope, TensorProto]], l
 
 def _unshadowed(model: ModelProto, keeper: Scope, kept: TensorProto) -> str:
     name = str(kept.name)
-    if any(name in made_in(body) for body in list(graphs_below(keeper.graph))[1:]):
+    if any(name in made_in(body) for body in list(graphs(keeper.graph))[1:]):
         old, name = name, fresh(model, f"{name}.tied")
         rename_reads(keeper.graph, {old: name})
         kept.name = name

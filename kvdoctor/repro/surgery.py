@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-from kvdoctor.scoping import bodies, graphs, needed_for, taken
+from kvdoctor.scoping import bodies, graphs, needed_for, replace_all, taken
 
 PROBE = "kvdoctor_probe"
 """The output that keeps a failing node alive: the shape of what the node returns."""
@@ -123,7 +123,7 @@ def _prune(graph: GraphProto, wanted: set[str]) -> None:
             for body in bodies(node):
                 outputs = [body.output[index] for index in kept]
                 names = {value.name for value in outputs}
-                _replace(body.output, outputs)
+                replace_all(body.output, outputs)
                 _prune(body, names)
     # Branches may have lost what they took from here.
     still = {name for node in graph.node for name in taken(node)} | wanted
@@ -142,17 +142,7 @@ def _wanted(graph: GraphProto) -> set[str]:
 def _keep_only(items: Any, keep: Any) -> None:
     kept = [item for item in items if keep(item)]
     if len(kept) < len(items):
-        _replace(items, kept)
-
-
-def _replace(items: Any, kept: list[Any]) -> None:
-    copies = []
-    for item in kept:
-        copy = type(item)()
-        copy.CopyFrom(item)
-        copies.append(copy)
-    del items[:]
-    items.extend(copies)
+        replace_all(items, kept)
 
 
 def _all_nodes(model: ModelProto) -> Iterator[NodeProto]:

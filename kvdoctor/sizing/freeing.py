@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.contract import Axis, Graph
 from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from kvdoctor.scoping import graphs
 from kvdoctor.sizing.known import Clash, Ledger, Site, StandIn
 from kvdoctor.sizing.lengths import Lengths, MixedSizes, lengths_of, readable
 from kvdoctor.sizing.reshapes import written
@@ -292,7 +293,7 @@ def _shown(tensor: TensorProto) -> str:
 def _drop_unread(graph: GraphProto, names: set[str]) -> None:
     """Take out those constants of these names that nothing reads any more."""
     gone = names - set(_read(graph))
-    for body in _bodies(graph):
+    for body in graphs(graph):
         for index in reversed(range(len(body.initializer))):
             if body.initializer[index].name in gone:
                 del body.initializer[index]
@@ -302,16 +303,8 @@ def _drop_unread(graph: GraphProto, names: set[str]) -> None:
                 del body.node[index]
 
 
-def _bodies(graph: GraphProto) -> Iterable[GraphProto]:
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for body in bodies_of(attribute):
-                yield from _bodies(body)
-
-
 def _read(graph: GraphProto) -> Iterable[str]:
-    for body in _bodies(graph):
+    for body in graphs(graph):
         yield from (value.name for value in body.output)
         for node in body.node:
             yield from node.input

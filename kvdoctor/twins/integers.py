@@ -8,7 +8,8 @@ what follows, the product of the scales, is then right as it stands. The weights
 from kvdoctor.exactness import DYNAMIC, INT8_LEVEL
 from kvdoctor.graph import GraphView
 from kvdoctor.onnx_schema import ModelProto, NodeProto, TensorProto
-from kvdoctor.twins.names import FLOAT, Names, NoTwin, bodies, cast, graphs, scalar
+from kvdoctor.scoping import graphs
+from kvdoctor.twins.names import FLOAT, Names, NoTwin, bodies, cast, scalar
 
 PRODUCTS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
 TAKES_QUANTISED = {*PRODUCTS, "MatMulIntegerToFloat", "DequantizeLinear"}

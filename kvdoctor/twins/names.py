@@ -4,8 +4,9 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from kvdoctor.graph import bodies_of
 from kvdoctor.onnx_schema import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+from kvdoctor.scoping import bodies as bodies_of_node
+from kvdoctor.scoping import graphs
 
 FLOAT = int(TensorProto.FLOAT)
 
@@ -35,18 +36,10 @@ class Names:
         return name
 
 
-def graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    """A graph and all its subgraphs, outer ones first."""
-    yield graph
-    for node in graph.node:
-        yield from subgraphs(node)
-
-
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
     """The graphs that a node holds, and all below them."""
-    for attribute in node.attribute:
-        for body in bodies_of(attribute):
-            yield from graphs(body)
+    for body in bodies_of_node(node):
+        yield from graphs(body)
 
 
 def bodies(model: ModelProto) -> Iterator[Any]:

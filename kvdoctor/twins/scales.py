@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from kvdoctor.exactness import activations_rounded
 from kvdoctor.graph import GraphView, Scope
 from kvdoctor.onnx_schema import ModelProto, NodeProto, TensorProto
-from kvdoctor.twins.names import FLOAT, Names, bodies, cast, graphs, scalar
+from kvdoctor.scoping import graphs
+from kvdoctor.twins.names import FLOAT, Names, bodies, cast, scalar
 
 RANGES: dict[int, tuple[int, int]] = {
     int(TensorProto.UINT8): (0, 255),

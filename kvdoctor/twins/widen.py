@@ -8,7 +8,8 @@ import struct
 from typing import Any
 
 from kvdoctor.onnx_schema import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
-from kvdoctor.twins.names import FLOAT, Names, NoTwin, bodies, cast, graphs
+from kvdoctor.scoping import graphs
+from kvdoctor.twins.names import FLOAT, Names, NoTwin, bodies, cast
 
 HALF, BRAIN = int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)
 NARROW = {HALF, BRAIN}
