@@ -5,6 +5,7 @@ Only click is imported at the top: `--help` and `--version` load neither onnx no
 
 import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -117,6 +118,8 @@ def re_export(path: str | None, out: str | None, force: bool, dry_run: bool, sho
     if out is None and not (dry_run or show_diff):
         raise click.UsageError("give the folder for the repaired copy with -o OUT, or ask with --dry-run")
     fix = tuple(dict.fromkeys(name.strip() for entry in given["fix"] for name in entry.split(",") if name.strip()))
+    if given["fix"] and not fix:
+        raise click.UsageError("--fix names no repair; leave it out to have all of them (docs/repairs.md)")
     plan: dict[str, Any] = {"path": path, "out": None if dry_run or show_diff else out, "force": force, "fix": fix}
     plan["keep_unproved"] = given["keep_unproved"]
     lowered = given["opset"] if given["from_"] is None else None
@@ -381,6 +384,7 @@ def main() -> NoReturn:
     """Run the command line. Errors that kvdoctor raises on purpose end with exit code 2 and one line."""
     try:
         _prepare_streams()
+        _end_in_order()
         cli.main(standalone_mode=False)
         _exit(EXIT_OK)
     except click.ClickException as error:
@@ -404,6 +408,17 @@ def main() -> NoReturn:
         _complain(f"the report could not be written: {error.strerror or error}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(2) from None
+
+
+def _end_in_order() -> None:
+    """Let a request to end (`timeout`, a runner that cancels, a closed terminal) take down what was begun."""
+
+    def end(number: int, _frame: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        if (number := getattr(signal, name, None)) is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)
 
 
 def _prepare_streams() -> None:

@@ -63,6 +63,11 @@ def refuse_unfit(out: Path, source: Path, force: bool) -> None:
             )
         if out.is_symlink() or not _is_ours(out):
             raise UsageError(f"OUT {str(out)!r} was not written by kvdoctor, so --force does not replace it")
+        if (foreign := _foreign(out)) is not None:
+            raise UsageError(
+                f"OUT {str(out)!r} holds {foreign!r}, which kvdoctor did not write, so --force does not replace it; "
+                "move it away, or give another folder"
+            )
     if not os.access(mine.parent, os.W_OK):
         raise UsageError(f"the folder {str(out.parent)!r} is not writable; give OUT in one that is")
 
@@ -137,6 +142,16 @@ def _is_ours(out: Path) -> bool:
         return bool(report["command"] == "re-export" and report["repair"]["out"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def _foreign(out: Path) -> str | None:
+    """A file in a folder of ours that is not ours. A reproducer, and reports of older versions, list no files."""
+    try:
+        contents = set(json.loads((out / MARK).read_text(encoding="utf-8"))["repair"]["contents"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    there = (path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir() or path.is_symlink())
+    return next((name for name in sorted(there) if name not in contents), None)
 
 
 def _put(partial: Path, out: Path) -> None:

@@ -38,6 +38,19 @@ class CannotRepair(Exception):
         self.instead = instead
 
 
+def side_car_path(folder: ModelFolder, name: str) -> Path | None:
+    """Where the config of that name lies: beside the models, or beside the `onnx/` folder that holds them."""
+    root = folder.root
+    places = [root / name, *([root.parent / name] if root.name == "onnx" else [])]
+    return next((place for place in places if place.is_file()), None)
+
+
+def source_of(folder: ModelFolder, name: str) -> Path:
+    """The file that one of OUT is a copy of; its name is that of the copy, relative to OUT."""
+    above = side_car_path(folder, name) if name in SIDE_CARS else None
+    return above or folder.root / name
+
+
 @dataclass
 class WorkingCopy:
     """The files of an export as repairs change them, each read when it is first asked for.
@@ -64,18 +77,15 @@ class WorkingCopy:
             self.models[name] = read_skeleton(self.file(name).path, located=True).model
         return self.models[name]
 
-    def side_car_path(self, name: str) -> Path | None:
-        """Where the config of that name lies: beside the model, or beside its `onnx/` folder."""
-        root = self.folder.root
-        places = [root / name, *([root.parent / name] if root.name == "onnx" else [])]
-        return next((place for place in places if place.is_file()), None)
-
     def side_car(self, name: str) -> Any:
         """The content of a config, to be changed in place; None where there is none that can be read."""
         if name not in self.side_cars:
-            path = self.side_car_path(name)
+            path = side_car_path(self.folder, name)
             try:
-                self.side_cars[name] = None if path is None else json.loads(path.read_text(encoding="utf-8"))
+                found = None if path is None else json.loads(path.read_text(encoding="utf-8"))
+                # What no JSON may hold (NaN, numbers too large) could not be written again as it was.
+                json.dumps(found, allow_nan=False)
+                self.side_cars[name] = found
             except (OSError, ValueError, RecursionError):
                 self.side_cars[name] = None
         return self.side_cars[name]

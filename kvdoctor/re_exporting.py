@@ -68,6 +68,8 @@ def re_export(request: Request, options: Options) -> Report:
             refitting = Refitting(surgery, request.fit)
             copy_export(folder, pending.path, refitting.left_out(bool(first.applied)))
             outcome = refitting.carry_out(surgery.operate(first, chosen) if first.applied else untouched(before, first))
+            if not outcome.applied:
+                return nothing_done(before.report, first.unmended, request.fix)
             if not (outcome.holds or request.keep_unproved):
                 return unproved(surgery, outcome)
             report = fix_report(surgery, outcome, request.out)

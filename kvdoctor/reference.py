@@ -71,7 +71,7 @@ class Checkpoint:
     def __post_init__(self) -> None:
         self.is_folder = bool(self.name) and Path(self.name).is_dir()
         if self.is_folder and not (Path(self.name) / "config.json").is_file():
-            raise UsageError(f"no config.json in {self.name}; --reference takes the folder that save_pretrained wrote")
+            raise UsageError(f"no config.json in {self.name}; a checkpoint is the folder that save_pretrained wrote")
         if not self.is_folder and (Path(self.name).exists() or not HUB_NAME.fullmatch(self.name)):
             raise UsageError(f"{self.name!r} is no folder of a checkpoint, and no name of a model on the hub")
         self._folder = tempfile.TemporaryDirectory(prefix="kvdoctor-")

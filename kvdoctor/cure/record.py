@@ -9,7 +9,9 @@ from typing import Any
 
 from kvdoctor.cure.diff import diff
 from kvdoctor.cure.surgery import Outcome, Surgery
+from kvdoctor.findings import Finding
 from kvdoctor.model_folder import ModelFolder, open_folder
+from kvdoctor.patient import source_of
 from kvdoctor.repairs import load, named
 from kvdoctor.report.document import (
     AppliedRepair,
@@ -27,7 +29,8 @@ from kvdoctor.skeleton import read_skeleton
 
 def fix_report(surgery: Surgery, outcome: Outcome, out: str | None) -> Report:
     """The report of a repair; `out` is None where nothing is written."""
-    before, after = outcome.before.report, outcome.after.report
+    before = outcome.before.report
+    after = replace(outcome.after.report, findings=tuple(_advised(outcome, out)))
     advice = dict.fromkeys(line for one in outcome.applied for line in one.repair.advice)
     record = replace(
         _record(outcome),
@@ -51,6 +54,19 @@ def fix_report(surgery: Surgery, outcome: Outcome, out: str | None) -> Report:
     if not outcome.holds:
         notes.append(f"NOT PROVED; what did not hold: {_failed(outcome)}")
     return replace(after, command="re-export", repair=record, measured=measured, notes=tuple(notes))
+
+
+def _advised(outcome: Outcome, out: str | None) -> Iterator[Finding]:
+    """What is still found on the copy, with advice that leads on: what this repair did not mend, another will not."""
+    source = shlex.quote(outcome.before.report.model.path)
+    copy = source if out is None else shlex.quote(out)
+    for finding in outcome.after.report.findings:
+        command = finding.repair.command
+        if command is not None and command.startswith("kvdoctor re-export"):
+            fresh = f"kvdoctor re-export {copy} --from CHECKPOINT -o FIXED"
+            command = fresh if finding.severity != "note" else command.replace(f" {source} ", f" {copy} ")
+            finding = replace(finding, repair=replace(finding.repair, command=command))  # noqa: PLW2901 - the same one
+        yield finding
 
 
 def nothing_done(before: Report, unmended: tuple[Unmended, ...], fix: tuple[str, ...]) -> Report:
@@ -139,7 +155,7 @@ def _diffs(surgery: Surgery, outcome: Outcome) -> Iterator[FileDiff]:
 def _files(surgery: Surgery, outcome: Outcome) -> Iterator[ChangedFile]:
     """The digests of what was written anew, and of what stands in its place in the source."""
     for name in _changed_names(outcome):
-        source, made = surgery.folder.root / name, surgery.at / name
+        source, made = source_of(surgery.folder, name), surgery.at / name
         if source.is_file() and made.is_file():
             yield ChangedFile(name, _sha256(source), _sha256(made))
 

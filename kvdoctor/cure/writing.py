@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from kvdoctor import __version__
@@ -9,7 +10,7 @@ from kvdoctor.cure.splicing import write_model
 from kvdoctor.model_folder import ModelFolder
 from kvdoctor.onnx_schema import ModelProto
 from kvdoctor.out_folder import MARK, copy_whole, regular_files, write_whole
-from kvdoctor.patient import SIDE_CARS, WorkingCopy
+from kvdoctor.patient import SIDE_CARS, WorkingCopy, side_car_path, source_of
 from kvdoctor.report.document import Report
 
 REPORTS = (MARK, "kvdoctor-report.md", "kvdoctor-report.html")
@@ -22,6 +23,10 @@ def copy_export(folder: ModelFolder, target: Path, left_out: Collection[Path] = 
     for path in _belonging(folder):
         if path.name not in REPORTS and path not in left_out:
             copy_whole(path, target / path.relative_to(folder.root))
+    for name in SIDE_CARS:
+        above = side_car_path(folder, name)
+        if above is not None and not (target / name).exists():
+            copy_whole(above, target / name)
 
 
 def write_changed(copy: WorkingCopy, target: Path, repairs: dict[str, tuple[str, ...]]) -> None:
@@ -38,24 +43,27 @@ def write_changed(copy: WorkingCopy, target: Path, repairs: dict[str, tuple[str,
             model.CopyFrom(copy.models[name])
             note_provenance(model, source.name, repairs.get(name, ()))
             write_model(model, source, target / name)
-        elif (path := copy.side_car_path(name)) is not None:
-            place = target / path.relative_to(copy.folder.root)
-            place.write_text(json.dumps(copy.side_cars[name], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        else:
+            text = json.dumps(copy.side_cars[name], indent=2, ensure_ascii=False, allow_nan=False)
+            (target / name).write_text(text + "\n", encoding="utf-8")
 
 
 def put_back(folder: ModelFolder, names: Iterable[str], target: Path) -> None:
     """Make the changed files of OUT what they are in the source, for another attempt."""
     for name in names:
-        place, source = target / name, folder.root / name
+        place, source = target / name, source_of(folder, name)
         if place.is_file() and source.is_file():
             place.unlink()
             copy_whole(source, place)
 
 
 def write_reports(target: Path, report: Report) -> None:
-    """Write the fix report beside the model."""
+    """Write the fix report beside the model, with the names of all files that are kvdoctor's there."""
     from kvdoctor.report import fix_page, machine, markdown
 
+    assert report.repair is not None  # noqa: S101 - written of a repair
+    contents = tuple(path.relative_to(target).as_posix() for path in regular_files(target))
+    report = replace(report, repair=replace(report.repair, contents=(*contents, *REPORTS)))
     write_whole(target / "kvdoctor-report.md", markdown.render(report))
     write_whole(target / "kvdoctor-report.html", fix_page.render(report))
     write_whole(target / MARK, machine.render(report))

@@ -9,6 +9,30 @@ def repair_names(record: RepairRecord) -> str:
     return ", ".join(dict.fromkeys(repair.name for repair in record.repairs))
 
 
+def outcome_line(record: RepairRecord) -> str:
+    """What became of the copy."""
+    if record.out is None:
+        return "no copy was written" + ("" if record.proved or not record.changes else ": it was not proved")
+    proved = "" if record.proved else ", NOT PROVED"
+    return f"written: {record.out}{proved} (fix report: {record.out}/kvdoctor-report.md)"
+
+
+def caller_lines(record: RepairRecord) -> list[str]:
+    """What the copy asks of its caller."""
+    if record.out is None:
+        return []
+    if not record.proved:
+        return ["The copy is not proved: it was written since that was asked for, and what fails stands above."]
+    left = [finding for finding in (record.after.findings if record.after else ()) if finding.severity != "note"]
+    if not left:
+        return ["Nothing is left that hurts the loop this was diagnosed for; `kvdoctor contract` says how to drive it."]
+    asks = dict.fromkeys(
+        f"{finding.name} ({finding.stack or finding.file}): {finding.repair.text.removeprefix('or ')}"
+        for finding in left
+    )
+    return ["Still there, and to be heeded by the loop:", *asks]
+
+
 def unmended_line(entry: Unmended) -> str:
     """What was not repaired, by which repair, why not, and what would do it."""
     by = f" by {entry.repair}" if entry.repair else ""

@@ -193,7 +193,8 @@ class ExportRecord:
 class RepairRecord:
     """What `re-export` did. `out` is None where nothing was written; `advice` is for those who cannot take the copy.
 
-    `proved` says that all of `proof` holds, and there is some.
+    `proved` says that all of `proof` holds, and there is some. `contents` are the files of OUT, relative to it: what
+    else lies there is not kvdoctor's, and is not replaced with it.
     """
 
     source: str
@@ -210,6 +211,7 @@ class RepairRecord:
     undo: tuple[str, ...] = ()
     proved: bool = False
     export: ExportRecord | None = None
+    contents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,12 @@ def _record(report: Report, record: RepairRecord) -> Iterator[str]:
     )
     yield "<h2>What it costs</h2>"
     yield from _list(map(_text, cure_text.cost_lines(report)))
+    if lines := cure_text.caller_lines(record):
+        yield "<h2>What is left to the caller</h2>"
+        yield from _list(map(_text, lines))
+    if report.notes:
+        yield "<h2>Notes</h2>"
+        yield from _list(map(_text, report.notes))
     if record.unmended:
         yield "<h2>What was not repaired</h2>"
         yield from _list(_text(cure_text.unmended_line(entry)) for entry in record.unmended)

@@ -88,10 +88,12 @@ def _changed(record: RepairRecord) -> list[str]:
 
 
 def _left(record: RepairRecord) -> Iterator[str]:
-    if record.out is not None and record.proved:
-        yield "The copy asks nothing of its caller: every present may be fed back, or the cross-attention cache held."
-    if record.out is not None and not record.proved:
-        yield "**The copy is not proved**: it was written since that was asked for, and what fails stands above."
+    first, *rest = cure_text.caller_lines(record) or [""]
+    if first:
+        yield markdown(first) if record.proved else f"**{markdown(first)}**"
+        yield ""
+        yield from (f"- {markdown(line)}" for line in rest)
+        yield from [""] if rest else []
     if record.advice:
         yield "A loop that cannot take the copy must change instead:"
         yield ""

@@ -33,6 +33,8 @@ def render(report: Report, console: Console, verbosity: int = 0, show_diff: bool
         page.repair(report, show_diff)
         page.notes(report)
     page.findings(report)
+    if verbosity < 0 and report.repair is not None:
+        page.line(cure_text.outcome_line(report.repair), "bold")
     if made := wording.reproducer_line(report):
         page.line(made, "bold")
     page.line(wording.verdict_line(report), VERDICTS[report.verdict])
@@ -220,13 +222,13 @@ class _Page:
         for unmended in record.unmended:
             self.line(cure_text.unmended_line(unmended), "yellow")
         if record.out is not None:
-            proved = "" if record.proved else ", NOT PROVED"
-            self.line(f"written: {record.out}{proved} (fix report: {record.out}/kvdoctor-report.md)", "bold")
+            self.line(cure_text.outcome_line(record), "bold")
 
     def changes(self, record: RepairRecord, everything: bool) -> None:
         """The changes, node by node; without `everything` the first two."""
         self.line("")
-        self.line(f"changed: {len(record.changes)} places, by {cure_text.repair_names(record)}", "bold")
+        count = len(record.changes)
+        self.line(f"changed: {count} place{'s' * (count > 1)}, by {cure_text.repair_names(record)}", "bold")
         for change in record.changes if everything else record.changes[:2]:
             self.line(f"  {change.file}: {change.where}")
             self.line(f"  - {change.before}", "red")

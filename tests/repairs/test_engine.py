@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,12 @@ from cured import REPOSITORY, re_export
 from onnx import TensorProto, helper, numpy_helper
 from sampling import sampled
 from text_fixtures import load_all
+
+from kvdoctor import re_exporting
+from kvdoctor.cure.converting import Fit
+from kvdoctor.doctor import Options
+from kvdoctor.errors import UsageError
+from kvdoctor.re_exporting import Request
 
 EXPORTS = REPOSITORY / "fixtures" / "exports"
 MERGED = "decoder_model_merged.onnx"
@@ -223,3 +230,37 @@ def test_a_corrected_config_is_written_and_nothing_else(tmp_path: Path) -> None:
     assert old != new
     assert old.keys() == new.keys()
     assert (tmp_path / "out" / "model.onnx").read_bytes() == (source / "model.onnx").read_bytes()
+
+
+def test_a_config_above_the_onnx_folder_is_corrected_in_out(tmp_path: Path) -> None:
+    """A repository keeps its configs beside the folder of its graphs: OUT has one folder, and both in it."""
+    source = tmp_path / "repo" / "onnx"
+    shutil.copytree(EXPORTS / "gpt2", source)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (source / "config.json").unlink()
+    (source.parent / "config.json").write_text(json.dumps({**config, "n_layer": 7}), encoding="utf-8")
+    report = re_exporting.re_export(Request(str(source), str(tmp_path / "out")), Options())
+    assert report.repair is not None
+    assert report.repair.proved
+    mended = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert mended["n_layer"] == config["n_layer"]
+    assert json.loads((source.parent / "config.json").read_text(encoding="utf-8"))["n_layer"] == 7
+
+
+def test_force_leaves_what_is_not_kvdoctors(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    request = Request(str(EXPORTS / "marian-4.57.6"), str(out), force=True)
+    re_exporting.re_export(request, Options())
+    re_exporting.re_export(request, Options())
+    (out / "tokenizer.model").write_text("mine", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"tokenizer\.model"):
+        re_exporting.re_export(request, Options())
+    assert (out / "tokenizer.model").read_text(encoding="utf-8") == "mine"
+
+
+def test_numbers_that_a_model_has_already_are_nothing_to_do(tmp_path: Path) -> None:
+    request = Request(str(EXPORTS / "gpt2"), str(tmp_path / "out"), fit=Fit(opset=18))
+    report = re_exporting.re_export(request, Options())
+    assert report.verdict == "healthy"
+    assert not (tmp_path / "out").exists()
+    assert any("nothing to repair" in note for note in report.notes)
