@@ -25,6 +25,7 @@ from row import CONSUMERS, Row
 from tables import ROWS, SAMPLE
 
 from kvdoctor.doctor import Options
+from kvdoctor.re_exporting import Request, re_export
 from kvdoctor.runtimes import Runtime
 
 pytestmark = pytest.mark.zoo
@@ -71,6 +72,26 @@ def test_kvdoctor_says_what_is_true(row: Row, thorough: bool, maker: Maker, runt
     assert seen.largest is not None or "healthy" not in row.verdicts("held"), seen.details
     if seen.largest is not None and not row.noisy:
         assert seen.largest <= row.largest
+
+
+def emptied() -> list[Row]:
+    """Every row whose merged decoder is right where the loop holds its cross cache, and not where it feeds it back."""
+    sick = [row for row in ROWS if "cross-cache-emptied" in {each.check for each in row.faults}]
+    return [row for row in sick if "unhealthy" not in row.verdicts("held")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", emptied(), ids=str)
+def test_a_merged_decoder_passes_the_plain_loop_when_repaired(row: Row, maker: Maker, tmp_path: Path) -> None:
+    made = maker.make(row)
+    if made.obstacle or made.failure:
+        give_up(made.obstacle or f"the onnxruntime of this Python does not make it: {made.failure}")
+    report = re_export(Request(str(made.folder), str(tmp_path / "out")), Options())
+    assert report.repair is not None
+    assert report.repair.proved, [entry for entry in report.repair.proof if not entry.holds]
+    loop = next(r for r in report.runs if (r.stack, r.experiment) == ("merged", "plain-loop"))
+    assert loop.outcome in (("passed", "ambiguous", "inconclusive") if row.noisy else ("passed",))
+    assert report.verdict != "unhealthy"
 
 
 def test_every_row_is_another_export() -> None:
