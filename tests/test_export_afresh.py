@@ -138,6 +138,7 @@ def test_an_export_is_made_repaired_proved_and_written_with_its_recipe(tmp_path:
     assert left_in(tmp_path) == {"out"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_made_up")
 def test_without_a_model_to_replace_and_without_a_repair_it_is_written_as_well(tmp_path: Path) -> None:
     healthy = small(tmp_path, HEALTHY)
@@ -228,6 +229,7 @@ def test_weights_that_do_not_fit_are_not_tried_with_every_exporter(tmp_path: Pat
     assert "transformers" not in report.not_checked[0].reason.partition("the full log")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_made_up")
 def test_where_one_exporter_fails_the_next_is_tried_and_that_is_told(tmp_path: Path) -> None:
     config = {"fail": "ValueError: an architecture that it does not know", "fail_with": {"script": "with_optimum.py"}}

@@ -303,6 +303,7 @@ def test_a_static_cache_is_refused(tmp_path: Path) -> None:
         converted(tmp_path / "model", tmp_path / "out", "optimum")
 
 
+@pytest.mark.slow
 def test_readable_axes_alone(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(EXPORTS / "gpt2", source)
@@ -333,6 +334,7 @@ def test_the_command_line_writes_a_pair_and_a_merged_decoder(tmp_path: Path) -> 
     assert (tmp_path / "merged" / "decoder_model_merged.onnx").is_file()
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_and_writes_nothing(tmp_path: Path) -> None:
     load_all()["pair-healthy"].write(tmp_path / "model")
     done = kvdoctor("re-export", tmp_path / "model", "--layout", "merged", "--dry-run")

@@ -186,6 +186,7 @@ def test_what_cannot_be_lowered_as_asked_is_wrong_usage_and_leaves_nothing(tmp_p
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_lowered_copy_is_proved_and_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run(

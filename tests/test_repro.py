@@ -156,6 +156,7 @@ def test_the_diagnosis_of_a_reproducer_is_that_of_the_model(name: str, tmp_path:
         assert names[finding] == "cross-cache-emptied"
 
 
+@pytest.mark.slow
 def test_a_mended_reproducer_runs(tmp_path: Path) -> None:
     """Exit code 0: with the emptied output passed through, the same calls run."""
     repro(EXPORTS / "t5", tmp_path / "out")
@@ -183,6 +184,7 @@ def test_a_mended_difference_is_none(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_error_of_another_kind_is_no_reproduction(tmp_path: Path) -> None:
     repro(EXPORTS / "t5", tmp_path / "out")
     (tmp_path / "out" / "model.onnx").write_bytes(b"torn")
@@ -285,6 +287,7 @@ def test_two_runs_write_the_same_bytes(name: str, tmp_path: Path) -> None:
     assert one == other
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_noise(tmp_path: Path) -> None:
     model = written("cross-cache-emptied", tmp_path / "model")
     for seed in ("0", "1"):

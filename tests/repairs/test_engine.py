@@ -53,6 +53,7 @@ def twice_sick(tmp_path: Path) -> Path:
     return source
 
 
+@pytest.mark.slow
 def test_two_faults_in_one_graph_are_both_repaired(twice_sick: Path, tmp_path: Path) -> None:
     cured = re_export(twice_sick, tmp_path / "out")
     assert {finding["name"] for finding in cured.document["repair"]["before"]["findings"]} >= {"cross-cache-emptied"}
@@ -247,6 +248,7 @@ def test_a_config_above_the_onnx_folder_is_corrected_in_out(tmp_path: Path) -> N
     assert json.loads((source.parent / "config.json").read_text(encoding="utf-8"))["n_layer"] == 7
 
 
+@pytest.mark.slow
 def test_force_leaves_what_is_not_kvdoctors(tmp_path: Path) -> None:
     out = tmp_path / "out"
     request = Request(str(EXPORTS / "marian-4.57.6"), str(out), force=True)
