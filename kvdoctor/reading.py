@@ -254,7 +254,8 @@ class _Reader:
         """An input of the encoder, in a first step that holds it: the decoder's own inputs say whose the others are."""
         if file is not self.first or not inputs.WHOSE_WITHOUT_A_WORD.fullmatch(port.name):
             return None
-        if not any(inputs.DECODERS_OWN.fullmatch(name) for name in _view(file).inputs):
+        names = _view(file).inputs
+        if "input_ids" not in names or not any(map(inputs.DECODERS_OWN.fullmatch, names)):
             return None
         return self.known.role(port) or ruled(port, self._encoder_rules)
 

@@ -2,9 +2,10 @@
 
 import hashlib
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvdoctor.cure.diff import diff
@@ -89,10 +90,10 @@ def unproved(surgery: Surgery, outcome: Outcome) -> Report:
         f"the repair was not proved, so no copy was written; what did not hold: {_failed(outcome)}; --keep-unproved "
         "writes it all the same"
     )
-    mended = {name for one in outcome.applied for name in one.because}
+    tried = {name: one.repair.name for one in outcome.applied for name in one.because}
     record = replace(
         _record(outcome),
-        unmended=tuple(entry for entry in _left(before, outcome.unmended) if entry.finding not in mended),
+        unmended=tuple(_left(before, outcome.unmended, tried)),
         diff=tuple(_diffs(surgery, outcome)),
     )
     return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
@@ -119,12 +120,16 @@ def _failed(outcome: Outcome) -> str:
     return "; ".join(f"{entry.claim} ({entry.detail or 'no'})" for entry in outcome.proof if not entry.holds)
 
 
-def _not_repairable(report: Report, told: Iterable[Unmended]) -> Iterator[Unmended]:
+def _not_repairable(report: Report, told: Iterable[Unmended], tried: Mapping[str, str]) -> Iterator[Unmended]:
     """What is left of warnings and errors that no repair spoke of, and what each check says would do it."""
     known = {entry.finding for entry in told}
     for finding in report.findings:
         if finding.severity != "note" and finding.name not in known:
             known.add(finding.name)
+            if finding.name in tried:
+                reason = "it was tried, and the copy is not proved: nothing of it is kept"
+                yield Unmended(finding.stack, finding.name, tried[finding.name], reason)
+                continue
             idle = [repair.name for repair in load() if finding.name in repair.mends]
             reason = (
                 "nothing that this repair changes is found in the graph" if idle else "no repair on the graph is known"
@@ -133,11 +138,13 @@ def _not_repairable(report: Report, told: Iterable[Unmended]) -> Iterator[Unmend
             yield Unmended(finding.stack, finding.name, ", ".join(idle), reason, instead)
 
 
-def _left(report: Report, told: Iterable[Unmended]) -> tuple[Unmended, ...]:
+def _left(
+    report: Report, told: Iterable[Unmended], tried: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Unmended, ...]:
     """Why what is still found was not repaired: what repairs said of it, and where none is known."""
     found = {finding.name for finding in report.findings}
     told = tuple(dict.fromkeys(entry for entry in told if entry.finding in found))
-    return (*told, *_not_repairable(report, told))
+    return (*told, *_not_repairable(report, told, tried))
 
 
 def _changed_names(outcome: Outcome) -> list[str]:
