@@ -384,7 +384,8 @@ def test_what_only_looks_bad(what: str, tmp_path: Path) -> None:
     for command, verdict in (("inspect", "nothing-found"), ("step-test", "healthy")):
         result = not_crashed(as_json(command, folder, timeout=SECONDS))
         assert (result.code, result.report["verdict"]) == (0, verdict), result.report["findings"]
-        assert set(result.findings) == noted
+        # How long a step takes is the machine's affair, and a note in any case.
+        assert set(result.findings) - {"cache-not-faster"} == noted
 
 
 @pytest.mark.parametrize("what", cases(UNREADABLE))

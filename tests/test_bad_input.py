@@ -830,11 +830,14 @@ def test_out_that_exists(what: str, force: tuple[str, ...], marian: Path, tmp_pa
 def test_out_that_kvdoctor_wrote_is_replaced_when_forced(marian: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert call("re-export", marian, "-o", out).code == 0
-    (out / "left.txt").write_text("of the first time")
+    (out / "mine.txt").write_text("put beside it since")
     refused(marian, out, watched=tmp_path)
+    refused(marian, out, "--force", watched=tmp_path)
+    (out / "mine.txt").unlink()
+    (out / "config.json").write_text("{}")
     with unchanged(marian):
         assert call("re-export", marian, "-o", out, "--force").code == 0
-    assert not (out / "left.txt").exists()
+    assert (out / "config.json").read_text() != "{}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["marian", "out"]
 
 
