@@ -155,24 +155,25 @@ def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
 @run_options
 def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     """Inspect and step-test models for CI. Exit code 0 healthy, 1 findings, 2 wrong usage, 3 could not be checked."""
-    from kvdoctor import doctor
+    from kvdoctor import gating
     from kvdoctor.progress import on_terminal
     from kvdoctor.report import formats
 
     outputs = _outputs(given)
     with on_terminal(given["quiet"]) as told:
-        verdict, reports, code = doctor.gate(paths, _options(given, told))
+        options = _options(given, told)
+        done = gating.gate([gating.Job(path, options) for path in paths])
     if given["format_"] == "text":
-        for report in reports:
+        for report in done.reports:
             _print(report, given)
-        if len(reports) > 1:
-            healthy = sum(report.verdict == "healthy" for report in reports)
-            click.echo(f"gate: {verdict}; {healthy} of {len(reports)} models healthy")
+        if len(done.reports) > 1:
+            healthy = sum(report.verdict == "healthy" for report in done.reports)
+            click.echo(f"gate: {done.verdict}; {healthy} of {len(done.reports)} models healthy")
     else:
-        sys.stdout.write(formats.rendered_gate(verdict, reports, given["format_"]))
+        sys.stdout.write(formats.rendered_gate(done.verdict, list(done.reports), given["format_"]))
     for name, file in outputs:
-        _write(file, formats.rendered_gate(verdict, reports, name))
-    _exit(code)
+        _write(file, formats.rendered_gate(done.verdict, list(done.reports), name))
+    _exit(done.exit_code)
 
 
 @cli.command()

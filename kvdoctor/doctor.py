@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdoctor.case import Case
 from kvdoctor.contract import CacheContract
-from kvdoctor.elsewhere.staying import Here, elsewhere_runs, open_ends, target_facts, with_stays
+from kvdoctor.elsewhere.here import Here
 from kvdoctor.facts import environment, file_facts, stack_facts
 from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks
 from kvdoctor.lost_state import gives_logits
@@ -20,27 +20,23 @@ from kvdoctor.open_questions import undecided, unnamed, unproved
 from kvdoctor.options import Options
 from kvdoctor.reading import read_contract
 from kvdoctor.report.document import (
-    EXIT_FINDINGS,
-    EXIT_HEALTHY,
-    EXIT_INCOMPLETE,
     ModelFacts,
     Report,
     StackFacts,
     decide,
-    exit_code,
     worst_first,
 )
 from kvdoctor.runtimes import Examined, Runtime
 from kvdoctor.stack_test import Left, examine, held_against, placed
 from kvdoctor.stacks import StackFiles
-from kvdoctor.targets.stay import Stay
 from kvdoctor.trace import REPLAY, Run
 
 if TYPE_CHECKING:
     from kvdoctor.caller.holding import Held
     from kvdoctor.reference import Checkpoint
+    from kvdoctor.targets.stay import Stay
 
-__all__ = ("Options", "gate", "inspect", "step_test")
+__all__ = ("Options", "inspect", "step_test")
 
 HAS_OWN_RUN = "cross-cache-emptied"
 """The fault of the contract that leaves a loop to judge: the held one."""
@@ -69,7 +65,7 @@ def inspect(path: str, options: Options | None = None) -> Report:
         if target.limits is None
     )
     report = _report("inspect", folder, options, verdicts, stacks)
-    return replace(report, targets=target_facts(options.targets, {}))
+    return _under_targets(report, options, {})
 
 
 def step_test(
@@ -114,6 +110,7 @@ def step_test(
             kept = scratch or (Path(calls) if options.targets else None)
             left = Left(kept / f"{stack.name}.npz" if kept else None, Path(calls))
             case, examined = examine(case, options, verdicts, runtime, left)
+            case = replace(case, targets=options.targets, here=runtime.versions.get("onnxruntime", ""))
             case = _elsewhere(case, options, Here(runtime, contract, left.logits), verdicts)
             case = held_against(case, checkpoint, left.logits, verdicts)
             stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
@@ -128,7 +125,6 @@ def step_test(
             told.append(_told(case, options.trace or ""))
         runs += case.runs
         stays[stack.name] = case.stays
-    runs += elsewhere_runs(stays)
     report = _report("step-test", folder, options, verdicts, stacks)
     report = replace(report, notes=(*report.notes, *told))
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
@@ -136,17 +132,29 @@ def step_test(
         checkpoint.close()
         environment |= checkpoint.versions
         report = replace(report, notes=(*report.notes, *checkpoint.held))
-    facts = target_facts(options.targets, stays)
-    return replace(report, runs=tuple(runs), targets=facts, measured=measured, environment=environment)
+    report = replace(report, runs=tuple(runs), measured=measured, environment=environment)
+    return _under_targets(report, options, stays)
 
 
 def _elsewhere(case: Case, options: Options, here: Here, verdicts: Verdicts) -> Case:
     """The case with what it shows under the targets; where it could not be run here it is not run there."""
-    case = replace(case, targets=options.targets, here=here.runtime.versions.get("onnxruntime", ""))
-    if options.targets and case.runs:
-        case = with_stays(case, options, here)
-        verdicts.not_checked += open_ends(case)
+    if not (options.targets and case.runs):
+        return case
+    from kvdoctor.elsewhere.staying import open_ends, with_stays
+
+    case = with_stays(case, options, here)
+    verdicts.not_checked += open_ends(case)
     return case
+
+
+def _under_targets(report: Report, options: Options, stays: "dict[str, tuple[Stay, ...]]") -> Report:
+    """The report with the targets that were asked for, and what ran under them."""
+    if not options.targets:
+        return report
+    from kvdoctor.elsewhere.staying import elsewhere_runs, target_facts
+
+    runs = (*report.runs, *elsewhere_runs(stays))
+    return replace(report, runs=runs, targets=target_facts(options.targets, stays))
 
 
 def _by_contract(case: Case, options: Options, verdicts: Verdicts) -> Case:
@@ -165,23 +173,6 @@ def _by_runs(case: Case, options: Options, verdicts: Verdicts, before: int) -> N
     verdicts.not_checked += unproved(case, verdicts.findings[before:])
     if options.selection == Selection():
         verdicts.not_checked += unnamed(case, verdicts.findings[before:])
-
-
-def gate(paths: tuple[str, ...], options: Options) -> tuple[str, list[Report], int]:
-    """Step-test every model under one policy, on one warm worker: (verdict, reports, exit code).
-
-    Findings weigh more than what could not be checked; healthy is only what all models are.
-
-    Raises:
-        UsageError: there is nothing at one of the paths.
-    """
-    with Runtime(options.limits) as runtime:
-        reports = [step_test(path, options, runtime) for path in paths]
-    codes = [exit_code(report, options.fail_on) for report in reports]
-    verdicts = [report.verdict for report in reports]
-    verdict = next((v for v in ("unhealthy", "incomplete") if v in verdicts), "healthy")
-    reports = [replace(report, command="gate") for report in reports]
-    return verdict, reports, next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in codes), EXIT_HEALTHY)
 
 
 def _described(options: Options, folder: ModelFolder) -> tuple[tuple[StackFiles, CacheContract], ...]:

@@ -30,7 +30,7 @@ ROOMS = (
     *("slots", "reading", "given", "given_samples", "twins", "place"),
     *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
     *("options", "obstacles", "open_questions"),
-    *("export", "reference", "stack_test", "elsewhere", "doctor"),
+    *("export", "reference", "stack_test", "elsewhere", "doctor", "gating"),
     *(
         "layouts",
         "rewiring",

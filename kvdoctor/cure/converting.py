@@ -16,6 +16,7 @@ from kvdoctor.layouts import DoesNotFit, Layout, Made, Source, load, new_name
 from kvdoctor.layouts.naming import axis_names, name_axes, port_axes
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.out_folder import regular_files
+from kvdoctor.patient import side_car_path
 from kvdoctor.reading import read_contract
 from kvdoctor.report.document import Change
 from kvdoctor.skeleton import read_skeleton
@@ -148,7 +149,8 @@ def left_out(folder: ModelFolder, done: Iterable[Fitted]) -> frozenset[Path]:
     Models, weights that no other model uses, and the list of its graphs that the exporter of transformers writes.
     """
     gone = {name for one in done for name in one.made.replaces}
-    stale = {folder.root / "export.json"} if gone else set()
+    listing = side_car_path(folder, "export.json")
+    stale = {listing} if gone and listing is not None else set()
     stay = {data.path for file in folder.files if file.name not in gone for data in file.external}
     data = {data.path for file in folder.files if file.name in gone for data in file.external}
     return frozenset({folder.root / name for name in gone} | (data - stay) | stale)
@@ -163,7 +165,8 @@ def put_in_place(done: Iterable[Fitted], root: Path, out: Path, gone: Iterable[P
     for one in done:
         one.made.write(root, out / NEW)
     for path in gone:
-        path.unlink(missing_ok=True)
+        if path.is_relative_to(out):  # a config above the models' folder may lie outside, and is the user's
+            path.unlink(missing_ok=True)
     for path in [*regular_files(out / NEW)]:
         place = out / path.relative_to(out / NEW)
         place.parent.mkdir(parents=True, exist_ok=True)

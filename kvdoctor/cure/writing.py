@@ -25,7 +25,7 @@ def copy_export(folder: ModelFolder, target: Path, left_out: Collection[Path] = 
             copy_whole(path, target / path.relative_to(folder.root))
     for name in SIDE_CARS:
         above = side_car_path(folder, name)
-        if above is not None and not (target / name).exists():
+        if above is not None and above not in left_out and not (target / name).exists():
             copy_whole(above, target / name)
 
 

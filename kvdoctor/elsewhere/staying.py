@@ -1,13 +1,13 @@
 """Puts the experiments of a stack to it under a target, and holds the logits of there against those of here."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvdoctor.case import UNDECIDED, Case
-from kvdoctor.contract import CacheContract
 from kvdoctor.elsewhere.environments import environment, shown
+from kvdoctor.elsewhere.here import Here
 from kvdoctor.errors import KvdoctorError, WorkerDied
 from kvdoctor.export.environments import Unavailable
 from kvdoctor.findings import NotChecked
@@ -22,15 +22,6 @@ from kvdoctor.trace import Run
 BAD = ("failed", "differs", "died")
 BROKEN = "onnxruntime {} does not start on this machine; remove {} and try again, or name another release"
 UNCLEAR = "the difference to the logits of the installed runtime lies between noise and fault"
-
-
-@dataclass(frozen=True, slots=True)
-class Here:
-    """The runtime of this Python, the contract that it was given, and the file with the logits of its runs."""
-
-    runtime: Runtime
-    contract: CacheContract
-    logits: Path | None
 
 
 def with_stays(case: Case, options: Options, here: Here) -> Case:
