@@ -29,6 +29,7 @@ from kvdoctor.report.document import (
 from kvdoctor.runtimes import Examined, Runtime
 from kvdoctor.stack_test import Left, examine, held_against, placed
 from kvdoctor.stacks import StackFiles
+from kvdoctor.tolerances import told, tolerating
 from kvdoctor.trace import REPLAY, Run
 
 if TYPE_CHECKING:
@@ -89,6 +90,12 @@ def step_test(
         # The worker loads the runtime while this process reads the graphs.
         with Runtime(options.limits) as fresh:
             return step_test(path, options, fresh, scratch, at)
+    with tolerating(options.tolerances):
+        report = _step_tested(path, options, runtime, scratch, at)
+    return replace(report, notes=(*report.notes, *told(options.tolerances)))
+
+
+def _step_tested(path: str, options: Options, runtime: Runtime, scratch: Path | None, at: Path | None) -> Report:
     folder, verdicts = open_folder(path, at), Verdicts()
     described = _described(options, folder)
     folder = _with_stacks(folder, tuple(stack for stack, _ in described))
@@ -97,7 +104,7 @@ def step_test(
     scratch = scratch or (checkpoint.scratch if checkpoint is not None else None)
     stays: dict[str, tuple[Stay, ...]] = {}
     stacks: list[StackFacts] = []
-    runs, measured, told = list[Run](), {}, list[str]()
+    runs, measured, traced = list[Run](), {}, list[str]()
     given = {stack.name: contract for stack, contract in described}
     contracts = {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
     options = _with_samples(options, tuple(contracts.values()))
@@ -122,11 +129,11 @@ def step_test(
             run_checks(case, "targets", options.selection, verdicts)
         if case.caller is not None:
             run_checks(case, "caller", options.selection, verdicts)
-            told.append(_told(case, options.trace or ""))
+            traced.append(_told(case, options.trace or ""))
         runs += case.runs
         stays[stack.name] = case.stays
     report = _report("step-test", folder, options, verdicts, stacks)
-    report = replace(report, notes=(*report.notes, *told))
+    report = replace(report, notes=(*report.notes, *traced))
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
     if checkpoint is not None:
         checkpoint.close()

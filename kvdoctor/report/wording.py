@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kvdoctor.case import first_and_count
 from kvdoctor.contract import CacheContract, Slot, describe
-from kvdoctor.findings import Finding
+from kvdoctor.findings import Finding, Known
 from kvdoctor.report import contract_words
 from kvdoctor.report.document import FileFacts, Report, StackFacts
 from kvdoctor.trace import Run, Seen, Step
@@ -23,6 +23,8 @@ def evidence(finding: Finding) -> Iterator[tuple[str, str]]:
     where = (
         finding.where if finding.file is None or finding.file in finding.where else f"{finding.file}, {finding.where}"
     )
+    if finding.known is not None:
+        yield "known", known(finding.known)
     yield "where", where
     yield "promised", finding.promised
     yield "observed", finding.observed
@@ -37,6 +39,11 @@ def evidence(finding: Finding) -> Iterator[tuple[str, str]]:
         yield "", finding.repair.text
     else:
         yield "repair", finding.repair.text
+
+
+def known(entry: Known) -> str:
+    """Why a finding does not count, in one line."""
+    return f"until {entry.until}: {entry.reason}" if entry.until is not None else entry.reason
 
 
 def outcome(run: Run) -> str:
