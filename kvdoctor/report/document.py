@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from kvdoctor import __version__
 from kvdoctor.contract import CacheContract
+from kvdoctor.errors import Unhealthy
 from kvdoctor.findings import SEVERITIES, Finding, NotChecked, all_checks
 from kvdoctor.memory import MemoryPlan
 from kvdoctor.plain import to_plain
@@ -257,6 +258,23 @@ class Report:
         for run in body["runs"]:
             del run["node_names"]
         return {"schema": SCHEMA, "tool": {"name": "kvdoctor", "version": __version__}, **body}
+
+    def __str__(self) -> str:
+        """The report as the command line prints it into a pipe."""
+        from kvdoctor.report.formats import rendered
+
+        return rendered(self, "text")
+
+    def raise_for_findings(self) -> None:
+        """Do nothing where the command line would end with exit code 0, by the `fail_on` that was asked for.
+
+        Raises:
+            Unhealthy: there are findings that count, or it could not be checked; the message has them in words.
+        """
+        if exit_code(self, self.arguments.get("fail_on", "error")) != EXIT_HEALTHY:
+            from kvdoctor.report.wording import in_short
+
+            raise Unhealthy("\n" + in_short(self))
 
 
 def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -7,6 +7,7 @@ from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.findings import Finding, Known
 from kvdoctor.report import contract_words
 from kvdoctor.report.document import FileFacts, Report, StackFacts
+from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.trace import Run, Seen, Step
 
 KIBI = 1024
@@ -236,6 +237,18 @@ def verdict_line(report: Report) -> str:
         "nothing-found": "nothing found without running it; step-test runs decode steps",
     }
     return f"{report.model.path}: {words[report.verdict]}" + (f" ({', '.join(counts)})" if counts else "")
+
+
+def in_short(report: Report) -> str:
+    """Verdict, findings that are no notes, and what could not be checked: what `--quiet` prints, but for the notes."""
+    lines = [verdict_line(report)]
+    for finding in report.findings:
+        if finding.severity != "note" or report.arguments.get("fail_on") == "note":
+            lines += ["", headline(finding), *(f"  {label:<11}{text}" for label, text in evidence(finding))]
+    for entry in report.not_checked:
+        stack = f" ({entry.stack})" if entry.stack else ""
+        lines += [f"not checked: {entry.code}{stack} {entry.reason}"] if entry.essential else []
+    return "\n".join(printable(shortened(line, LONGEST_QUOTED)) for line in lines)
 
 
 def reproducer_line(report: Report) -> str | None:
