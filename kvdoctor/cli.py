@@ -147,6 +147,8 @@ def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
 
 @cli.command()
 @click.argument("paths", nargs=-1, required=True)
+@click.option("--static", is_flag=True, help="Run nothing: what the files alone say. The verdict is never healthy.")
+@click.option("--by-folder", is_flag=True, help="A file stands for the export that it lies in, and each is asked once.")
 @target_options
 @offline_option
 @shared_options
@@ -160,7 +162,8 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     outputs = _outputs(given)
     with on_terminal(given["quiet"]) as told:
         options = _options(given, told)
-        done = gating.gate([gating.Job(path, options) for path in paths])
+        named = gating.exports_of(paths) if given["by_folder"] else paths
+        done = gating.gate([gating.Job(path, options) for path in named], static=given["static"])
     if given["format_"] == "text":
         for report in done.reports:
             _print(report, given)

@@ -47,6 +47,6 @@ def judged(jobs: Sequence[Job], reports: Sequence[Report]) -> Judged:
     """Judge the reports, each by what its job fails on."""
     codes = [exit_code(report, job.options.fail_on) for job, report in zip(jobs, reports, strict=True)]
     verdicts = [report.verdict for report in reports]
-    verdict = next((v for v in ("unhealthy", "incomplete") if v in verdicts), "healthy")
+    verdict = next((v for v in ("unhealthy", "incomplete", "nothing-found") if v in verdicts), "healthy")
     code = next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in codes), EXIT_HEALTHY)
     return Judged(verdict, tuple(reports), code)
