@@ -29,6 +29,7 @@ from kvdoctor.report.document import (
 from kvdoctor.runtimes import Examined, Runtime
 from kvdoctor.stack_test import Left, examine, held_against, placed
 from kvdoctor.stacks import StackFiles
+from kvdoctor.tolerances import told, tolerating
 from kvdoctor.trace import REPLAY, Run
 
 if TYPE_CHECKING:
@@ -95,6 +96,12 @@ def step_test(
         # The worker loads the runtime while this process reads the graphs.
         with Runtime(options.limits) as fresh:
             return step_test(path, options, fresh, scratch, at)
+    with tolerating(options.tolerances):
+        report = _step_tested(path, options, runtime, scratch, at)
+    return replace(report, notes=(*report.notes, *told(options.tolerances)))
+
+
+def _step_tested(path: str, options: Options, runtime: Runtime, scratch: Path | None, at: Path | None) -> Report:
     folder, verdicts = open_folder(path, at), Verdicts()
     described = _described(options, folder)
     folder = _with_stacks(folder, tuple(stack for stack, _ in described))

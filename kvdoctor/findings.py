@@ -58,8 +58,19 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """Why a team lives with a finding, and the last day on which it is known, as in 2026-12-31; None for no end."""
+
+    reason: str
+    until: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault with the code and name of its check, the stack and the file."""
+    """A fault with the code and name of its check, the stack and the file.
+
+    `known` says that the baseline of a gate holds it: it is told like any other, and does not count.
+    """
 
     code: str
     name: str
@@ -77,6 +88,7 @@ class Finding:
     fingerprint: str = ""
     use: Required | None = None
     because: tuple[str, ...] = ()
+    known: Known | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "kvdoctor"
 
 ROOMS = (
-    *("errors", "plain", "uses", "contract", "trace", "parity", "samples", "feeds", "script", "experiments"),
-    *("kept_calls", "caller"),
+    *("errors", "plain", "uses", "contract", "trace", "tolerances", "parity", "samples", "feeds", "script"),
+    *("experiments", "kept_calls", "caller"),
     *("sessions", "examination", "trials", "replaying", "worker", "child", "runtimes"),
     *(
         "out_folder",
@@ -28,8 +28,8 @@ ROOMS = (
     ),
     *("flow", "dataflow", "dialects", "axes", "roles", "configs", "stacks", "lost_state", "lacks", "model_folder"),
     *("slots", "reading", "given", "given_samples", "twins", "place"),
-    *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
-    *("options", "obstacles", "open_questions"),
+    *("findings", "baseline", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
+    *("options", "policy", "obstacles", "open_questions"),
     *("export", "reference", "stack_test", "elsewhere", "doctor", "gating"),
     *(
         "layouts",
@@ -44,9 +44,18 @@ ROOMS = (
         "exporting_afresh",
         "repro",
         "reproducing",
+        "comparing",
         "environment",
         "progress",
+        "asking",
+        "api",
         "cli_options",
+        "cli_policy",
+        "cli_printing",
+        "cli_gate",
+        "cli_config",
+        "cli_baseline",
+        "cli_diff",
         "cli",
         "__main__",
     ),
@@ -58,6 +67,7 @@ LIGHT = (
     "plain",
     "contract",
     "trace",
+    "tolerances",
     "parity",
     "samples",
     "feeds",

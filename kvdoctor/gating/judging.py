@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from kvdoctor.errors import Unhealthy
 from kvdoctor.gating.jobs import Job
-from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code
+from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, GATE_SCHEMA, Report, exit_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +17,36 @@ class Judged:
     reports: tuple[Report, ...]
     exit_code: int
 
+    def to_dict(self) -> dict[str, Any]:
+        """The document as it is written to JSON."""
+        reports = [report.to_dict() for report in self.reports]
+        return {"schema": GATE_SCHEMA, "verdict": self.verdict, "reports": reports}
+
+    def __str__(self) -> str:
+        """The reports as the command line prints them into a pipe."""
+        return "\n".join(map(str, self.reports))
+
+    def raise_for_findings(self) -> None:
+        """Do nothing where the command line would end with exit code 0.
+
+        Raises:
+            Unhealthy: a model has findings that count, or could not be checked; the message has all of them in words.
+        """
+        if self.exit_code == EXIT_HEALTHY:
+            return
+        said = []
+        for report in self.reports:
+            try:
+                report.raise_for_findings()
+            except Unhealthy as reason:
+                said.append(str(reason))
+        raise Unhealthy("\n".join(said))
+
 
 def judged(jobs: Sequence[Job], reports: Sequence[Report]) -> Judged:
     """Judge the reports, each by what its job fails on."""
     codes = [exit_code(report, job.options.fail_on) for job, report in zip(jobs, reports, strict=True)]
     verdicts = [report.verdict for report in reports]
-    verdict = next((v for v in ("unhealthy", "incomplete") if v in verdicts), "healthy")
+    verdict = next((v for v in ("unhealthy", "incomplete", "nothing-found") if v in verdicts), "healthy")
     code = next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in codes), EXIT_HEALTHY)
     return Judged(verdict, tuple(reports), code)

@@ -54,7 +54,7 @@ def gate_schema() -> dict[str, Any]:
         "type": "object",
         "properties": {
             "schema": {"const": GATE_SCHEMA},
-            "verdict": {"enum": ["healthy", "unhealthy", "incomplete"]},
+            "verdict": {"enum": ["healthy", "unhealthy", "incomplete", "nothing-found"]},
             "reports": {"type": "array", "items": report},
         },
         "required": ["schema", "verdict", "reports"],

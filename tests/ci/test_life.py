@@ -1,0 +1,94 @@
+"""The life of a model in a repository: stopped at the commit, red in CI, mended, green. With git and pre-commit as they are."""
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from conftest import ROOT, call, git, needs_network
+
+pytestmark = pytest.mark.slow
+
+EXPORTS = ROOT / "fixtures" / "exports"
+SICK, HEALTHY = "marian-4.46.3", "gpt2"
+
+
+@dataclass(frozen=True)
+class Team:
+    """A repository with models, in which the hooks of this checkout are installed."""
+
+    repository: Path
+    env: Mapping[str, Path]
+
+    def put(self, name: str, at: str) -> None:
+        """Lays an export of the fixtures into the repository, in the place of what was there."""
+        shutil.rmtree(self.repository / at, ignore_errors=True)
+        shutil.copytree(EXPORTS / name, self.repository / at)
+
+    def commit(self, message: str) -> CompletedProcess[str]:
+        """Commits everything, hooks and all; says what git said."""
+        git(self.repository, "add", "--all")
+        who = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org"]
+        return call(["git", *who, "commit", "--message", message], self.repository, self.env)
+
+    def kvdoctor(self, *arguments: str) -> CompletedProcess[str]:
+        """Runs this checkout's kvdoctor in the repository."""
+        command = [sys.executable, "-m", "kvdoctor", *arguments]
+        return call(command, self.repository, {"PYTHONPATH": ROOT, "XDG_CACHE_HOME": self.env["XDG_CACHE_HOME"]})
+
+
+@pytest.fixture(scope="session")
+def team(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Team:
+    repository = tmp_path_factory.mktemp("models")
+    git(repository, "init", "--quiet")
+    config = f"repos:\n- repo: {checkout}\n  rev: {git(checkout, 'rev-parse', 'HEAD')}\n  hooks:\n  - id: kvdoctor\n"
+    (repository / ".pre-commit-config.yaml").write_text(config, encoding="utf-8")
+    home = tmp_path_factory.mktemp("home")
+    env = {"PRE_COMMIT_HOME": home / "pre-commit", "XDG_CACHE_HOME": home / "cache"}
+    done = call([sys.executable, "-m", "pre_commit", "install", "--install-hooks"], repository, env)
+    needs_network(done.stdout + done.stderr if done.returncode else "")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Team(repository, env)
+
+
+def test_the_life_of_a_model(team: Team) -> None:
+    # A team begins with a healthy model and no models at all: neither is held up.
+    (team.repository / "README.md").write_text("our models\n", encoding="utf-8")
+    assert "Skipped" in team.commit("a repository").stderr
+    team.put(HEALTHY, "exports/chat")
+    assert (done := team.commit("chat")).returncode == 0, done.stdout + done.stderr
+
+    # A merged decoder arrives: three of its files change, and it is one finding.
+    team.put(SICK, "exports/translate")
+    done = team.commit("translate")
+    assert done.returncode == 1
+    assert done.stderr.count("error[KV203]") == 1
+    assert "kvdoctor re-export exports/translate -o FIXED" in done.stderr
+    assert git(team.repository, "log", "--format=%s").splitlines() == ["chat", "a repository"]
+
+    # In CI it is red as well, by decode steps.
+    done = team.kvdoctor("gate", "exports/chat", "exports/translate", "--output", "sarif=gate.sarif", "-q")
+    assert done.returncode == 1
+    assert results(team.repository / "gate.sarif") == {"KV203"}
+
+    # What the finding says to do is done.
+    done = team.kvdoctor("re-export", "exports/translate", "-o", "fixed", "-q")
+    assert done.returncode == 0, done.stdout + done.stderr
+    shutil.rmtree(team.repository / "exports" / "translate")
+    (team.repository / "fixed").rename(team.repository / "exports" / "translate")
+    (team.repository / "gate.sarif").unlink()
+    assert (done := team.commit("translate, mended")).returncode == 0, done.stdout + done.stderr
+
+    done = team.kvdoctor("gate", "exports/chat", "exports/translate", "--output", "sarif=gate.sarif", "-q")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not results(team.repository / "gate.sarif")
+
+
+def results(file: Path) -> set[str]:
+    """The errors that a SARIF file holds, by their codes."""
+    runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
+    return {result["ruleId"] for run in runs for result in run["results"] if result["level"] == "error"}
