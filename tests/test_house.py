@@ -28,7 +28,7 @@ ROOMS = (
     ),
     *("flow", "dataflow", "dialects", "axes", "roles", "configs", "stacks", "lost_state", "lacks", "model_folder"),
     *("slots", "reading", "given", "given_samples", "twins", "place"),
-    *("findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
+    *("fingerprints", "findings", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
     *("options", "obstacles", "open_questions"),
     *("export", "reference", "stack_test", "elsewhere", "doctor", "gating"),
     *(
