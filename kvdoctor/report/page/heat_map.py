@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.parity import TOLERANCES
 from kvdoctor.report import wording
 from kvdoctor.report.page.blocks import Place, chip, folded, table
 from kvdoctor.report.page.markup import Content, Element, h
+from kvdoctor.tolerances import TOLERANCES
 from kvdoctor.trace import Difference, Run
 
 MOST_STEPS, MOST_RUNS, MOST_LAYERS = 24, 24, 512
