@@ -93,13 +93,15 @@ def gate(paths: "Path | Iterable[Path]", **options: "Unpack[asking.GateOptions]"
     """
     asking.refuse_unknown("gate", options, asking.GateOptions)
     from kvdoctor import gating
+    from kvdoctor.baseline import read_baseline
 
     shared = asking.options_of(dict(options))
     one = isinstance(paths, (str, os.PathLike))
     jobs = [gating.Job(os.fspath(path), shared) for path in ([paths] if one else paths)]  # type: ignore[list-item,union-attr]
     if not jobs:
         raise asking.UsageError("gate was given no model; give the path of one at least")
-    return gating.gate(jobs)
+    file = options.get("baseline")
+    return gating.gate(jobs, baseline=None if file is None else read_baseline(os.fspath(file)))
 
 
 def diff(a: "Path", b: "Path", **options: "Unpack[asking.DiffOptions]") -> "DiffReport":

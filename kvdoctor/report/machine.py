@@ -3,17 +3,12 @@
 import json
 from typing import Any
 
-from kvdoctor.report.document import CONTRACT_SCHEMA, GATE_SCHEMA, Report
+from kvdoctor.report.document import CONTRACT_SCHEMA, Report
 
 
 def render(report: Report) -> str:
     """One JSON object and a newline; keys in the order of the contract."""
     return dump(report.to_dict())
-
-
-def render_gate(verdict: str, reports: list[Report]) -> str:
-    """The document of `gate`: all reports under one verdict."""
-    return dump({"schema": GATE_SCHEMA, "verdict": verdict, "reports": [report.to_dict() for report in reports]})
 
 
 def render_contracts(report: Report) -> str:

@@ -5,6 +5,8 @@ import types
 import typing
 from typing import Any
 
+from kvdoctor.baseline import SCHEMA as BASELINE_SCHEMA
+from kvdoctor.baseline import Entry
 from kvdoctor.contract import CacheContract
 from kvdoctor.report.document import CONTRACT_SCHEMA, GATE_SCHEMA, SCHEMA, Report
 
@@ -22,8 +24,13 @@ INTERNAL = {"node_names"}
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """Every schema by its short name: report, gate, contract."""
-    return {"report": report_schema(), "gate": gate_schema(), "contract": contract_schema()}
+    """Every schema by its short name: report, gate, contract, baseline."""
+    return {
+        "report": report_schema(),
+        "gate": gate_schema(),
+        "contract": contract_schema(),
+        "baseline": baseline_schema(),
+    }
 
 
 def report_schema() -> dict[str, Any]:
@@ -54,6 +61,8 @@ def gate_schema() -> dict[str, Any]:
         "type": "object",
         "properties": {
             "schema": {"const": GATE_SCHEMA},
+            "policy": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "baseline": {"anyOf": [_told(), {"type": "null"}]},
             "verdict": {"enum": ["healthy", "unhealthy", "incomplete", "nothing-found"]},
             "reports": {"type": "array", "items": report},
         },
@@ -77,6 +86,36 @@ def contract_schema() -> dict[str, Any]:
         "required": ["schema", "stacks"],
         "$defs": definitions,
     }
+
+
+def baseline_schema() -> dict[str, Any]:
+    """The schema of a baseline's file."""
+    definitions: dict[str, Any] = {}
+    reference = _schema(Entry, definitions)
+    definitions["Entry"]["properties"]["reason"]["pattern"] = r"\S"
+    definitions["Entry"]["properties"]["until"]["anyOf"][0] = {"type": "string", "format": "date"}
+    return {
+        "$schema": DIALECT,
+        "title": BASELINE_SCHEMA,
+        "type": "object",
+        "properties": {
+            "schema": {"const": BASELINE_SCHEMA},
+            "entries": {"type": "array", "items": reference},
+        },
+        "required": ["schema", "entries"],
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
+
+
+def _told() -> dict[str, Any]:
+    """What a gate says of its baseline: entries as in the file, without `shape`."""
+    entry = _object(Entry, {})
+    del entry["properties"]["shape"], entry["description"]
+    entry["required"].remove("shape")
+    lists = {kind: {"type": "array", "items": entry} for kind in ("stale", "expired", "moved")}
+    properties = {"file": {"type": "string"}, "known": {"type": "integer"}, **lists}
+    return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
