@@ -24,10 +24,11 @@ def policy_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
     return command
 
 
-def ruled(model: str, given: dict[str, Any]) -> dict[str, Any]:
+def ruled(model: str | None, given: dict[str, Any]) -> dict[str, Any]:
     """What a command was given, with what the policy says for a model in the place of what was not said.
 
-    Tolerances, which the command line does not take, and the policy's file are added where there are any.
+    None is for what is said once for all models (`jobs`, `cache`) and for a model that no override fits. Tolerances,
+    which the command line does not take, and the policy's file are added where there are any.
 
     Raises:
         UsageError: the policy cannot be read, or says what no policy can.
@@ -50,7 +51,7 @@ def in_effect(policy: "Policy", model: str | None, given: dict[str, Any]) -> "di
     """What holds for a model by key, each with where it comes from; None is a model that no override fits."""
     from kvdoctor.policy import KEYS
 
-    said = {key.name: given[key.parameter] for key in KEYS if _was_said(key.parameter)}
+    said = {key.name: given[key.parameter] for key in KEYS if key.parameter in given and _was_said(key.parameter)}
     return policy.effective(model, {name: list(v) if isinstance(v, tuple) else v for name, v in said.items()})
 
 
