@@ -13,7 +13,7 @@ from kvdoctor.case import Case
 from kvdoctor.contract import CacheContract
 from kvdoctor.elsewhere.here import Here
 from kvdoctor.facts import environment, file_facts, stack_facts
-from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks
+from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks, told_apart
 from kvdoctor.lost_state import gives_logits
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.open_questions import undecided, unnamed, unproved
@@ -259,7 +259,7 @@ def _why_no_stack(folder: ModelFolder) -> str:
 def _report(
     command: str, folder: ModelFolder, options: Options, verdicts: Verdicts, stacks: list[StackFacts]
 ) -> Report:
-    findings, not_checked = worst_first(verdicts.findings), tuple(verdicts.not_checked)
+    findings, not_checked = told_apart(worst_first(verdicts.findings)), tuple(verdicts.not_checked)
     return Report(
         command=command,
         arguments=options.as_arguments(),

@@ -28,8 +28,8 @@ ROOMS = (
     ),
     *("flow", "dataflow", "dialects", "axes", "roles", "configs", "stacks", "lost_state", "lacks", "model_folder"),
     *("slots", "reading", "given", "given_samples", "twins", "place"),
-    *("findings", "baseline", "case", "checks", "kept", "memory_notes", "memory", "report", "facts", "second_look"),
-    *("options", "policy", "obstacles", "open_questions"),
+    *("fingerprints", "findings", "baseline", "case", "checks", "kept", "memory_notes", "memory", "report", "facts"),
+    *("second_look", "options", "policy", "obstacles", "open_questions"),
     *("export", "reference", "stack_test", "elsewhere", "doctor", "gating"),
     *(
         "layouts",

@@ -194,6 +194,7 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
         file=case.decode_file,
         subject=(logits.name if logits else "logits",),
         where=f"output {logits.name if logits else 'logits'}, {run.experiment}",
+        apart=() if run is case.judged else (run.experiment,),
         promised=f"the logits of the reference run, within {limit.passes:g} of their spread ({words})",
         observed=f"{place}: logits {seen}{_over_the_steps(run)}{_looked_into(case, run)}",
         cause=cause + (f": {promise}" if promise else ""),
