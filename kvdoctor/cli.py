@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvdoctor import __version__
+from kvdoctor.cli_diff import diff
 from kvdoctor.cli_options import (
     FORMATS,
     afresh_options,
@@ -174,6 +175,9 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     _exit(done.exit_code)
 
 
+cli.add_command(diff)
+
+
 @cli.command()
 @click.argument("code", required=False)
 def explain(code: str | None) -> None:
@@ -196,7 +200,7 @@ def explain(code: str | None) -> None:
 
 
 @cli.command()
-@click.argument("name", type=click.Choice(["report", "gate", "contract"]))
+@click.argument("name", type=click.Choice(["report", "gate", "contract", "diff"]))
 def schema(name: str) -> None:
     """Print the JSON Schema of a document."""
     from kvdoctor.report import machine

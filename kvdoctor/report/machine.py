@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from kvdoctor.report.diff_document import DiffReport
 from kvdoctor.report.document import CONTRACT_SCHEMA, GATE_SCHEMA, Report
 
 
@@ -14,6 +15,11 @@ def render(report: Report) -> str:
 def render_gate(verdict: str, reports: list[Report]) -> str:
     """The document of `gate`: all reports under one verdict."""
     return dump({"schema": GATE_SCHEMA, "verdict": verdict, "reports": [report.to_dict() for report in reports]})
+
+
+def render_diff(diff: DiffReport) -> str:
+    """The document of `diff`."""
+    return dump(diff.to_dict())
 
 
 def render_contracts(report: Report) -> str:
