@@ -14,7 +14,7 @@ def grouped(deltas: Iterable[Delta]) -> tuple[Delta, ...]:
     """The deltas, those alike with all their subjects on the first of them."""
     found: dict[object, Delta] = {}
     for delta in deltas:
-        key = _key(delta)
+        key = _key(delta) if delta.what != "operator" else delta
         known = found.get(key)
         found[key] = delta if known is None else replace(known, subject=(*known.subject, *delta.subject))
     return tuple(found.values())

@@ -5,6 +5,7 @@ encoder states in the same way. Of each side the loop that went farthest is take
 """
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.contract import CacheContract
@@ -19,7 +20,16 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+LENGTHS = ("batch", "new", "past", "total")
 LEVELS: tuple[Numbers, ...] = ("other", "tokens", "logits", "bits")
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The logits of one step, float[batch, new, vocabulary], and the position behind its last token."""
+
+    end: int
+    logits: "Array"
 
 
 class CannotCompare(Exception):
@@ -83,14 +93,14 @@ def _widths(contract: CacheContract, role: str) -> set[object]:
     for graph in contract.graphs.values():
         for port in graph.inputs:
             if port.role == role:
-                sizes = (size for axis, size in zip(port.axes, port.shape or (), strict=False) if axis != "batch")
+                sizes = (size for axis, size in zip(port.axes, port.shape or (), strict=False) if axis not in LENGTHS)
                 found.add((len(port.axes), *(size for size in sizes if isinstance(size, int))))
     return found
 
 
-def _loop(side: Side, stack: str, contract: CacheContract) -> "tuple[str, list[Array]]":
-    """The loop with the most steps, the held one rather than the plain one: its name, and the logits of its steps."""
-    best: tuple[str, list[Array]] = ("", [])
+def _loop(side: Side, stack: str, contract: CacheContract) -> "tuple[str, list[_Given]]":
+    """The loop with the most steps, the held one rather than the plain one: its name, and what its steps gave."""
+    best: tuple[str, list[_Given]] = ("", [])
     for name in reversed(LOOPS):
         run, kept = side.run(stack, name), side.kept(stack, name)
         if run is not None and kept is not None:
@@ -101,26 +111,30 @@ def _loop(side: Side, stack: str, contract: CacheContract) -> "tuple[str, list[A
     return best
 
 
-def _steps(run: Run, kept: "Array", contract: CacheContract) -> "list[Array]":
-    """The logits of each step, float[batch, new, vocabulary], out of those of all in a row."""
+def _steps(run: Run, kept: "Array", contract: CacheContract) -> "list[_Given]":
+    """What each step gave, out of the logits of all in a row."""
     found, at = [], 0
     for step in run.steps:
         port = contract.graph("prefill" if step.phase == "prefill" else "decode").port("logits")
         seen = step.returned.get(port.name) if port is not None else None
         if seen is None or at + math.prod(seen.shape) > kept.size:
             break
-        found.append(kept[at : at + math.prod(seen.shape)].reshape(seen.shape))
+        logits = kept[at : at + math.prod(seen.shape)].reshape(seen.shape)
+        found.append(_Given(step.past_length + step.new_tokens, logits))
         at += math.prod(seen.shape)
     return found
 
 
-def _same_positions(a: "Array", b: "Array") -> "tuple[Array, Array]":
-    """The last positions of a step that both gave.
+def _same_positions(a: "_Given", b: "_Given") -> "tuple[Array, Array]":
+    """The logits of the last positions of a step that both gave.
 
     Raises:
-        CannotCompare: there are none, since the shapes do not fit.
+        CannotCompare: there are none: the steps end at other positions, or the shapes do not fit.
     """
-    if a.ndim != 3 or b.ndim != 3 or (a.shape[0], a.shape[2]) != (b.shape[0], b.shape[2]):
-        raise CannotCompare(f"their logits have the shapes {list(a.shape)} and {list(b.shape)}")
-    count = min(a.shape[1], b.shape[1])
-    return a[:, a.shape[1] - count :], b[:, b.shape[1] - count :]
+    old, new = a.logits, b.logits
+    if a.end != b.end:
+        raise CannotCompare("their loops take the tokens in other steps")
+    if old.ndim != 3 or new.ndim != 3 or (old.shape[0], old.shape[2]) != (new.shape[0], new.shape[2]):
+        raise CannotCompare(f"their logits have the shapes {list(old.shape)} and {list(new.shape)}")
+    count = min(old.shape[1], new.shape[1])
+    return old[:, old.shape[1] - count :], new[:, new.shape[1] - count :]

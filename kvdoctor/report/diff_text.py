@@ -21,7 +21,7 @@ LONGEST_LABEL = 24
 
 
 def render(diff: DiffReport, console: Console, verbosity: int = 0) -> None:
-    """Print a diff. `verbosity`: -1 what makes B worse or better, and the verdict, 0 as usual, 1 all that is the same."""
+    """Print a diff. `verbosity`: -1 what makes B worse or better, and the verdict; 0 as usual; 1 everything."""
     page = _Page(console)
     if verbosity >= 0:
         page.line("kvdoctor diff", "bold")

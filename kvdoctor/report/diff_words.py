@@ -57,7 +57,7 @@ def sides(diff: DiffReport) -> Iterator[Row]:
 def sections(diff: DiffReport, everything: bool = False) -> Iterator[Section]:
     """All that was compared, each with what is other; `everything` also with what is the same."""
     for stack in diff.stacks:
-        title = stack.a if stack.a == stack.b else " -> ".join(filter(None, (stack.a, stack.b)))
+        title = " -> ".join(dict.fromkeys(filter(None, (stack.a, stack.b))))
         if stack.a is None or stack.b is None:
             row = Row("+", "stack", "only B has it")
             row = Row("-", "stack", "only A has it", "worse") if stack.b is None else row
@@ -141,20 +141,22 @@ def _row(delta: Delta) -> Row:
 def _graph(stack: StackDiff, everything: bool) -> Iterator[Row]:
     if not stack.graph:
         yield Row("=", "graph", "versions, operators and initializers")
-    operators: dict[str, list[Delta]] = {}
+    fields: dict[str, list[str]] = {}
+    operators: dict[str, list[str]] = {}
     for delta in stack.graph:
+        subject = first_and_count(delta.subject)
         if delta.what == "operator":
-            operators.setdefault(delta.field, []).append(delta)
+            operators.setdefault(delta.field, []).append(f"{subject} {delta.before or 0} -> {delta.after or 0}")
         elif delta.field:
-            text = f"{first_and_count(delta.subject)}: {delta.field} {_shown(delta.before)} -> {_shown(delta.after)}"
-            yield Row("~", delta.what, text)
+            text = f"{delta.field} {_shown(delta.before)} -> {_shown(delta.after)}"
+            fields.setdefault(subject, []).append(text)
         else:
             yield _row(delta)
-    for place, found in operators.items():
-        counts = [f"{first_and_count(one.subject)} {one.before or 0} -> {one.after or 0}" for one in found]
-        most = len(counts) if everything else MOST_NAMED
-        more = f" and {len(counts) - most} more (all with -v)" if len(counts) > most else ""
-        yield Row("~", "operators", f"{place}: {', '.join(counts[:most])}{more}")
+    for what, found in (("file", fields), ("operators", operators)):
+        for place, counts in found.items():
+            most = len(counts) if everything else MOST_NAMED
+            more = f" and {len(counts) - most} more (all with -v)" if len(counts) > most else ""
+            yield Row("~", what, f"{place}: {', '.join(counts[:most])}{more}")
 
 
 def _shown(value: str | None) -> str:
@@ -162,10 +164,11 @@ def _shown(value: str | None) -> str:
 
 
 def _behaviour(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator[Row]:
+    telling = _telling()
     same = [run for run in stack.experiments if run.a == run.b]
     for run in stack.experiments:
         under = f" under {run.target}" if run.target != "here" else ""
-        if run.a != run.b:
+        if run.a != run.b and (everything or run.experiment in telling):
             yield Row("~", run.experiment, f"{run.a or 'not run'} -> {run.b or 'not run'}{under}", run.effect)
         elif everything:
             yield Row("=", run.experiment, f"{run.a}{under}")
@@ -173,6 +176,13 @@ def _behaviour(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator
         yield Row("=", "experiments", f"{len(same)} with the same outcome")
     if stack.logits is not None:
         yield _logits(stack.logits, diff)
+
+
+def _telling() -> set[str]:
+    """The experiments that findings rest on; the others show what teams try."""
+    from kvdoctor.experiments import load
+
+    return {experiment.name for experiment in load() if experiment.judged and experiment.shown}
 
 
 def _logits(found: Logits, diff: DiffReport) -> Row:
