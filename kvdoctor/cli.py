@@ -17,6 +17,7 @@ from kvdoctor import __version__
 from kvdoctor.cli_baseline import baseline
 from kvdoctor.cli_config import config
 from kvdoctor.cli_gate import baseline_lines, baseline_of, baseline_option, jobs_of, last_lines
+from kvdoctor.cli_diff import diff
 from kvdoctor.cli_options import (
     FORMATS,
     afresh_options,
@@ -195,6 +196,7 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
 
 cli.add_command(config)
 cli.add_command(baseline)
+cli.add_command(diff)
 
 
 @cli.command()
@@ -219,7 +221,7 @@ def explain(code: str | None) -> None:
 
 
 @cli.command()
-@click.argument("name", type=click.Choice(["report", "gate", "contract", "baseline"]))
+@click.argument("name", type=click.Choice(["report", "gate", "contract", "diff", "baseline"]))
 def schema(name: str) -> None:
     """Print the JSON Schema of a document."""
     from kvdoctor.report import machine

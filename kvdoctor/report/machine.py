@@ -3,12 +3,18 @@
 import json
 from typing import Any
 
+from kvdoctor.report.diff_document import DiffReport
 from kvdoctor.report.document import CONTRACT_SCHEMA, Report
 
 
 def render(report: Report) -> str:
     """One JSON object and a newline; keys in the order of the contract."""
     return dump(report.to_dict())
+
+
+def render_diff(diff: DiffReport) -> str:
+    """The document of `diff`."""
+    return dump(diff.to_dict())
 
 
 def render_contracts(report: Report) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from kvdoctor.baseline import SCHEMA as BASELINE_SCHEMA
 from kvdoctor.baseline import Entry
 from kvdoctor.contract import CacheContract
+from kvdoctor.report.diff_document import DIFF_SCHEMA, DiffReport
 from kvdoctor.report.document import CONTRACT_SCHEMA, GATE_SCHEMA, SCHEMA, Report
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -24,21 +25,35 @@ INTERNAL = {"node_names"}
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """Every schema by its short name: report, gate, contract, baseline."""
+    """Every schema by its short name: report, gate, contract, diff, baseline."""
     return {
         "report": report_schema(),
         "gate": gate_schema(),
         "contract": contract_schema(),
         "baseline": baseline_schema(),
+        "diff": diff_schema(),
     }
 
 
 def report_schema() -> dict[str, Any]:
     """The schema of `--format json`."""
+    return _document(Report, SCHEMA)
+
+
+def diff_schema() -> dict[str, Any]:
+    """The schema of `diff --format json`."""
+    schema = _document(DiffReport, DIFF_SCHEMA)
+    schema["properties"]["command"] = {"const": "diff"}
+    schema["required"] = [*schema["required"], "command"]
+    return schema
+
+
+def _document(kind: Any, title: str) -> dict[str, Any]:
+    """A document with its head, which says what it is and who wrote it."""
     definitions: dict[str, Any] = {}
-    body = _object(Report, definitions)
+    body = _object(kind, definitions)
     body["properties"] = {
-        "schema": {"const": SCHEMA},
+        "schema": {"const": title},
         "tool": {
             "type": "object",
             "properties": {"name": {"const": "kvdoctor"}, "version": {"type": "string"}},
@@ -47,7 +62,7 @@ def report_schema() -> dict[str, Any]:
         **body["properties"],
     }
     body["required"] = ["schema", "tool", *body["required"]]
-    return {"$schema": DIALECT, "title": SCHEMA, **body, "$defs": definitions}
+    return {"$schema": DIALECT, "title": title, **body, "$defs": definitions}
 
 
 def gate_schema() -> dict[str, Any]:
