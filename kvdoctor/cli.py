@@ -16,8 +16,8 @@ import click
 from kvdoctor import __version__
 from kvdoctor.cli_baseline import baseline
 from kvdoctor.cli_config import config
-from kvdoctor.cli_gate import baseline_lines, baseline_of, baseline_option, jobs_of, last_lines
 from kvdoctor.cli_diff import diff
+from kvdoctor.cli_gate import baseline_lines, baseline_of, baseline_option, jobs_of, last_lines
 from kvdoctor.cli_options import (
     FORMATS,
     afresh_options,

@@ -42,6 +42,8 @@ def ruled(model: str | None, given: dict[str, Any]) -> dict[str, Any]:
         parameter = _parameter(key)
         if parameter in given:
             made[parameter] = tuple(value.value) if isinstance(value.value, list) else value.value
+    if "no_cache" in given:
+        made["no_cache"] = given["no_cache"] or not found["cache"].value
     if "timeout" in given and found["tolerances"].value:
         made["tolerances"] = dict(found["tolerances"].value)
     return made
