@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor import asking
+from kvdoctor.errors import UsageError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -63,7 +64,7 @@ def re_export(path: "Path | None", out: "Path | None" = None, **options: "Unpack
     asking.refuse_unknown("re_export", options, asking.ReExportOptions)
     asked: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     shared = asking.options_of(asked)
-    plan = {
+    plan: dict[str, Any] = {
         "path": None if path is None else os.fspath(path),
         "out": None if out is None else os.fspath(out),
         "force": bool(asked.get("force", False)),
@@ -93,13 +94,15 @@ def gate(paths: "Path | Iterable[Path]", **options: "Unpack[asking.GateOptions]"
     """
     asking.refuse_unknown("gate", options, asking.GateOptions)
     from kvdoctor import gating
+    from kvdoctor.baseline import read_baseline
 
     shared = asking.options_of(dict(options))
-    one = isinstance(paths, (str, os.PathLike))
-    jobs = [gating.Job(os.fspath(path), shared) for path in ([paths] if one else paths)]  # type: ignore[list-item,union-attr]
-    if not jobs:
-        raise asking.UsageError("gate was given no model; give the path of one at least")
-    return gating.gate(jobs)
+    models = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not models:
+        raise UsageError("gate was given no model; give the path of one at least")
+    file = options.get("baseline")
+    known = None if file is None else read_baseline(os.fspath(file))
+    return gating.gate([gating.Job(os.fspath(path), shared) for path in models], baseline=known)
 
 
 def diff(a: "Path", b: "Path", **options: "Unpack[asking.DiffOptions]") -> "DiffReport":

@@ -6,7 +6,7 @@ The command line and `import kvdoctor` both come through here, so that a wrong v
 import difflib
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from kvdoctor.case import Consumer
@@ -17,6 +17,7 @@ from kvdoctor.kept import MOST_POSITIONS, MOST_ROWS, Load
 from kvdoctor.options import Options
 from kvdoctor.report.document import FailOn
 from kvdoctor.targets import parse_targets
+from kvdoctor.tolerances import why_not
 from kvdoctor.uses import REQUIRED, Required
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class SharedOptions(TypedDict, total=False):
     """What means the same everywhere; each name is that of the command line's option (`kvdoctor COMMAND --help`).
 
     Lists may be one text with commas. `progress` is told of each experiment that begins: its name, which it is, counted
-    from 1, and of how many.
+    from 1, and of how many. `policy` is what the report calls the file that the values are from.
     """
 
     consumer: Consumer
@@ -50,6 +51,7 @@ class SharedOptions(TypedDict, total=False):
     seed: int
     hash: bool
     progress: "Progress | None"
+    policy: str | None
 
 
 class InspectOptions(SharedOptions, total=False):
@@ -62,7 +64,10 @@ class InspectOptions(SharedOptions, total=False):
 
 
 class RunOptions(SharedOptions, total=False):
-    """What all take that run the model. `timeout` in seconds for one answer, `max_memory` in MiB."""
+    """What all take that run the model. `timeout` in seconds for one answer, `max_memory` in MiB.
+
+    `tolerances` are shares of the logits' spread that pass, by arithmetic (docs/policy.md).
+    """
 
     thorough: bool
     provider: str
@@ -70,10 +75,13 @@ class RunOptions(SharedOptions, total=False):
     max_memory: int | None
     targets: "Words"
     offline: bool
+    tolerances: "Mapping[str, float] | None"
 
 
 class GateOptions(RunOptions, total=False):
-    """What `gate` takes."""
+    """What `gate` takes; `baseline` is the file of the findings that are known."""
+
+    baseline: "Path | None"
 
 
 class StepTestOptions(RunOptions, total=False):
@@ -149,6 +157,8 @@ def options_of(asked: dict[str, Any]) -> Options:
         offline=bool(given.get("offline", False)),
         trace=_path(given.get("trace")),
         targets=parse_targets(words(given.get("targets", ()))),
+        tolerances=_tolerances(given.get("tolerances", {})),
+        policy=given.get("policy"),
         load=Load(
             _whole_or_none("batch", given.get("batch"), MOST_ROWS),
             _whole_or_none("context", given.get("context"), MOST_POSITIONS),
@@ -257,6 +267,13 @@ def _uses(given: "Words") -> tuple[Required, ...]:
         if word not in REQUIRED:
             raise UsageError(f"--require takes {', '.join(REQUIRED)}; got {word!r}")
     return tuple(use for use in REQUIRED if use in asked)
+
+
+def _tolerances(given: Mapping[str, float]) -> dict[str, float]:
+    for exactness, passes in given.items():
+        if (reason := why_not(exactness, passes)) is not None:
+            raise UsageError(f"tolerances: {reason}")
+    return dict(given)
 
 
 def _ids(given: "str | Iterable[int]") -> tuple[int, ...]:

@@ -7,12 +7,17 @@ import contextlib
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from kvdoctor import __version__
+from kvdoctor.cli_baseline import baseline
+from kvdoctor.cli_config import config
+from kvdoctor.cli_diff import diff
+from kvdoctor.cli_gate import baseline_lines, baseline_of, baseline_option, jobs_of, last_lines
 from kvdoctor.cli_options import (
     FORMATS,
     afresh_options,
@@ -22,6 +27,7 @@ from kvdoctor.cli_options import (
     shared_options,
     target_options,
 )
+from kvdoctor.cli_policy import policy_of, policy_options, ruled
 from kvdoctor.errors import KvdoctorError
 
 if TYPE_CHECKING:
@@ -53,10 +59,12 @@ def cli() -> None:
 @load_options
 @target_options
 @shared_options
+@policy_options
 def inspect(path: str, **given: Any) -> NoReturn:
     """Read a model without running it: files, inputs and outputs, the cache contract. Loads no weights."""
     from kvdoctor import api
 
+    given = ruled(path, given)
     finish(api.inspect(path, **_asked(given)), given)
 
 
@@ -83,11 +91,13 @@ def inspect(path: str, **given: Any) -> NoReturn:
 )
 @shared_options
 @run_options
+@policy_options
 def step_test(path: str, **given: Any) -> NoReturn:
     """Run decode steps with and without the cache, name the failure and its cause."""
     from kvdoctor import api
     from kvdoctor.progress import on_terminal
 
+    given = ruled(path, given)
     with on_terminal(given["quiet"]) as told:
         report = api.step_test(path, **_asked(given, told))
     finish(report, given)
@@ -146,35 +156,47 @@ def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
 
 
 @cli.command()
-@click.argument("paths", nargs=-1, required=True)
+@click.argument("paths", nargs=-1)
 @click.option("--static", is_flag=True, help="Run nothing: what the files alone say. The verdict is never healthy.")
 @click.option("--by-folder", is_flag=True, help="A file stands for the export that it lies in, and each is asked once.")
+@baseline_option
 @target_options
 @offline_option
 @shared_options
 @run_options
+@policy_options
 def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
-    """Inspect and step-test models for CI. Exit code 0 healthy, 1 findings, 2 wrong usage, 3 could not be checked."""
+    """Inspect and step-test models for CI, those of the policy where no PATH is given (docs/policy.md).
+
+    Exit code 0 healthy, 1 findings that are not known, 2 wrong usage, 3 could not be checked.
+    """
     from kvdoctor import gating
     from kvdoctor.progress import on_terminal
     from kvdoctor.report import formats
+    from kvdoctor.report.safe import printable
 
     outputs = _outputs(given)
+    known = baseline_of(given)
     with on_terminal(given["quiet"]) as told:
-        options = _options(given, told)
-        named = gating.exports_of(paths) if given["by_folder"] else paths
-        done = gating.gate([gating.Job(path, options) for path in named], static=given["static"])
+        done = gating.gate(jobs_of(paths, given, told), static=given["static"], baseline=known)
+    done = replace(done, policy=policy_of().file)
     if given["format_"] == "text":
         for report in done.reports:
             _print(report, given)
-        if len(done.reports) > 1:
-            healthy = sum(report.verdict == "healthy" for report in done.reports)
-            click.echo(f"gate: {done.verdict}; {healthy} of {len(done.reports)} models healthy")
+        for line in last_lines(done):
+            click.echo(printable(line))
     else:
-        sys.stdout.write(formats.rendered_gate(done.verdict, list(done.reports), given["format_"]))
+        sys.stdout.write(formats.rendered_gate(done.to_dict(), list(done.reports), given["format_"]))
+        for line in baseline_lines(done):
+            _complain(printable(line))
     for name, file in outputs:
-        _write(file, formats.rendered_gate(done.verdict, list(done.reports), name))
+        _write(file, formats.rendered_gate(done.to_dict(), list(done.reports), name))
     _exit(done.exit_code)
+
+
+cli.add_command(config)
+cli.add_command(baseline)
+cli.add_command(diff)
 
 
 @cli.command()
@@ -199,7 +221,7 @@ def explain(code: str | None) -> None:
 
 
 @cli.command()
-@click.argument("name", type=click.Choice(["report", "gate", "contract"]))
+@click.argument("name", type=click.Choice(["report", "gate", "contract", "diff", "baseline"]))
 def schema(name: str) -> None:
     """Print the JSON Schema of a document."""
     from kvdoctor.report import machine

@@ -60,6 +60,16 @@ def bounds(exactness: str) -> tuple[float, float]:
     return float(f"{own.passes / FACTOR:.3g}"), math.floor(most * 1000 + 1e-9) / 1000 if most >= 0.01 else most
 
 
+def why_not(exactness: str, passes: object) -> str | None:
+    """The reason why a share of the spread may not be asked for; None where it may."""
+    if exactness not in TOLERANCES:
+        return f"it takes {', '.join(TOLERANCES)}; got {exactness!r}"
+    least, most = bounds(exactness)
+    if type(passes) not in (int, float) or not least <= passes <= most:  # type: ignore[operator]
+        return f"{exactness} takes a share of the logits' spread from {least:g} to {most:g}; got {passes!r}"
+    return None
+
+
 def scaled(exactness: str, passes: float) -> Tolerance:
     """The table's entry with another share that passes; what is not yet a failure keeps its distance."""
     own = TOLERANCES[exactness]

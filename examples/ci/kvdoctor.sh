@@ -1,7 +1,7 @@
 #!/bin/sh
 # The gate in any CI that has a shell and Python 3.10 or newer.
 #
-#   sh kvdoctor.sh exports/*
+#   sh kvdoctor.sh exports/*/
 #
 # KVDOCTOR       what pip installs (default: kvdoctor)
 # KVDOCTOR_OUT   folder for the reports (default: kvdoctor-reports)

@@ -6,21 +6,29 @@ from typing import Any
 
 from kvdoctor.errors import Unhealthy
 from kvdoctor.gating.jobs import Job
+from kvdoctor.gating.knowing import Told
 from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, GATE_SCHEMA, Report, exit_code
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The verdict of a gate, the report of each model in the order of the jobs, and the exit code."""
+    """The verdict of a gate, the report of each model in the order of the jobs, and the exit code.
+
+    `baseline` is what is to be told of one, `policy` the file that was followed.
+    """
 
     verdict: str
     reports: tuple[Report, ...]
     exit_code: int
+    baseline: Told | None = None
+    policy: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The document as it is written to JSON."""
         reports = [report.to_dict() for report in self.reports]
-        return {"schema": GATE_SCHEMA, "verdict": self.verdict, "reports": reports}
+        told = None if self.baseline is None else self.baseline.to_dict()
+        more = {"policy": self.policy, "baseline": told}
+        return {"schema": GATE_SCHEMA, "verdict": self.verdict, **more, "reports": reports}
 
     def __str__(self) -> str:
         """The reports as the command line prints them into a pipe."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
+from typing import Any
 
 from kvdoctor.baseline import Baseline, Entry
 from kvdoctor.findings import Finding, Known, Selection, find_check
@@ -32,6 +33,12 @@ class Told:
     expired: tuple[Entry, ...] = ()
     moved: tuple[tuple[Entry, str], ...] = ()
 
+    def to_dict(self) -> dict[str, Any]:
+        """As the document of a gate holds it; without the digests, which are for the file alone."""
+        told = {kind: [_named(entry) for entry in getattr(self, kind)] for kind in ("stale", "expired")}
+        moved = [{**_named(entry), "to": path} for entry, path in self.moved]
+        return {"file": self.file, "known": self.known, **told, "moved": moved}
+
     def lines(self) -> Iterator[str]:
         """One line for each entry that is to be looked at."""
         for entry in self.expired:
@@ -40,6 +47,13 @@ class Told:
             yield f"{entry.words} is not found any more; `kvdoctor baseline --prune` takes it out"
         for entry, path in self.moved:
             yield f"{entry.words} was taken for {path}, which is the same; `kvdoctor baseline --prune` notes the move"
+
+
+def _named(entry: Entry) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in NAMED}
+
+
+NAMED = ("model", "code", "where", "reason", "until", "fingerprint")
 
 
 @dataclass(frozen=True, slots=True)

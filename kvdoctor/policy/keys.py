@@ -11,7 +11,7 @@ from typing import Any
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import Selection, all_checks
 from kvdoctor.targets import parse_targets
-from kvdoctor.tolerances import TOLERANCES, bounds
+from kvdoctor.tolerances import why_not
 from kvdoctor.uses import REQUIRED
 
 SEVERITIES = ("note", "warning", "error", "never")
@@ -91,13 +91,7 @@ def _targets(value: Any) -> str | None:
 def _tolerances(value: Any) -> str | None:
     if not isinstance(value, dict):
         return ""
-    for exactness, passes in value.items():
-        if exactness not in TOLERANCES:
-            return f"it takes {', '.join(TOLERANCES)}; got {exactness!r}"
-        least, most = bounds(exactness)
-        if type(passes) not in (int, float) or not least <= passes <= most:
-            return f"{exactness} takes a share of the logits' spread from {least:g} to {most:g}; got {passes!r}"
-    return None
+    return next((reason for item in value.items() if (reason := why_not(*item)) is not None), None)
 
 
 KEYS = (

@@ -22,6 +22,19 @@ EXIT_HEALTHY, EXIT_FINDINGS, EXIT_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What a graph is made of, subgraphs and functions included.
+
+    `operators` by name, with the domain where it is not the standard one; `initializer_bytes` by their declared sizes.
+    """
+
+    nodes: int
+    operators: dict[str, int]
+    initializers: int
+    initializer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class FileFacts:
     """One file as it is on disk. `bytes` without external data; `external` are the files that hold weights."""
 
@@ -35,6 +48,7 @@ class FileFacts:
     external: tuple[str, ...] = ()
     inputs: tuple[dict[str, Any], ...] = ()
     outputs: tuple[dict[str, Any], ...] = ()
+    graph: GraphFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,8 +230,10 @@ def verdict_line(report: Report) -> str:
         for severity in ("error", "warning", "note")
         if (number := sum(finding.severity == severity for finding in report.findings))
     ]
+    counts += [f"{number} known" for number in [sum(f.known is not None for f in report.findings)] if number]
+    known = any(finding.known is not None for finding in report.findings)
     words = {
-        "healthy": "healthy",
+        "healthy": "nothing but what is known" if known else "healthy",
         "unhealthy": "unhealthy",
         "incomplete": "not diagnosed: what could not be checked is listed above",
         "nothing-found": "nothing found without running it; step-test runs decode steps",

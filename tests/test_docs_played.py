@@ -1,0 +1,216 @@
+"""What the pages show is what is printed today; what they tell to type exists; both READMEs say the same."""
+
+import dataclasses
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import click
+import pytest
+from isolated import give_up
+
+from kvdoctor import contract
+from kvdoctor.cli import cli
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS))
+
+import make_consoles  # noqa: E402 - found by the line above
+
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+ALL = (ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted(DOCS.glob("*.md")))
+TYPED = re.compile(r"`((?:\.venv/bin/)?kvdoctor [a-z][^`\n]*)`|^(?:\$ |- )?((?:\.venv/bin/)?kvdoctor [a-z].*)$", re.MULTILINE)
+
+
+def cost(page: Path) -> list[pytest.MarkDecorator]:
+    """The README is played by the quick tests; of the other pages those that run no model."""
+    slow = page.name != "README.md" and make_consoles.runs_a_model(page.read_text(encoding="utf-8"))
+    return [pytest.mark.slow] if slow else []
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=cost(page), id=page.name) for page in make_consoles.pages()]
+)
+def test_what_is_shown_is_what_is_printed(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    today = make_consoles.played(text)
+    assert make_consoles.comparable(text) == make_consoles.comparable(today)
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
+def test_every_command_and_option_that_is_named_exists(page: Path) -> None:
+    for found in TYPED.finditer(page.read_text(encoding="utf-8")):
+        line = (found[1] or found[2]).replace("\\|", "|").partition(" | ")[0].partition("#")[0].partition("; ")[0]
+        words = [word for word in shlex.split(line, posix=True)[1:] if not word.startswith((">", "2>"))]
+        command = cli.commands.get(words[0])
+        assert command is not None, f"{page.name}: {line}"
+        known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        asked = {word.partition("=")[0] for word in words[1:] if word.startswith("-") and word != "--"}
+        assert asked <= known | {"--help"}, f"{page.name}: {line}"
+
+
+def test_the_readmes_have_the_same_commands() -> None:
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
+    assert FENCE.findall(chinese) == FENCE.findall(english)
+    links = re.compile(r"\]\((?!README)([^)]+)\)")
+    assert set(links.findall(chinese)) == set(links.findall(english))
+    assert len(re.findall(r"^#+ ", chinese, re.MULTILINE)) == len(re.findall(r"^#+ ", english, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "README.zh-CN.md"], ids=lambda page: page.name)
+def test_the_readme_links_to_what_is_there(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_the_page_of_the_contract_has_every_word_of_it() -> None:
+    page = (DOCS / "contract.md").read_text(encoding="utf-8")
+    words = {word for kind in (contract.Growth, contract.Carry, contract.First) for word in typing.get_args(kind)}
+    assert {field.name for field in dataclasses.fields(contract.CacheSlot)} >= {"growth", "carry", "first"}
+    assert not [word for word in words if f"| `{word}` |" not in page]
+
+
+def test_the_messages_are_many_and_each_leads_somewhere() -> None:
+    page = (DOCS / "faq.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| ---", "| you see"))]
+    assert len(rows) >= 40
+    assert sum("kvdoctor " in row for row in rows) >= 25
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_help_has_an_example_that_is_a_call_of_the_command(name: str) -> None:
+    command = cli.commands[name]
+    examples = [line.strip() for line in (command.epilog or "").splitlines() if "kvdoctor " in line]
+    assert examples
+    for line in examples:
+        words = shlex.split(line.partition("  ")[0])
+        assert words[:2] == ["kvdoctor", name]
+        command.make_context(name, words[2:], resilient_parsing=False)
+
+
+def snippet(page: str, name: str) -> str:
+    """The code that stands behind a mark."""
+    found = re.search(rf"<!-- snippet: {name} -->\n```\w+\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+MERGED = ROOT / "fixtures" / "exports" / "marian-4.46.3"
+REFERENCE = """
+import numpy as np
+import onnxruntime as ort
+encoder = ort.InferenceSession(r"{folder}/encoder_model.onnx")
+decoder = ort.InferenceSession(r"{folder}/decoder_model.onnx")
+ids = np.array([[5, 6, 7, 8, 9, 10, 11]])
+mask = np.ones_like(ids)
+states = encoder.run(["last_hidden_state"], {{"input_ids": ids, "attention_mask": mask}})[0]
+tokens = [3]
+for _ in range(8):
+    feeds = {{"input_ids": np.array([tokens]), "encoder_hidden_states": states, "encoder_attention_mask": mask}}
+    tokens.append(int(decoder.run(["logits"], feeds)[0][0, -1].argmax()))
+print(tokens)
+"""
+"""The same tokens without a cache: the file of the pair that takes none."""
+
+
+def printed(program: str, *command: str) -> str:
+    done = subprocess.run([*command, program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().replace(",", "").replace("[ ", "[").replace(" ]", "]")
+
+
+@pytest.fixture(scope="module")
+def without_a_cache() -> str:
+    return printed(REFERENCE.format(folder=MERGED), sys.executable, "-c")
+
+
+@pytest.mark.slow
+def test_the_loop_for_a_merged_decoder_writes_what_the_model_means(without_a_cache: str) -> None:
+    call = f"\nprint(decode(r'{MERGED}', np.array([[5, 6, 7, 8, 9, 10, 11]]), 3, 8))"
+    assert printed(snippet("consumers.md", "python merged") + call, sys.executable, "-c") == without_a_cache
+
+
+@pytest.mark.slow
+def test_the_loop_for_a_decoder_writes_what_the_model_means() -> None:
+    folder = ROOT / "fixtures" / "exports" / "gpt2"
+    loop = snippet("consumers.md", "python decoder")
+    whole = f"\nwith_cache = decode(r'{folder}', [5, 6, 7], 8)\nagain = [5, 6, 7]"
+    whole += f"\nwhile len(again) < 11:\n    again = decode(r'{folder}', again, 1)\nprint(with_cache == again, len(again))"
+    assert printed(loop + whole, sys.executable, "-c") == "True 11"
+
+
+@pytest.mark.slow
+def test_the_loop_in_javascript_writes_what_the_model_means(without_a_cache: str, tmp_path: Path) -> None:
+    if shutil.which("npm") is None or shutil.which("node") is None:
+        give_up("neither node nor npm is on the path")
+    # Its script fetches the libraries of other providers; what runs on a CPU is in the package.
+    install = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(tmp_path), "onnxruntime-node"]
+    (tmp_path / "package.json").write_text("{}", encoding="utf-8")
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    if done.returncode:
+        give_up(f"npm cannot install onnxruntime-node here: {done.stderr.strip()[-200:]}")
+    program = tmp_path / "loop.js"
+    call = f"\ndecode({str(MERGED)!r}, [5, 6, 7, 8, 9, 10, 11], 3, 8).then((tokens) => console.log(JSON.stringify(tokens)));"
+    program.write_text(snippet("consumers.md", "javascript merged") + call, encoding="utf-8")
+    done = subprocess.run(["node", str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().replace(",", " ") == without_a_cache
+
+
+@pytest.mark.slow
+def test_the_pages_are_built_without_a_warning_and_ask_nothing_of_the_network(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-n", "-b", "html", str(DOCS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = {page.relative_to(tmp_path).with_suffix(".md").as_posix() for page in tmp_path.rglob("*.html")}
+    assert {page.name for page in DOCS.glob("*.md")} <= built
+    fetched = re.compile(r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=\"(?:https?:)?//[^\"]+\"")
+    imported = re.compile(r"(?:@import|url\()\s*['\"]?(?:https?:)?//")
+    for file in (*tmp_path.rglob("*.html"), *tmp_path.rglob("*.css")):
+        text = file.read_text(encoding="utf-8")
+        assert not fetched.search(text), f"{file.name}: {fetched.search(text)}"
+        assert not imported.search(text), file.name
+
+
+COMPLETED = r"""
+eval "$(_KVDOCTOR_COMPLETE=bash_source kvdoctor)"
+COMP_WORDS=({words}) COMP_CWORD={at}
+$(complete -p kvdoctor | sed 's/.*-F \([^ ]*\).*/\1/')
+printf '%s\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "at", "answers"),
+    [
+        ("kvdoctor ste", 1, {"step-test"}),
+        ("kvdoctor gate --fail-on ''", 3, {"note", "warning", "error", "never"}),
+        ("kvdoctor step-test --cons", 2, {"--consumer"}),
+    ],
+)
+def test_bash_completes(words: str, at: int, answers: set[str], tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        give_up("bash is not on the path")
+    program = tmp_path / "kvdoctor"
+    # Loading onnx or numpy would be seen here: the shell waits for every answer.
+    guard = "import sys\nsys.modules.update(dict.fromkeys(('onnx', 'numpy', 'rich', 'onnxruntime')))\n"
+    program.write_text(f"#!{sys.executable}\n{guard}from kvdoctor.cli import main\n\nmain()\n", encoding="utf-8")
+    program.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    script = COMPLETED.format(words=words, at=at)
+    done = subprocess.run([bash, "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert set(done.stdout.split()) == answers
+
+
+def test_completion_is_told_for_the_shells_that_click_knows() -> None:
+    page = (DOCS / "commands.md").read_text(encoding="utf-8")
+    for shell in ("bash", "zsh", "fish"):
+        assert click.shell_completion.get_completion_class(shell) is not None
+        assert f"_KVDOCTOR_COMPLETE={shell}_source kvdoctor" in page
