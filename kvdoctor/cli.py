@@ -22,6 +22,7 @@ from kvdoctor.cli_options import (
     shared_options,
     target_options,
 )
+from kvdoctor.cli_running import from_cache, gate_options, how_given
 from kvdoctor.errors import KvdoctorError
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
 @offline_option
 @shared_options
 @run_options
+@gate_options
 def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     """Inspect and step-test models for CI. Exit code 0 healthy, 1 findings, 2 wrong usage, 3 could not be checked."""
     from kvdoctor import gating
@@ -162,13 +164,15 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     outputs = _outputs(given)
     with on_terminal(given["quiet"]) as told:
         options = _options(given, told)
-        done = gating.gate([gating.Job(path, options) for path in paths])
+        done = gating.gate([gating.Job(path, options) for path in paths], how_given(given, told))
     if given["format_"] == "text":
         for report in done.reports:
             _print(report, given)
         if len(done.reports) > 1:
             healthy = sum(report.verdict == "healthy" for report in done.reports)
-            click.echo(f"gate: {done.verdict}; {healthy} of {len(done.reports)} models healthy")
+            click.echo(
+                f"gate: {done.verdict}; {healthy} of {len(done.reports)} models healthy{from_cache(done.reports)}"
+            )
     else:
         sys.stdout.write(formats.rendered_gate(done.verdict, list(done.reports), given["format_"]))
     for name, file in outputs:

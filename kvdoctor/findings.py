@@ -202,6 +202,14 @@ def _run_check(one: Check, case: "Case", stack: str | None, verdicts: Verdicts) 
         verdicts.not_checked.append(NotChecked(stack, one.code, text, essential=True))
 
 
+def fault_found(name: str, fault: Fault, stack: str | None = None) -> Finding:
+    """The finding of a fault that met the diagnosis from outside, under the check of that name."""
+    one = find_check(name)
+    if one is None:
+        raise LookupError(f"there is no check {name}")
+    return _finding(one, fault, stack)
+
+
 def _finding(one: Check, fault: Fault, stack: str | None) -> Finding:
     identity = "\n".join((one.name, stack or "", fault.where, *sorted(fault.subject)))
     return Finding(

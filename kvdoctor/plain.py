@@ -8,9 +8,14 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+EXACT = (str, int, bool)
+"""Types whose values are taken as they are, where their type is this very one."""
+MOST_SHARED = 10_000
 
 
 def to_plain(value: Any) -> Any:
@@ -32,7 +37,125 @@ def from_plain(kind: type[T], data: Any) -> T:
     Raises:
         ValueError: a field is missing, unknown, or of the wrong type; the message names its place.
     """
-    return typing.cast("T", _revive(kind, data, kind.__name__))
+    try:
+        return typing.cast("T", _reviver(typing.cast("Any", kind))(data))
+    except _Unfit:
+        # What was found on the quick way is looked for again, to name its place.
+        return typing.cast("T", _revive(kind, data, kind.__name__))
+
+
+class _Unfit(Exception):
+    """Plain values are not what the type says."""
+
+
+@functools.cache
+def _reviver(kind: Any) -> Callable[[Any], Any]:
+    """A function that rebuilds values of a type and raises _Unfit: the same rules as `_revive`, resolved once."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return lambda data: data
+    if origin in (typing.Union, types.UnionType):
+        return _union_reviver(tuple(choice for choice in arguments if choice is not type(None)), arguments)
+    if origin is typing.Literal:
+        return _checked(lambda data: data in arguments)
+    if origin is tuple:
+        return _container(list, arguments[0], tuple, lambda data: data)
+    if origin is dict:
+        return _container(dict, arguments[1], dict, dict.values)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass_reviver(kind)
+    if kind is float:
+        return _number
+    return _checked(lambda data: type(data) is kind)
+
+
+def _number(data: Any) -> float:
+    if type(data) is float:
+        return data
+    if isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    raise _Unfit
+
+
+def _checked(holds: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    def revive(data: Any) -> Any:
+        if not holds(data):
+            raise _Unfit
+        return data
+
+    return revive
+
+
+def _container(
+    kind: type, item: Any, rebuild: Callable[[Any], Any], items: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """Of a list or an object; `rebuild` makes it of one whose items need not be looked at one by one."""
+    plain, way = {item} if item in EXACT else None, _reviver(item)
+
+    def revive(data: Any) -> Any:
+        if not isinstance(data, kind):
+            raise _Unfit
+        held = items(data)
+        if plain is not None and plain.issuperset(map(type, held)):
+            return rebuild(data)
+        return tuple([way(one) for one in held]) if kind is list else {key: way(one) for key, one in data.items()}
+
+    return revive
+
+
+def _union_reviver(choices: tuple[Any, ...], arguments: tuple[Any, ...]) -> Callable[[Any], Any]:
+    ways, optional = [_reviver(choice) for choice in choices], type(None) in arguments
+
+    def revive(data: Any) -> Any:
+        if data is None and optional:
+            return None
+        for way in ways:
+            try:
+                return way(data)
+            except _Unfit:
+                continue
+        raise _Unfit
+
+    return revive
+
+
+def _dataclass_reviver(kind: Any) -> Callable[[Any], Any]:
+    # Resolved with the first value: a type may hold values of its own type.
+    fields: dict[str, tuple[Any, Callable[[Any], Any]]] = {}
+    same: dict[Any, Any] = {}
+    shared = _may_be_shared(kind)
+
+    def revive(data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise _Unfit
+        if not fields:
+            fields.update((name, (hint, _reviver(hint))) for name, hint in _hints(kind).items())
+        given = {}
+        try:
+            for name, value in data.items():
+                hint, way = fields[name]
+                given[name] = value if type(value) is hint else way(value)
+            if not shared:
+                return kind(**given)
+            identity = tuple(given.items())
+            if identity not in same:
+                if len(same) >= MOST_SHARED:
+                    same.clear()
+                same[identity] = kind(**given)
+            return same[identity]
+        except (KeyError, TypeError):
+            raise _Unfit from None
+
+    return revive
+
+
+def _may_be_shared(kind: Any) -> bool:
+    """Whether equal values of a dataclass may be one: it is frozen, and so is all that it holds, down to the bit.
+
+    A report holds thousands of shapes, and few that differ. No floats: 0.0 equals -0.0.
+    """
+    frozen = kind.__dataclass_params__.frozen
+    return frozen and all(hint in (str, int, bool) or hint == tuple[int, ...] for hint in _hints(kind).values())
 
 
 def _revive(kind: Any, data: Any, place: str) -> Any:

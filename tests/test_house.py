@@ -47,6 +47,7 @@ ROOMS = (
         "environment",
         "progress",
         "cli_options",
+        "cli_running",
         "cli",
         "__main__",
     ),

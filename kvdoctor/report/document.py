@@ -291,6 +291,11 @@ def exit_code(report: Report, fail_on: FailOn) -> int:
     return EXIT_INCOMPLETE if _is_open(report.findings, report.not_checked) else EXIT_HEALTHY
 
 
+def is_open(report: Report) -> bool:
+    """Whether the diagnosis was not completed."""
+    return _is_open(report.findings, report.not_checked)
+
+
 def _is_open(findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...]) -> bool:
     """Whether anything without which a model is not called healthy could not be checked."""
     incomplete = _means_incomplete()
