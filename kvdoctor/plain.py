@@ -102,7 +102,7 @@ def _list_reviver(item: Any, newer: bool) -> Callable[[Any], Any]:
         made: list[Any] = []
         try:
             for one in data:
-                made.append(way(one))
+                made.append(way(one))  # noqa: PERF401 - how many came tells the place
         except _Unfit as unfit:
             raise unfit.within(f"[{len(made)}]") from None
         return tuple(made)
@@ -158,17 +158,7 @@ def _dataclass_reviver(kind: Any, newer: bool) -> Callable[[Any], Any]:
             raise _unfit("an object", data)
         if not fields:
             fields.update((name, (hint, _reviver(hint, newer))) for name, hint in _hints(kind).items())
-        given = {}
-        for name, value in data.items():
-            if name not in fields:
-                if newer:
-                    continue
-                raise _Unfit(f"unknown field {name!r}; known are {', '.join(fields)}")
-            hint, way = fields[name]
-            try:
-                given[name] = value if type(value) is hint else way(value)
-            except _Unfit as unfit:
-                raise unfit.within(f".{name}") from None
+        given = _revived(data, fields, newer)
         return _shared(given) if shared else _made(kind, given)
 
     def _shared(given: dict[str, Any]) -> Any:
@@ -180,6 +170,21 @@ def _dataclass_reviver(kind: Any, newer: bool) -> Callable[[Any], Any]:
         return same[identity]
 
     return revive
+
+
+def _revived(data: dict[str, Any], fields: dict[str, tuple[Any, Callable[[Any], Any]]], newer: bool) -> dict[str, Any]:
+    given = {}
+    for name, value in data.items():
+        if name not in fields:
+            if newer:
+                continue
+            raise _Unfit(f"unknown field {name!r}; known are {', '.join(fields)}")
+        hint, way = fields[name]
+        try:
+            given[name] = value if type(value) is hint else way(value)
+        except _Unfit as unfit:
+            raise unfit.within(f".{name}") from None
+    return given
 
 
 def _made(kind: Any, given: dict[str, Any]) -> Any:
