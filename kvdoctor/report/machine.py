@@ -56,4 +56,5 @@ def _items(value: Any) -> list[Any]:
 
 
 def _line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=True, allow_nan=False)
+    """One line. A `#` before another one is escaped: runners obey `##[...]` anywhere in a line (`safe.OBEYED`)."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False).replace("##", "#\\u0023")

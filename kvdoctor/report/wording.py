@@ -39,6 +39,12 @@ def evidence(finding: Finding) -> Iterator[tuple[str, str]]:
         yield "repair", finding.repair.text
 
 
+def known_reason(finding: Finding) -> str | None:
+    """Why a finding is known and does not count, by the baseline; None for one that counts."""
+    reason = getattr(finding, "known", None)
+    return None if reason is None else str(reason)
+
+
 def outcome(run: Run) -> str:
     """`failed at step 2`, `passed`, ..."""
     at = run.failed_step
@@ -215,20 +221,33 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.2f} ms"
 
 
+def counts(report: Report) -> str:
+    """`1 error, 2 notes`; empty where nothing was found."""
+    found = {
+        severity: sum(f.severity == severity for f in report.findings) for severity in ("error", "warning", "note")
+    }
+    return ", ".join(f"{number} {severity}{'s' * (number > 1)}" for severity, number in found.items() if number)
+
+
+def gate_line(verdict: str, reports: list[Report]) -> str:
+    """The last line of a gate: the verdict over all models, and how many have which."""
+    words = {"unhealthy": "unhealthy", "incomplete": "not diagnosed", "nothing-found": "not run"}
+    numbers = {word: sum(report.verdict == name for report in reports) for name, word in words.items()}
+    more = "".join(f", {number} {word}" for word, number in numbers.items() if number)
+    healthy = sum(report.verdict == "healthy" for report in reports)
+    return f"gate: {verdict}; {healthy} of {len(reports)} model{'s' * (len(reports) > 1)} healthy{more}"
+
+
 def verdict_line(report: Report) -> str:
     """The last line: verdict and counts."""
-    counts = [
-        f"{number} {severity}{'s' if number > 1 else ''}"
-        for severity in ("error", "warning", "note")
-        if (number := sum(finding.severity == severity for finding in report.findings))
-    ]
     words = {
         "healthy": "healthy",
         "unhealthy": "unhealthy",
         "incomplete": "not diagnosed: what could not be checked is listed above",
         "nothing-found": "nothing found without running it; step-test runs decode steps",
     }
-    return f"{report.model.path}: {words[report.verdict]}" + (f" ({', '.join(counts)})" if counts else "")
+    found = counts(report)
+    return f"{report.model.path}: {words[report.verdict]}" + (f" ({found})" if found else "")
 
 
 def reproducer_line(report: Report) -> str | None:
