@@ -24,7 +24,9 @@ import make_consoles  # noqa: E402 - found by the line above
 
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ALL = (ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted(DOCS.glob("*.md")))
-TYPED = re.compile(r"`((?:\.venv/bin/)?kvdoctor [a-z][^`\n]*)`|^(?:\$ |- )?((?:\.venv/bin/)?kvdoctor [a-z].*)$", re.MULTILINE)
+TYPED = re.compile(
+    r"`((?:\.venv/bin/)?kvdoctor [a-z][^`\n]*)`|^(?:\$ |- )?((?:\.venv/bin/)?kvdoctor [a-z].*)$", re.MULTILINE
+)
 
 
 def cost(page: Path) -> list[pytest.MarkDecorator]:
@@ -33,9 +35,7 @@ def cost(page: Path) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if slow else []
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=cost(page), id=page.name) for page in make_consoles.pages()]
-)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=cost(page), id=page.name) for page in make_consoles.pages()])
 def test_what_is_shown_is_what_is_printed(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     today = make_consoles.played(text)
@@ -95,7 +95,9 @@ def test_help_has_an_example_that_is_a_call_of_the_command(name: str) -> None:
 
 def snippet(page: str, name: str) -> str:
     """The code that stands behind a mark."""
-    found = re.search(rf"<!-- snippet: {name} -->\n```\w+\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    found = re.search(
+        rf"<!-- snippet: {name} -->\n```\w+\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL
+    )
     assert found is not None
     return found[1]
 
@@ -140,7 +142,9 @@ def test_the_loop_for_a_decoder_writes_what_the_model_means() -> None:
     folder = ROOT / "fixtures" / "exports" / "gpt2"
     loop = snippet("consumers.md", "python decoder")
     whole = f"\nwith_cache = decode(r'{folder}', [5, 6, 7], 8)\nagain = [5, 6, 7]"
-    whole += f"\nwhile len(again) < 11:\n    again = decode(r'{folder}', again, 1)\nprint(with_cache == again, len(again))"
+    whole += (
+        f"\nwhile len(again) < 11:\n    again = decode(r'{folder}', again, 1)\nprint(with_cache == again, len(again))"
+    )
     assert printed(loop + whole, sys.executable, "-c") == "True 11"
 
 
@@ -149,13 +153,23 @@ def test_the_loop_in_javascript_writes_what_the_model_means(without_a_cache: str
     if shutil.which("npm") is None or shutil.which("node") is None:
         give_up("neither node nor npm is on the path")
     # Its script fetches the libraries of other providers; what runs on a CPU is in the package.
-    install = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(tmp_path), "onnxruntime-node"]
+    install = [
+        "npm",
+        "install",
+        "--ignore-scripts",
+        "--no-audit",
+        "--no-fund",
+        "--prefix",
+        str(tmp_path),
+        "onnxruntime-node",
+    ]
     (tmp_path / "package.json").write_text("{}", encoding="utf-8")
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     if done.returncode:
         give_up(f"npm cannot install onnxruntime-node here: {done.stderr.strip()[-200:]}")
     program = tmp_path / "loop.js"
-    call = f"\ndecode({str(MERGED)!r}, [5, 6, 7, 8, 9, 10, 11], 3, 8).then((tokens) => console.log(JSON.stringify(tokens)));"
+    call = f"\ndecode({str(MERGED)!r}, [5, 6, 7, 8, 9, 10, 11], 3, 8)"
+    call += ".then((tokens) => console.log(JSON.stringify(tokens)));"
     program.write_text(snippet("consumers.md", "javascript merged") + call, encoding="utf-8")
     done = subprocess.run(["node", str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

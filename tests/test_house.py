@@ -57,6 +57,7 @@ ROOMS = (
         "cli_config",
         "cli_baseline",
         "cli_diff",
+        "cli_output",
         "cli",
         "__main__",
     ),
