@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def _reviver(kind: Any) -> Callable[[Any], Any]:
     if origin is tuple:
         return _container(list, arguments[0], tuple, lambda data: data)
     if origin is dict:
-        return _container(dict, arguments[1], dict, dict.values)
+        return _container(dict, arguments[1], dict, lambda data: data.values())
     if dataclasses.is_dataclass(kind):
         return _dataclass_reviver(kind)
     if kind is float:
@@ -95,10 +95,12 @@ def _container(
     def revive(data: Any) -> Any:
         if not isinstance(data, kind):
             raise _Unfit
+        keys: Collection[Any] = data
         held = items(data)
         if plain is not None and plain.issuperset(map(type, held)):
             return rebuild(data)
-        return tuple([way(one) for one in held]) if kind is list else {key: way(one) for key, one in data.items()}
+        revived = map(way, held)
+        return tuple(revived) if kind is list else dict(zip(keys, revived, strict=True))
 
     return revive
 
