@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -93,14 +93,14 @@ def _container(
     plain, way = {item} if item in EXACT else None, _reviver(item)
 
     def revive(data: Any) -> Any:
-        if not isinstance(data, kind):
+        fits: bool = isinstance(data, kind)
+        if not fits:
             raise _Unfit
-        keys: Collection[Any] = data
         held = items(data)
         if plain is not None and plain.issuperset(map(type, held)):
             return rebuild(data)
         revived = map(way, held)
-        return tuple(revived) if kind is list else dict(zip(keys, revived, strict=True))
+        return tuple(revived) if kind is list else dict(zip(data, revived, strict=True))
 
     return revive
 

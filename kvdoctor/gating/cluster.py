@@ -185,14 +185,13 @@ class Cluster(Executor):
 def _connected(address: str) -> Any:
     try:
         from distributed import Client
+        from distributed.comm import resolve_address
     except ImportError:
         raise KvdoctorError("--cluster needs distributed: pip install 'kvdoctor[dask]'") from None
     try:
-        return Client(
-            address,  # type: ignore[no-untyped-call, unused-ignore]
-            timeout=CONNECT_SECONDS,
-            set_as_default=False,
-        )
+        resolve_address(address)
+        make: Any = Client
+        return make(address, timeout=CONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError) as error:
         told = " ".join(str(error).split()) or type(error).__name__
         raise KvdoctorError(f"no Dask scheduler answers at {address!r} ({told}); see that it runs") from None
