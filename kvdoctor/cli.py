@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from kvdoctor import __version__
+from kvdoctor import __version__, cli_examples
 from kvdoctor.cli_options import (
     FORMATS,
     afresh_options,
@@ -50,7 +50,7 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @load_options
 @target_options
 @shared_options
@@ -62,7 +62,7 @@ def inspect(path: str, **given: Any) -> NoReturn:
 
 
 @cli.command("step-test")
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option(
     "--contract",
     metavar="FILE",
@@ -90,7 +90,7 @@ def step_test(path: str, **given: Any) -> NoReturn:
 
 
 @cli.command("re-export")
-@click.argument("path", required=False)
+@click.argument("path", required=False, type=click.Path())
 @click.option("-o", "--out", required=False, metavar="OUT", help="Folder for the repaired copy; must not exist.")
 @click.option("--force", is_flag=True, help="Replace OUT if kvdoctor wrote it.")
 @click.option("--dry-run", is_flag=True, help="Say what would be changed, write nothing.")
@@ -130,7 +130,7 @@ def re_export(path: str | None, out: str | None, force: bool, dry_run: bool, sho
 
 
 @cli.command()
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("-o", "--out", required=True, metavar="DIR", help="Folder for the reproducer; must not exist.")
 @click.option("--force", is_flag=True, help="Replace DIR if kvdoctor wrote it.")
 @shared_options
@@ -148,7 +148,7 @@ def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
 
 
 @cli.command()
-@click.argument("paths", nargs=-1, required=True)
+@click.argument("paths", nargs=-1, required=True, type=click.Path())
 @click.option("--static", is_flag=True, help="Run nothing: what the files alone say. The verdict is never healthy.")
 @click.option("--by-folder", is_flag=True, help="A file stands for the export that it lies in, and each is asked once.")
 @target_options
@@ -211,7 +211,7 @@ def schema(name: str) -> None:
 
 
 @cli.command()
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text")
 def contract(path: str, format_: str) -> None:
     """Print the cache contract of each stack: what a loop must feed, feed back and hold."""
@@ -237,6 +237,9 @@ def env() -> None:
 
     for line in environment.lines():
         click.echo(line)
+
+
+cli_examples.show(cli)
 
 
 def _repaired(plan: dict[str, Any], given: dict[str, Any], told: "Told | None") -> "Report":

@@ -47,6 +47,7 @@ ROOMS = (
         "environment",
         "progress",
         "cli_options",
+        "cli_examples",
         "cli",
         "__main__",
     ),
