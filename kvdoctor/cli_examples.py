@@ -52,7 +52,5 @@ def text(examples: tuple[tuple[str, str], ...]) -> str:
     """The calls with what they are for, on one line where that fits into 80 columns, which click leaves as they are."""
     width = max(len(call) for call, _ in examples)
     beside = all(width + 4 + len(purpose) <= 78 for _, purpose in examples)
-    lines = (
-        f"  {call:<{width}}  {purpose}" if beside else f"  {call}\n      {purpose}" for call, purpose in examples
-    )
+    lines = (f"  {call:<{width}}  {purpose}" if beside else f"  {call}\n      {purpose}" for call, purpose in examples)
     return "Examples:\n\n\b\n" + "\n".join(lines)
