@@ -1,4 +1,4 @@
-"""The life of a model in a repository, with git and pre-commit as they are: stopped at the commit, red, mended, green."""
+"""The life of a model in a repository, with git and pre-commit: stopped at the commit, red, mended, green."""
 
 import json
 import shutil
