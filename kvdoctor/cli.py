@@ -7,12 +7,17 @@ import contextlib
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from kvdoctor import __version__, cli_examples
+from kvdoctor.cli_baseline import baseline
+from kvdoctor.cli_config import config
+from kvdoctor.cli_diff import diff
+from kvdoctor.cli_gate import baseline_lines, baseline_of, baseline_option, jobs_of, last_lines
 from kvdoctor.cli_options import (
     FORMATS,
     afresh_options,
@@ -22,13 +27,13 @@ from kvdoctor.cli_options import (
     shared_options,
     target_options,
 )
+from kvdoctor.cli_policy import policy_of, policy_options, ruled
 from kvdoctor.errors import KvdoctorError
 
 if TYPE_CHECKING:
     from kvdoctor.doctor import Options
     from kvdoctor.progress import Told
     from kvdoctor.report.document import Report
-    from kvdoctor.uses import Required
 
 EXIT_OK, EXIT_INTERRUPTED = 0, 130
 EXAMPLES = """
@@ -54,11 +59,13 @@ def cli() -> None:
 @load_options
 @target_options
 @shared_options
+@policy_options
 def inspect(path: str, **given: Any) -> NoReturn:
     """Read a model without running it: files, inputs and outputs, the cache contract. Loads no weights."""
-    from kvdoctor import doctor
+    from kvdoctor import api
 
-    finish(doctor.inspect(path, _options(given)), given)
+    given = ruled(path, given)
+    finish(api.inspect(path, **_asked(given)), given)
 
 
 @cli.command("step-test")
@@ -84,9 +91,16 @@ def inspect(path: str, **given: Any) -> NoReturn:
 )
 @shared_options
 @run_options
+@policy_options
 def step_test(path: str, **given: Any) -> NoReturn:
     """Run decode steps with and without the cache, name the failure and its cause."""
-    finish(_step_test(path, given), given)
+    from kvdoctor import api
+    from kvdoctor.progress import on_terminal
+
+    given = ruled(path, given)
+    with on_terminal(given["quiet"]) as told:
+        report = api.step_test(path, **_asked(given, told))
+    finish(report, given)
 
 
 @cli.command("re-export")
@@ -112,20 +126,14 @@ def re_export(path: str | None, out: str | None, force: bool, dry_run: bool, sho
     With --from CHECKPOINT the model is exported afresh, repaired and held against PyTorch; PATH is then the model whose
     inputs and outputs are kept, and may be left out.
     """
-    from kvdoctor.cure.converting import Fit
+    from kvdoctor import api
     from kvdoctor.progress import on_terminal
 
     if out is None and not (dry_run or show_diff):
         raise click.UsageError("give the folder for the repaired copy with -o OUT, or ask with --dry-run")
-    fix = tuple(dict.fromkeys(name.strip() for entry in given["fix"] for name in entry.split(",") if name.strip()))
-    if given["fix"] and not fix:
-        raise click.UsageError("--fix names no repair; leave it out to have all of them (docs/repairs.md)")
-    plan: dict[str, Any] = {"path": path, "out": None if dry_run or show_diff else out, "force": force, "fix": fix}
-    plan["keep_unproved"] = given["keep_unproved"]
-    lowered = given["opset"] if given["from_"] is None else None
-    plan["fit"] = Fit(given["layout"], given["axes"] == "readable", given["ir_version"], lowered)
     with on_terminal(given["quiet"]) as told:
-        report = (_repaired if given["from_"] is None else _exported_afresh)(plan, given, told)
+        kept = None if dry_run or show_diff else out
+        report = api.re_export(path, kept, force=force, **_asked(given, told))
     finish(report, given, show_diff=show_diff)
 
 
@@ -148,35 +156,47 @@ def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
 
 
 @cli.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path())
+@click.argument("paths", nargs=-1, type=click.Path())
 @click.option("--static", is_flag=True, help="Run nothing: what the files alone say. The verdict is never healthy.")
 @click.option("--by-folder", is_flag=True, help="A file stands for the export that it lies in, and each is asked once.")
+@baseline_option
 @target_options
 @offline_option
 @shared_options
 @run_options
+@policy_options
 def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
-    """Inspect and step-test models for CI. Exit code 0 healthy, 1 findings, 2 wrong usage, 3 could not be checked."""
+    """Inspect and step-test models for CI, those of the policy where no PATH is given (docs/policy.md).
+
+    Exit code 0 healthy, 1 findings that are not known, 2 wrong usage, 3 could not be checked.
+    """
     from kvdoctor import gating
     from kvdoctor.progress import on_terminal
     from kvdoctor.report import formats
+    from kvdoctor.report.safe import printable
 
     outputs = _outputs(given)
+    known = baseline_of(given)
     with on_terminal(given["quiet"]) as told:
-        options = _options(given, told)
-        named = gating.exports_of(paths) if given["by_folder"] else paths
-        done = gating.gate([gating.Job(path, options) for path in named], static=given["static"])
+        done = gating.gate(jobs_of(paths, given, told), static=given["static"], baseline=known)
+    done = replace(done, policy=policy_of().file)
     if given["format_"] == "text":
         for report in done.reports:
             _print(report, given)
-        if len(done.reports) > 1:
-            healthy = sum(report.verdict == "healthy" for report in done.reports)
-            click.echo(f"gate: {done.verdict}; {healthy} of {len(done.reports)} models healthy")
+        for line in last_lines(done):
+            click.echo(printable(line))
     else:
-        sys.stdout.write(formats.rendered_gate(done.verdict, list(done.reports), given["format_"]))
+        sys.stdout.write(formats.rendered_gate(done.to_dict(), list(done.reports), given["format_"]))
+        for line in baseline_lines(done):
+            _complain(printable(line))
     for name, file in outputs:
-        _write(file, formats.rendered_gate(done.verdict, list(done.reports), name))
+        _write(file, formats.rendered_gate(done.to_dict(), list(done.reports), name))
     _exit(done.exit_code)
+
+
+cli.add_command(config)
+cli.add_command(baseline)
+cli.add_command(diff)
 
 
 @cli.command()
@@ -201,7 +221,7 @@ def explain(code: str | None) -> None:
 
 
 @cli.command()
-@click.argument("name", type=click.Choice(["report", "gate", "contract"]))
+@click.argument("name", type=click.Choice(["report", "gate", "contract", "diff", "baseline"]))
 def schema(name: str) -> None:
     """Print the JSON Schema of a document."""
     from kvdoctor.report import machine
@@ -242,98 +262,18 @@ def env() -> None:
 cli_examples.show(cli)
 
 
-def _repaired(plan: dict[str, Any], given: dict[str, Any], told: "Told | None") -> "Report":
-    from kvdoctor import re_exporting
-
-    if plan["path"] is None:
-        raise click.UsageError("give PATH, the model to repair; or --from CHECKPOINT to export one afresh")
-    for name in ("exporter", "dtype", "task", "because"):
-        if given[name] is not None:
-            raise click.UsageError(f"--{name} is for an export made afresh: give --from CHECKPOINT as well")
-    return re_exporting.re_export(re_exporting.Request(**plan), _options(given, told))
-
-
-def _exported_afresh(plan: dict[str, Any], given: dict[str, Any], told: "Told | None") -> "Report":
-    from kvdoctor import exporting_afresh
-    from kvdoctor.afresh.asked import Asked
-
-    how = {name: given[name] for name in ("exporter", "opset", "dtype", "task", "because")}
-    asked = Asked(given["from_"], **plan, **how)
-    return exporting_afresh.export_afresh(asked, _options(given, told), told.say if told is not None else None)
-
-
-def _step_test(path: str, given: dict[str, Any]) -> "Report":
-    from kvdoctor.child import Limits
-    from kvdoctor.progress import on_terminal
-    from kvdoctor.runtimes import Runtime
-
-    # Started before anything else is loaded: the worker opens the runtime in the meantime.
-    with Runtime(Limits(given["timeout"], given["max_memory"])) as runtime, on_terminal(given["quiet"]) as told:
-        from kvdoctor import doctor
-
-        return doctor.step_test(path, _options(given, told), runtime)
+def _asked(given: dict[str, Any], told: "Told | None" = None) -> dict[str, Any]:
+    """What the command line was given, as the keyword arguments of `kvdoctor.api`."""
+    _outputs(given)
+    own = ("format_", "outputs", "quiet", "verbose", "color", "hash_files")
+    asked = {name: value for name, value in given.items() if name not in own}
+    return {**asked, "hash": given["hash_files"], "progress": told}
 
 
 def _options(given: dict[str, Any], told: "Told | None" = None) -> "Options":
-    from kvdoctor.child import Limits
-    from kvdoctor.doctor import Options
-    from kvdoctor.findings import Selection
-    from kvdoctor.kept import Load
-    from kvdoctor.targets import parse_targets
+    from kvdoctor.asking import options_of
 
-    _outputs(given)
-
-    return Options(
-        consumer=given["consumer"],
-        fail_on=given["fail_on"],
-        selection=Selection(_codes(given["select"]), _codes(given["ignore"])),
-        seed=given["seed"],
-        provider=given.get("provider", "CPUExecutionProvider"),
-        limits=Limits(given.get("timeout", 300.0), given.get("max_memory")),
-        hash_files=given["hash_files"],
-        contract=given.get("contract"),
-        required=_uses(given["require"]),
-        thorough=given.get("thorough", False),
-        prompt=_ids(given.get("prompt_ids", "")),
-        inputs=given.get("inputs"),
-        progress=told,
-        reference=given.get("reference"),
-        offline=given.get("offline", False),
-        trace=given.get("trace"),
-        targets=parse_targets(given.get("targets", ())),
-        load=Load(given.get("batch"), given.get("context"), given.get("encoder_length")),
-    )
-
-
-def _codes(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Split `KV1,KV203`, and refuse what selects nothing: a typing error must not make a gate green."""
-    codes = tuple(code.strip() for entry in given for code in entry.split(",") if code.strip())
-    if codes:
-        from kvdoctor.findings import Selection, all_checks
-
-        for code in codes:
-            if not any(Selection((code,)).takes(check.code, check.name) for check in all_checks()):
-                raise click.UsageError(f"{code!r} names no check; `kvdoctor explain` lists all of them")
-    return codes
-
-
-def _uses(given: tuple[str, ...]) -> "tuple[Required, ...]":
-    """Split `batch,beam`, and refuse what is no use."""
-    from kvdoctor.uses import REQUIRED
-
-    words = dict.fromkeys(word.strip() for entry in given for word in entry.split(",") if word.strip())
-    for word in words:
-        if word not in REQUIRED:
-            raise click.UsageError(f"--require takes {', '.join(REQUIRED)}; got {word!r}")
-    return tuple(use for use in REQUIRED if use in words)
-
-
-def _ids(given: str) -> tuple[int, ...]:
-    """Split `1,2,3`."""
-    try:
-        return tuple(int(word) for word in given.split(",") if word.strip())
-    except ValueError:
-        raise click.UsageError(f"--prompt-ids takes whole numbers, as in 1,2,3; got {given!r}") from None
+    return options_of(_asked(given, told))
 
 
 def finish(report: "Report", given: dict[str, Any], **more: Any) -> NoReturn:
@@ -391,6 +331,7 @@ def main() -> NoReturn:
     """Run the command line. Errors that kvdoctor raises on purpose end with exit code 2 and one line."""
     try:
         _prepare_streams()
+        _show_notices()
         _end_in_order()
         cli.main(standalone_mode=False)
         _exit(EXIT_OK)
@@ -436,6 +377,17 @@ def _prepare_streams() -> None:
         reconfigure = getattr(getattr(sys, name), "reconfigure", None)
         if reconfigure:
             reconfigure(errors="backslashreplace")
+
+
+def _show_notices() -> None:
+    """Say on a terminal what takes long outside of experiments: an environment that is being made."""
+    if sys.stderr.isatty():
+        import logging
+
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("kvdoctor: %(message)s"))
+        logging.getLogger("kvdoctor").addHandler(handler)
+        logging.getLogger("kvdoctor").setLevel(logging.INFO)
 
 
 def _complain(text: str) -> None:

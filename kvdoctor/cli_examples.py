@@ -27,6 +27,15 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdoctor gate exports/marian --fail-on warning", "stricter"),
         ("kvdoctor gate --static --by-folder exports/marian/model.onnx", "for a hook: runs nothing"),
     ),
+    "baseline": (
+        ('kvdoctor baseline exports/*/ --reason "the app holds it" --until 2027-03-31', "take in what counts today"),
+        ("kvdoctor baseline exports/*/ --prune", "take out what is not found any more"),
+        ("kvdoctor baseline exports/*/ --check", "for CI: is the file up to date?"),
+    ),
+    "config": (
+        ("kvdoctor config", "what holds for the models of the policy, and where it comes from"),
+        ("kvdoctor config exports/marian --format json", "for one model, for programs"),
+    ),
     "explain": (
         ("kvdoctor explain KV203", "by code"),
         ("kvdoctor explain mask-not-offset", "by name"),

@@ -9,14 +9,14 @@ import click
 from kvdoctor.kept import MOST_POSITIONS, MOST_ROWS
 from kvdoctor.uses import REQUIRED
 
-FORMATS = ("text", "json", "markdown", "sarif", "junit", "github")
+FORMATS = ("text", "json", "markdown", "html", "sarif", "junit", "github")
 
 
-def shared_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
-    """The options that mean the same everywhere."""
+def shared_options(command: "Callable[..., Any]", formats: tuple[str, ...] = FORMATS) -> "Callable[..., Any]":
+    """The options that mean the same everywhere; a command may have other `formats`."""
     options = [
         click.option(
-            "--format", "format_", type=click.Choice(FORMATS), default="text", help="What goes to standard output."
+            "--format", "format_", type=click.Choice(formats), default="text", help="What goes to standard output."
         ),
         click.option(
             "--output", "outputs", multiple=True, metavar="FORMAT=FILE", help="Also write that format to a file."

@@ -28,3 +28,11 @@ class WorkerDied(KvdoctorError):
         super().__init__(how)
         self.how = how
         self.limit = limit
+
+
+class Unhealthy(KvdoctorError):
+    """A model was not shown to be healthy: `raise_for_findings` of its report raises it, with the findings in words."""
+
+
+class Worse(KvdoctorError):
+    """One model is worse than another, or they could not be compared: `raise_if_worse` of a diff raises it."""

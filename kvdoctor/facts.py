@@ -1,19 +1,22 @@
 """What the report says of files and stacks, read off the graphs and the disk."""
 
 import hashlib
+import math
 import platform
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from kvdoctor.configs import decoder_config, encoder_length, is_count
 from kvdoctor.contract import CacheContract
-from kvdoctor.graph import Declared
+from kvdoctor.graph import ELEMENT_TYPES, Declared, GraphView
 from kvdoctor.kept import Load
 from kvdoctor.memory import plan
 from kvdoctor.model_folder import SideCars
-from kvdoctor.onnx_schema import onnx_version
-from kvdoctor.report.document import FileFacts, StackFacts
+from kvdoctor.onnx_schema import NodeProto, onnx_version
+from kvdoctor.report.document import FileFacts, GraphFacts, StackFacts
 from kvdoctor.stacks import OnnxFile, StackFiles
 
 WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "starcoder2")
@@ -47,7 +50,29 @@ def file_facts(file: OnnxFile, hash_it: bool) -> FileFacts:
         external=tuple(external.location for external in file.external),
         inputs=tuple(_port_facts(port) for port in view.inputs.values()),
         outputs=tuple(_port_facts(port) for port in view.outputs.values()),
+        graph=_graph_facts(view),
     )
+
+
+def _graph_facts(view: GraphView) -> GraphFacts:
+    graphs = [scope.graph for scope in view.scopes()]
+    bodies = [graph.node for graph in graphs] + [function.node for function in view.model.functions]
+    operators = Counter(_operator(node) for nodes in bodies for node in nodes)
+    tensors = [tensor for graph in graphs for tensor in graph.initializer]
+    size = sum(_bits(tensor.data_type) * math.prod(tensor.dims) for tensor in tensors)
+    return GraphFacts(operators.total(), dict(sorted(operators.items())), len(tensors), math.ceil(size / 8))
+
+
+def _operator(node: NodeProto) -> str:
+    return str(node.op_type) if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+
+
+def _bits(data_type: int) -> int:
+    """Bits of an element, by the digits of its type's name: uint4, bfloat16, float8e4m3fn; 0 where it has no size."""
+    name = ELEMENT_TYPES.get(data_type, "")
+    known = {"float": 32, "double": 64, "bool": 8}
+    digits = re.search(r"\d+", name)
+    return known.get(name) or (int(digits.group()) if digits else 0)
 
 
 def _port_facts(port: "Declared") -> dict[str, Any]:

@@ -4,7 +4,6 @@ A check is one file under `checks/`: a docstring that explains the fault, and a 
 Its code, name and text come from there and nowhere else.
 """
 
-import hashlib
 import importlib
 import inspect
 import pkgutil
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+from kvdoctor.fingerprints import Place, fingerprint, numbered
 from kvdoctor.uses import Required
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class Advice:
 class Fault:
     """What a check found, before the frame adds the check's own code and name.
 
-    `follows` are the consequences, which are not reported as faults of their own. `use` is the documented use that it
-    denies: whoever requires that gets an error.
     `follows` are the consequences, which are not reported as faults of their own; `because` says what the place of the
-    fault showed.
+    fault showed. `use` is the documented use that it denies: whoever requires that gets an error. `apart` tells it from
+    other faults of its check with the same subject, in words that stay the same (`fingerprints`): an experiment, a
+    target.
     """
 
     severity: Severity
@@ -55,11 +55,23 @@ class Fault:
     confidence: Confidence = "confirmed"
     use: Required | None = None
     because: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Why a team lives with a finding, and the last day on which it is known, as in 2026-12-31; None for no end."""
+
+    reason: str
+    until: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault with the code and name of its check, the stack and the file."""
+    """A fault with the code and name of its check, the stack and the file.
+
+    `known` says that the baseline of a gate holds it: it is told like any other, and does not count.
+    """
 
     code: str
     name: str
@@ -77,6 +89,7 @@ class Finding:
     fingerprint: str = ""
     use: Required | None = None
     because: tuple[str, ...] = ()
+    known: Known | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +207,7 @@ def _run_check(one: Check, case: "Case", stack: str | None, verdicts: Verdicts) 
     try:
         for fault in one.function(case):
             required = fault.use in case.required
-            verdicts.findings.append(_finding(one, replace(fault, severity="error") if required else fault, stack))
+            verdicts.findings.append(_finding(one, replace(fault, severity="error") if required else fault, case))
     except CannotCheck as reason:
         verdicts.not_checked.append(NotChecked(stack, one.code, str(reason)))
     except Exception as error:  # one broken check must not hide what the others found
@@ -202,14 +215,23 @@ def _run_check(one: Check, case: "Case", stack: str | None, verdicts: Verdicts) 
         verdicts.not_checked.append(NotChecked(stack, one.code, text, essential=True))
 
 
-def _finding(one: Check, fault: Fault, stack: str | None) -> Finding:
-    identity = "\n".join((one.name, stack or "", fault.where, *sorted(fault.subject)))
+def told_apart(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """The findings of one model, each with a fingerprint of its own."""
+    by_name = sorted(range(len(findings)), key=lambda at: (findings[at].stack or "", findings[at].file or "", at))
+    distinct = dict(zip(by_name, numbered([findings[at].fingerprint for at in by_name]), strict=True))
+    return tuple(replace(finding, fingerprint=distinct[at]) for at, finding in enumerate(findings))
+
+
+def _finding(one: Check, fault: Fault, case: "Case") -> Finding:
+    files = (*case.folder.files, *(case.stack.files.values() if case.stack else ()))
+    named = next((file for file in files if file.name == fault.file), None)
+    file = named or case.file or (case.stack.main if case.stack else None)
     return Finding(
         code=one.code,
         name=one.name,
         severity=fault.severity,
         confidence=fault.confidence,
-        stack=stack,
+        stack=case.stack.name if case.stack else None,
         file=fault.file,
         subject=fault.subject,
         where=fault.where,
@@ -220,5 +242,5 @@ def _finding(one: Check, fault: Fault, stack: str | None) -> Finding:
         repair=fault.advice,
         use=fault.use,
         because=fault.because,
-        fingerprint=hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()[:16],
+        fingerprint=fingerprint(one.name, fault.subject, fault.apart, Place(file, case.stack, files)),
     )

@@ -1,6 +1,6 @@
 """What the user asked for, the same for every command."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ class Options:
     """What the user asked for, the same for every command.
 
     `locate` says that the place of a fault is looked for in the graph, which takes as long again; `only` names
-    the stacks that are to be run, of those that lie at the path.
+    the stacks that are to be run, of those that lie at the path. `tolerances` are shares of the spread that pass in the
+    place of kvdoctor's own, by the arithmetic; `policy` is the file that holds what was not said, if there is one.
     """
 
     consumer: Consumer = "plain"
@@ -42,6 +43,8 @@ class Options:
     only: frozenset[str] | None = None
     targets: tuple[Target, ...] = ()
     progress: Callable[[str, int, int], None] | None = None
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    policy: str | None = None
 
     def as_arguments(self) -> dict[str, Any]:
         """The options as the report shows them; what the memory is planned for only where it was asked."""
@@ -61,5 +64,7 @@ class Options:
             **({"reference": self.reference} if self.reference is not None else {}),
             **({"offline": self.offline} if self.reference is not None or self.targets else {}),
             **({"target": [target.asked for target in self.targets]} if self.targets else {}),
+            **({"tolerances": dict(self.tolerances)} if self.tolerances else {}),
+            **({"policy": self.policy} if self.policy is not None else {}),
             **load,
         }

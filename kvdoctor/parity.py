@@ -2,11 +2,11 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from kvdoctor.tolerances import tolerance
 from kvdoctor.trace import Difference, ErrorGrowth
 
 Verdict = Literal["pass", "ambiguous", "fail"]
@@ -24,39 +24,6 @@ TREND = 0.6
 """Kendall's rank correlation from which differences are said to grow: of seven equal ones, four orders in a hundred."""
 FEWEST_STEPS = 4
 """With fewer steps on a cache, chance gives any shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Largest differences, as a fraction of the logits' spread, that pass and that are not yet a failure."""
-
-    passes: float
-    fails: float
-    reason: str
-
-
-TOLERANCES = {
-    "float": Tolerance(
-        2e-4,
-        6e-4,
-        "float32: right splits differ by 1e-6 of the spread, the smallest known mistake by 6e-4; weights stored in 8 "
-        "or 4 bits change nothing of that, they are the same in every call",
-    ),
-    "float16": Tolerance(2e-2, 6e-2, "float16 keeps 11 bits: rounding adds up to about 1e-2 of the spread"),
-    "bfloat16": Tolerance(1.5e-1, 4e-1, "bfloat16 keeps 8 bits: rounding adds up to about 1e-1 of the spread"),
-    "static-quantisation": Tolerance(
-        3e-2,
-        1e-1,
-        "every activation, or entry of an 8-bit cache, is rounded by itself: right splits are equal, until the last "
-        "bit of a float32 tips one rounding, which moved logits by up to 2.4e-2 of the spread in one of 200 steps",
-    ),
-    "dynamic-quantisation": Tolerance(
-        1e-1, 3e-1, "activation scales depend on the whole tensor, so right splits differ by up to 5e-2 of the spread"
-    ),
-}
-"""By the exactness of the contract. The figures come from step-by-step runs of sixteen healthy decoders and of
-the mistakes that a loop or an exporter makes on them; those of static quantisation from 25 seeds on each of eleven
-decoders with QDQ, QOperator and 4- and 8-bit weights (MatMulNBits), and with caches of 8 and 4 bits."""
 
 
 UNMEASURABLE = Difference(-1.0, -1.0, same_top1=0.0, near_ties=0.0, finite=False, cosine=0.0, kl=-1.0, same_top5=0.0)
@@ -83,7 +50,7 @@ def compare(actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]", ex
     if not (np.isfinite(spreads).all() and np.isfinite(cosines).all() and np.isfinite(divergences).all()):
         return UNMEASURABLE  # finite, and too large for their squares
     most, width = float(worst.max()), max(float(spreads.mean()), LEAST_SPREAD)
-    noise = TOLERANCES[exactness].passes * width
+    noise = tolerance(exactness).passes * width
     same, near = _same_word(got, want, noise)
     return Difference(
         max_abs=_rounded(most),
@@ -184,10 +151,10 @@ def judge(difference: Difference, exactness: str, noise: float = 0.0) -> Verdict
     `noise` is what the model at hand was seen to differ by without any fault, as a fraction of the spread: what stays
     within it passes, and a fault must stand well out of it.
     """
-    tolerance = TOLERANCES[exactness]
-    if not difference.finite or difference.relative > max(tolerance.fails, 4 * noise):
+    limit = tolerance(exactness)
+    if not difference.finite or difference.relative > max(limit.fails, 4 * noise):
         return "fail"
-    return "pass" if difference.relative <= max(tolerance.passes, 1.5 * noise) else "ambiguous"
+    return "pass" if difference.relative <= max(limit.passes, 1.5 * noise) else "ambiguous"
 
 
 def error_growth(relatives: Sequence[float], exactness: str) -> ErrorGrowth | None:
@@ -197,7 +164,7 @@ def error_growth(relatives: Sequence[float], exactness: str) -> ErrorGrowth | No
     one that multiplies from one step to the next and stays, by the median of what comes after, so that a single step
     that is off is none. A linear one is seen by rank, which no single step decides either. None for too few steps.
     """
-    floor = TOLERANCES[exactness].passes / 10
+    floor = tolerance(exactness).passes / 10
     levels = [max(relative, floor) for relative in relatives]
     cached = levels[1:]
     if len(cached) < FEWEST_STEPS:

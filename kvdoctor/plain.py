@@ -26,13 +26,29 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def from_plain(kind: type[T], data: Any) -> T:
+def from_plain(kind: type[T], data: Any, *, newer: bool = False) -> T:
     """Rebuild a value of the annotated type `kind` from plain JSON values.
+
+    Where it may be `newer`, fields that are not known are passed over: those that later versions add.
 
     Raises:
         ValueError: a field is missing, unknown, or of the wrong type; the message names its place.
     """
-    return typing.cast("T", _revive(kind, data, kind.__name__))
+    return typing.cast("T", _revive(kind, _pruned(kind, data) if newer else data, kind.__name__))
+
+
+def _pruned(kind: Any, data: Any) -> Any:
+    """The data without the fields of objects that their dataclass does not have."""
+    arguments = typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
+        hints = _hints(typing.cast("type", kind))
+        return {name: _pruned(hints[name], item) for name, item in data.items() if name in hints}
+    if isinstance(data, list) and arguments:
+        return [_pruned(arguments[0], item) for item in data]
+    if isinstance(data, dict) and typing.get_origin(kind) is dict:
+        return {name: _pruned(arguments[1], item) for name, item in data.items()}
+    known = [choice for choice in arguments if dataclasses.is_dataclass(choice)]
+    return _pruned(known[0], data) if len(known) == 1 else data
 
 
 def _revive(kind: Any, data: Any, place: str) -> Any:

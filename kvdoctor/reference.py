@@ -193,9 +193,9 @@ def hold_greedy(contract: CacheContract, runs: tuple[Run, ...], mine: Path, chec
     row = int(np.argmin(same[:, at]))
     lead = float(expected[row, at].max() - expected[row, at, words[row, at]]) / max(float(expected.std()), 1e-12)
     text = f"greedy token {at}: {model} has another one, whose logit leads by {lead:.1e} of their spread"
-    from kvdoctor.parity import TOLERANCES
+    from kvdoctor.tolerances import tolerance
 
-    close = lead <= TOLERANCES[contract.exactness].passes
+    close = lead <= tolerance(contract.exactness).passes
     return replace(run, outcome="ambiguous" if close else "differs", failed_step=at, reason=text)
 
 
@@ -248,10 +248,11 @@ def _arithmetic(stack: StackFiles, contract: CacheContract) -> str:
 
 def _judged_by_tolerance(steps: list[Step], exactness: str) -> Judged:
     """By the table that the other runs are judged by."""
-    from kvdoctor.parity import TOLERANCES, judge
+    from kvdoctor.parity import judge
+    from kvdoctor.tolerances import tolerance
 
     verdicts = {step.step: judge(step.difference, exactness) for step in steps if step.difference is not None}
-    return Judged(verdicts, f"{exactness} allows {TOLERANCES[exactness].passes:g}")
+    return Judged(verdicts, f"{exactness} allows {tolerance(exactness).passes:g}")
 
 
 def _judged_by_correlation(steps: list[Step], alike: dict[int, float]) -> Judged:

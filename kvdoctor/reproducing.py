@@ -16,7 +16,6 @@ from kvdoctor.lowering import MENDS
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.onnx_schema import ModelProto
 from kvdoctor.out_folder import Pending, refuse_unfit, whole_folder
-from kvdoctor.parity import TOLERANCES
 from kvdoctor.report.document import Report, Reproducer
 from kvdoctor.repro.candidate import Candidate
 from kvdoctor.repro.reducing import LARGEST, Reduction, Target
@@ -29,6 +28,7 @@ from kvdoctor.runtimes import Runtime
 from kvdoctor.script import Script
 from kvdoctor.skeleton import read_skeleton
 from kvdoctor.stacks import StackFiles
+from kvdoctor.tolerances import TOLERANCES
 from kvdoctor.trace import Run, Step
 
 SHOWN_BY = {

@@ -14,6 +14,7 @@ from kvdoctor.child import Limits, Worker
 from kvdoctor.contract import CacheContract
 from kvdoctor.errors import WorkerDied
 from kvdoctor.plain import from_plain, to_plain
+from kvdoctor.tolerances import asked
 from kvdoctor.trace import Run, Step
 from kvdoctor.uses import USES
 
@@ -65,6 +66,7 @@ class Job:
             "timed": self.timed,
             "keep_calls": str(self.keep_calls) if self.keep_calls else None,
             "trace": str(self.trace) if self.trace else None,
+            "tolerances": asked(),
         }
         return json.dumps(job) + "\n"
 

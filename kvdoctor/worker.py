@@ -5,7 +5,8 @@ JSON object a line. It announces every step before it runs it, so that its death
 numpy and onnxruntime only, so that it starts in an environment that holds nothing else.
 
 Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provider", "threads", "keep_logits",
-         "keep_calls", "prompt": [token ids], "inputs": a file of arrays, "trace": a file, "settings", "timed"};
+         "keep_calls", "prompt": [token ids], "inputs": a file of arrays, "trace": a file, "settings", "timed",
+         "tolerances": {arithmetic: share of the spread}};
          with "trial" one call on a changed graph (see trials.py), with "record" one experiment is told call by call,
          with "script" calls are played (see replaying.py)
 Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, note,
@@ -34,11 +35,17 @@ from kvdoctor.experiments import load
 from kvdoctor.plain import from_plain, to_plain
 from kvdoctor.samples import Samples, read_arrays
 from kvdoctor.sessions import Announce, ProviderMissing, Sessions
+from kvdoctor.tolerances import tolerating
 from kvdoctor.trials import trial
 
 
 def examine(job: dict[str, Any], announce: Announce) -> None:
-    """Carry out one job."""
+    """Carry out one job, judged by the tolerances that hold for it."""
+    with tolerating(job["tolerances"]):
+        _examine(job, announce)
+
+
+def _examine(job: dict[str, Any], announce: Announce) -> None:
     sessions = Sessions(Path(job["folder"]), job["provider"], job["threads"], announce, job["settings"])
     contract = from_plain(CacheContract, job["contract"])
     samples = Samples(tuple(job["prompt"]), read_arrays(Path(job["inputs"])) if job["inputs"] else {})

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdoctor.parity import TOLERANCES, compare, error_growth, judge, slot_difference, spread
+from kvdoctor.parity import compare, error_growth, judge, slot_difference, spread
+from kvdoctor.tolerances import TOLERANCES
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.standard_normal((2, 3, 16)).astype(np.float32)

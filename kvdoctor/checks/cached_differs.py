@@ -34,6 +34,7 @@ from kvdoctor.checks.caused import Words, caused
 from kvdoctor.checks.placed import because
 from kvdoctor.checks.step_fails import SHORT_STATE, explained_elsewhere, fails_only_so
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
+from kvdoctor.tolerances import tolerance
 from kvdoctor.trace import Run
 from kvdoctor.uses import Use
 
@@ -174,19 +175,15 @@ def _differs(case: Case, run: Run) -> Iterator[Fault]:
 
 def _in_most_steps(case: Case, run: Run) -> bool:
     """Whether more than a step now and then is too far off for the arithmetic of the model."""
-    from kvdoctor.parity import TOLERANCES
-
-    fails = TOLERANCES[case.contract.exactness if case.contract else "float"].fails
+    fails = tolerance(case.contract.exactness if case.contract else "float").fails
     found = [step.difference for step in run.steps if step.difference is not None]
     return 2 * sum(d.relative > fails or not d.finite for d in found) > len(found)
 
 
 def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
-    from kvdoctor.parity import TOLERANCES  # loads numpy, which an inspection does without
-
     promise = broken_promise(case, run)
     exactness = case.contract.exactness if case.contract else "float"
-    tolerance = TOLERANCES["float" if run.hidden else exactness]
+    limit = tolerance("float" if run.hidden else exactness)
     words = "float, where nothing is rounded" if run.hidden else exactness
     step = next((step for step in run.steps if step.step == run.failed_step), None)
     place = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
@@ -197,7 +194,8 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str) -> Fault:
         file=case.decode_file,
         subject=(logits.name if logits else "logits",),
         where=f"output {logits.name if logits else 'logits'}, {run.experiment}",
-        promised=f"the logits of the reference run, within {tolerance.passes:g} of their spread ({words})",
+        apart=() if run is case.judged else (run.experiment,),
+        promised=f"the logits of the reference run, within {limit.passes:g} of their spread ({words})",
         observed=f"{place}: logits {seen}{_over_the_steps(run)}{_looked_into(case, run)}",
         cause=cause + (f": {promise}" if promise else ""),
         advice=SHORT_STATE if promise else EXPORT_AGAIN,

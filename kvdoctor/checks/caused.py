@@ -64,6 +64,7 @@ def decided(case: Case, run: Run, words: Words, severity: Severity, *follows: st
         file=case.decode_file,
         subject=(name,),
         where=f"output {name}, {run.experiment}",
+        apart=(run.experiment,),
         promised=words.promised,
         observed=_evidence(run),
         cause=words.cause,

@@ -66,6 +66,7 @@ def _fault(case: Case, name: str, found: list[Disagreement]) -> Fault:
         file=name,
         subject=tuple(one.key for one in found),
         where=name,
+        apart=(name,),
         promised="; ".join([*(f"{one.key} {one.promised}" for one in shown), *rest]),
         observed="; ".join([*(one.observed for one in shown), *rest]),
         cause=f"{name} and the graph disagree on {', '.join(keys)}",

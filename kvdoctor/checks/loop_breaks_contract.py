@@ -46,6 +46,7 @@ def loop_breaks_contract(case: Case) -> Iterator[Fault]:
             file=case.decode_file,
             subject=one.inputs,
             where=telling.where(held, one),
+            apart=(one.kind,),
             promised=one.promised,
             observed=one.observed,
             cause=one.cause,

@@ -132,6 +132,7 @@ def _fault(case: Case, run: Run, severity: Severity, cause: str, promised: str) 
         file=case.decode_file,
         subject=(node.name,) if node else (case.decode_file,),
         where=place,
+        apart=(*(() if run is case.judged else (run.experiment,)), *((node.op,) if node and not node.name else ())),
         promised=promised,
         observed=f"{run.experiment}, {call}" + (f", fed {shown}" if shown else "") + f": {run.error or run.reason}",
         cause=cause + (f" ({run.reason})" if run.reason and run.error else "") + (f": {promise}" if promise else ""),

@@ -17,7 +17,7 @@ Source: ONNX Runtime, docs/Versioning.md, for the rule; the numbers are measured
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvdoctor.case import Case, first_and_count
 from kvdoctor.findings import Fault, check
@@ -70,7 +70,9 @@ def operator_unsupported(case: Case) -> Iterator[Fault]:
     found = _excesses(case, lambda asked, limits: bool(asked.lacking(limits)))
     names = tuple(dict.fromkeys(name for excess in found for name in _lacking(excess)))
     what = first_and_count(names) if names else ""
-    yield from _fault(case, found, what, lambda excess: f"has no {', no '.join(_lacking(excess))}")
+    lacking = sorted({name for excess in found for name in excess.demands.lacking(excess.limits)})
+    for fault in _fault(case, found, what, lambda excess: f"has no {', no '.join(_lacking(excess))}"):
+        yield replace(fault, apart=(*fault.apart, *lacking))
 
 
 def _lacking(excess: Excess) -> tuple[str, ...]:
@@ -96,6 +98,7 @@ def _fault(
         file=case.decode_file if case.decode_file in files else files[0],
         subject=files,
         where=f"file {first_and_count(files)}",
+        apart=tuple(target.asked for target in targets if target in case.targets),
         promised=f"a model for {named}",
         observed="; ".join(observed),
         cause=f"{what}: too new for {named}",

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvdoctor.cure.proof import Side
 from kvdoctor.doctor import step_test
-from kvdoctor.findings import Finding
+from kvdoctor.findings import Finding, told_apart
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.options import Options
 from kvdoctor.out_folder import copy_whole
@@ -61,7 +61,7 @@ def _merged(before: Report, after: Report, touched: frozenset[str], options: Opt
     order = {stack.name: place for place, stack in enumerate(before.stacks)}
     stacks = sorted((*kept, *after.stacks), key=lambda stack: order.get(stack.name, len(order)))
     found = [_with_place(finding, before) for finding in after.findings]
-    findings = worst_first([*found, *(finding for finding in before.findings if finding.stack in names)])
+    findings = told_apart(worst_first([*found, *(one for one in before.findings if one.stack in names)]))
     not_checked = (*after.not_checked, *(entry for entry in before.not_checked if entry.stack in names))
     runs = [*(run for run in before.runs if run.stack in names), *after.runs]
     return replace(

@@ -17,9 +17,9 @@ from kvdoctor.kept_calls import save_call
 from kvdoctor.layouts import Cut
 from kvdoctor.layouts.encoders import RESULT, STATES
 from kvdoctor.onnx_schema import ValueInfoProto
-from kvdoctor.parity import TOLERANCES
 from kvdoctor.report.document import Proof
 from kvdoctor.skeleton import read_skeleton
+from kvdoctor.tolerances import TOLERANCES
 
 if TYPE_CHECKING:
     from kvdoctor.feeds import Array

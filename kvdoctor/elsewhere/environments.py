@@ -4,6 +4,7 @@ uv makes them, or venv and pip where there is no uv. A kept one starts without e
 """
 
 import contextlib
+import logging
 import os
 import platform
 import subprocess
@@ -144,6 +145,5 @@ def _version(python: str, versions: tuple[str, ...]) -> str:
 
 
 def _tell(text: str) -> None:
-    """Progress, for people only."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(f"kvdoctor: {text}", file=sys.stderr, flush=True)
+    """Progress, for people only: the command line shows it on a terminal, a program that imports kvdoctor may."""
+    logging.getLogger("kvdoctor").info(text)

@@ -8,7 +8,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.feeds import Answer, Array, Call, Deal, Past, as_array
-from kvdoctor.parity import TOLERANCES, compare, judge
+from kvdoctor.parity import compare, judge
+from kvdoctor.tolerances import tolerance
 
 
 def growing(contract: CacheContract) -> tuple[Slot, ...]:
@@ -32,7 +33,7 @@ def alike(one: Array, other: Array, exactness: str) -> bool:
     if one.shape != other.shape:
         return False
     got, want = one.astype(np.float64), other.astype(np.float64)
-    return bool(np.abs(got - want).max(initial=0.0) <= TOLERANCES[exactness].passes * max(float(want.std()), 1e-12))
+    return bool(np.abs(got - want).max(initial=0.0) <= tolerance(exactness).passes * max(float(want.std()), 1e-12))
 
 
 def same_logits(one: Array, other: Array, exactness: str) -> bool:

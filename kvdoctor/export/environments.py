@@ -8,6 +8,7 @@ import collections
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import queue
 import re
@@ -301,6 +302,5 @@ def _last(said: list[str]) -> str:
 
 
 def _tell(text: str) -> None:
-    """Progress, for people only."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(f"kvdoctor: {text}", file=sys.stderr, flush=True)
+    """Progress, for people only: the command line shows it on a terminal, a program that imports kvdoctor may."""
+    logging.getLogger("kvdoctor").info(text)

@@ -4,20 +4,29 @@ Jobs (a path and the options that hold for it) -> running -> reports -> judging 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from kvdoctor.baseline import Baseline, today
 from kvdoctor.gating.jobs import Job, exports_of
 from kvdoctor.gating.judging import Judged, judged
+from kvdoctor.gating.knowing import compared
 from kvdoctor.gating.running import diagnosed
 from kvdoctor.gating.static import inspected
 
 __all__ = ("Job", "Judged", "exports_of", "gate")
 
 
-def gate(jobs: Sequence[Job], *, static: bool = False) -> Judged:
+def gate(jobs: Sequence[Job], *, static: bool = False, baseline: Baseline | None = None) -> Judged:
     """Step-test every model, or only read it where that is asked for, and judge them together.
+
+    What the baseline holds is marked as known, and does not count until its day is over.
 
     Raises:
         UsageError: there is nothing at one of the paths.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
-    return judged(jobs, inspected(jobs) if static else diagnosed(jobs))
+    reports = inspected(jobs) if static else diagnosed(jobs)
+    if baseline is None:
+        return judged(jobs, reports)
+    held = compared(baseline, reports, today())
+    return replace(judged(jobs, held.reports), baseline=held.told)

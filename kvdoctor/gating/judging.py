@@ -2,18 +2,53 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from kvdoctor.errors import Unhealthy
 from kvdoctor.gating.jobs import Job
-from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code
+from kvdoctor.gating.knowing import Told
+from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, GATE_SCHEMA, Report, exit_code
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The verdict of a gate, the report of each model in the order of the jobs, and the exit code."""
+    """The verdict of a gate, the report of each model in the order of the jobs, and the exit code.
+
+    `baseline` is what is to be told of one, `policy` the file that was followed.
+    """
 
     verdict: str
     reports: tuple[Report, ...]
     exit_code: int
+    baseline: Told | None = None
+    policy: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document as it is written to JSON."""
+        reports = [report.to_dict() for report in self.reports]
+        told = None if self.baseline is None else self.baseline.to_dict()
+        more = {"policy": self.policy, "baseline": told}
+        return {"schema": GATE_SCHEMA, "verdict": self.verdict, **more, "reports": reports}
+
+    def __str__(self) -> str:
+        """The reports as the command line prints them into a pipe."""
+        return "\n".join(map(str, self.reports))
+
+    def raise_for_findings(self) -> None:
+        """Do nothing where the command line would end with exit code 0.
+
+        Raises:
+            Unhealthy: a model has findings that count, or could not be checked; the message has all of them in words.
+        """
+        if self.exit_code == EXIT_HEALTHY:
+            return
+        said = []
+        for report in self.reports:
+            try:
+                report.raise_for_findings()
+            except Unhealthy as reason:
+                said.append(str(reason))
+        raise Unhealthy("\n".join(said))
 
 
 def judged(jobs: Sequence[Job], reports: Sequence[Report]) -> Judged:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvdoctor.contract import CacheContract, PhaseName, Slot
-from kvdoctor.parity import TOLERANCES
 from kvdoctor.place.bench import Bench, NoPlace
 from kvdoctor.place.failing import written_out
 from kvdoctor.place.flat import Flat
 from kvdoctor.place.pairs import Graph
 from kvdoctor.place.parting import Parted, Parting, Sides, Take
 from kvdoctor.place.words import layer_in, layers, node_of, scope_of
+from kvdoctor.tolerances import tolerance
 from kvdoctor.trace import Blame, Place, Seen, Step
 
 CONTENT = ("token_ids", "token_and_position", "embeddings", "encoder_states", "past")
@@ -72,7 +72,7 @@ class Differing:
             new=self.step.new_tokens,
             total=self.total,
             batch=self._batch(),
-            passes=TOLERANCES[self.contract.exactness].passes,
+            passes=tolerance(self.contract.exactness).passes,
             caches=self._caches(other),
         )
 
@@ -217,7 +217,7 @@ class Differing:
             for phase, feeds, at in ((self.left, self.feeds[0], level), (self.right, self.feeds[1], "off"))
         )
         told = self.bench.compare(left, right, [(names[0], names[-1], take)])[0]
-        return told is None or not 0 <= told["relative"] <= TOLERANCES[self.contract.exactness].passes
+        return told is None or not 0 <= told["relative"] <= tolerance(self.contract.exactness).passes
 
 
 def _nowhere(blame: Blame, words: str) -> Place:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from kvdoctor import __version__
 from kvdoctor.contract import CacheContract
+from kvdoctor.errors import Unhealthy
 from kvdoctor.findings import SEVERITIES, Finding, NotChecked, all_checks
 from kvdoctor.memory import MemoryPlan
 from kvdoctor.plain import to_plain
@@ -21,6 +22,19 @@ EXIT_HEALTHY, EXIT_FINDINGS, EXIT_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What a graph is made of, subgraphs and functions included.
+
+    `operators` by name, with the domain where it is not the standard one; `initializer_bytes` by their declared sizes.
+    """
+
+    nodes: int
+    operators: dict[str, int]
+    initializers: int
+    initializer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class FileFacts:
     """One file as it is on disk. `bytes` without external data; `external` are the files that hold weights."""
 
@@ -34,6 +48,7 @@ class FileFacts:
     external: tuple[str, ...] = ()
     inputs: tuple[dict[str, Any], ...] = ()
     outputs: tuple[dict[str, Any], ...] = ()
+    graph: GraphFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +273,23 @@ class Report:
             del run["node_names"]
         return {"schema": SCHEMA, "tool": {"name": "kvdoctor", "version": __version__}, **body}
 
+    def __str__(self) -> str:
+        """The report as the command line prints it into a pipe."""
+        from kvdoctor.report.formats import rendered
+
+        return rendered(self, "text")
+
+    def raise_for_findings(self) -> None:
+        """Do nothing where the command line would end with exit code 0, by the `fail_on` that was asked for.
+
+        Raises:
+            Unhealthy: there are findings that count, or it could not be checked; the message has them in words.
+        """
+        if exit_code(self, self.arguments.get("fail_on", "error")) != EXIT_HEALTHY:
+            from kvdoctor.report.wording import in_short
+
+            raise Unhealthy("\n" + in_short(self))
+
 
 def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
     """Errors before warnings before notes, then by code, stack and subject: the order of every report."""
@@ -269,12 +301,17 @@ def decide(
 ) -> Verdict:
     """The verdict. `could not check` is never healthy, and an inspection alone never says healthy."""
     lowest = "error" if fail_on == "never" else fail_on
-    counting = [f for f in findings if SEVERITIES.index(f.severity) >= SEVERITIES.index(lowest)]
-    if any(finding.code not in _means_incomplete() for finding in counting):
+    if any(counts(finding, lowest) and not means_incomplete(finding.code) for finding in findings):
         return "unhealthy"
-    if _is_open(findings, not_checked):
+    if is_open(findings, not_checked):
         return "incomplete"
     return "nothing-found" if command == "inspect" else "healthy"
+
+
+def counts(finding: Finding, fail_on: FailOn) -> bool:
+    """Whether a finding makes the exit code 1: it is as severe as was asked, and not known."""
+    severe = fail_on != "never" and SEVERITIES.index(finding.severity) >= SEVERITIES.index(fail_on)
+    return severe and finding.known is None
 
 
 def exit_code(report: Report, fail_on: FailOn) -> int:
@@ -288,14 +325,14 @@ def exit_code(report: Report, fail_on: FailOn) -> int:
         return EXIT_FINDINGS
     if report.verdict == "unhealthy" and fail_on != "never":
         return EXIT_FINDINGS
-    return EXIT_INCOMPLETE if _is_open(report.findings, report.not_checked) else EXIT_HEALTHY
+    return EXIT_INCOMPLETE if is_open(report.findings, report.not_checked) else EXIT_HEALTHY
 
 
-def _is_open(findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...]) -> bool:
+def is_open(findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...]) -> bool:
     """Whether anything without which a model is not called healthy could not be checked."""
-    incomplete = _means_incomplete()
-    return any(finding.code in incomplete for finding in findings) or any(entry.essential for entry in not_checked)
+    return any(means_incomplete(finding.code) for finding in findings) or any(entry.essential for entry in not_checked)
 
 
-def _means_incomplete() -> set[str]:
-    return {check.code for check in all_checks() if check.incomplete}
+def means_incomplete(code: str) -> bool:
+    """Whether a finding of that check says that the model was not diagnosed."""
+    return any(check.incomplete for check in all_checks() if check.code == code)

@@ -3,6 +3,7 @@
 import importlib
 import io
 import sys
+from typing import Any
 
 from rich.console import Console
 
@@ -32,9 +33,9 @@ def rendered_all(reports: list[Report], name: str) -> str:
     return "\n".join(module.render(report) for report in reports)
 
 
-def rendered_gate(verdict: str, reports: list[Report], name: str) -> str:
-    """The reports of a gate in a format."""
-    return machine.render_gate(verdict, reports) if name == "json" else rendered_all(reports, name)
+def rendered_gate(document: dict[str, Any], reports: list[Report], name: str) -> str:
+    """The reports of a gate in a format; `document` is what JSON holds."""
+    return machine.dump(document) if name == "json" else rendered_all(reports, name)
 
 
 def _plain(report: Report) -> str:

@@ -59,7 +59,8 @@ def _finding(report: Report, finding: Finding) -> str:
     words = [wording.headline(finding)]
     words += [f"{label}: {text}" if label else text for label, text in wording.evidence(finding)]
     text = "\n".join(printable(shortened(line, 600)) for line in words)
-    return _line(COMMANDS[finding.severity], path_of(report, finding), title, text)
+    command = COMMANDS["note" if finding.known is not None else finding.severity]
+    return _line(command, path_of(report, finding), title, text)
 
 
 def _line(command: str, path: str, title: str, text: str) -> str:

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 from xml.etree import ElementTree as ET
 
-from kvdoctor.findings import SEVERITIES, Finding, all_checks
+from kvdoctor.findings import Finding, all_checks
 from kvdoctor.report import wording
-from kvdoctor.report.document import Report
+from kvdoctor.report.document import Report, counts
 from kvdoctor.report.safe import printable, shortened
 from kvdoctor.trace import Run
 
@@ -96,8 +96,7 @@ def _checks(report: Report, stack: str | None) -> Iterator[ET.Element]:
 
 
 def _counts(report: Report, finding: Finding) -> bool:
-    lowest = report.arguments.get("fail_on", "error")
-    return lowest != "never" and SEVERITIES.index(finding.severity) >= SEVERITIES.index(lowest)
+    return counts(finding, report.arguments.get("fail_on", "error"))
 
 
 def _evidence(finding: Finding) -> str:

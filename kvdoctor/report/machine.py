@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from kvdoctor.report.document import CONTRACT_SCHEMA, GATE_SCHEMA, Report
+from kvdoctor.report.diff_document import DiffReport
+from kvdoctor.report.document import CONTRACT_SCHEMA, Report
 
 
 def render(report: Report) -> str:
@@ -11,9 +12,9 @@ def render(report: Report) -> str:
     return dump(report.to_dict())
 
 
-def render_gate(verdict: str, reports: list[Report]) -> str:
-    """The document of `gate`: all reports under one verdict."""
-    return dump({"schema": GATE_SCHEMA, "verdict": verdict, "reports": [report.to_dict() for report in reports]})
+def render_diff(diff: DiffReport) -> str:
+    """The document of `diff`."""
+    return dump(diff.to_dict())
 
 
 def render_contracts(report: Report) -> str:

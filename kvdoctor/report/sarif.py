@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvdoctor import __version__
-from kvdoctor.findings import Check, Finding, NotChecked, all_checks
+from kvdoctor.findings import Check, Finding, Known, NotChecked, all_checks
 from kvdoctor.report import machine, wording
 from kvdoctor.report.document import Report
 from kvdoctor.report.places import path_of, uri
@@ -74,9 +74,14 @@ def _result(report: Report, finding: Finding, rule: int) -> dict[str, Any]:
                 "logicalLocations": [{"fullyQualifiedName": _text(name)} for name in subjects],
             }
         ],
+        **({"suppressions": [_suppression(finding.known)]} if finding.known is not None else {}),
         "partialFingerprints": {FINGERPRINT: f"{uri(path_of(report, finding))}:{finding.fingerprint}"},
         "properties": {"confidence": finding.confidence, "stack": _text(finding.stack or "")},
     }
+
+
+def _suppression(known: Known) -> dict[str, Any]:
+    return {"kind": "external", "status": "accepted", "justification": _text(wording.known(known), LONGEST_TEXT)}
 
 
 def _invocation(reports: list[Report]) -> dict[str, Any]:

@@ -5,7 +5,10 @@ import types
 import typing
 from typing import Any
 
+from kvdoctor.baseline import SCHEMA as BASELINE_SCHEMA
+from kvdoctor.baseline import Entry
 from kvdoctor.contract import CacheContract
+from kvdoctor.report.diff_document import DIFF_SCHEMA, DiffReport
 from kvdoctor.report.document import CONTRACT_SCHEMA, GATE_SCHEMA, SCHEMA, Report
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -22,16 +25,35 @@ INTERNAL = {"node_names"}
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """Every schema by its short name: report, gate, contract."""
-    return {"report": report_schema(), "gate": gate_schema(), "contract": contract_schema()}
+    """Every schema by its short name: report, gate, contract, diff, baseline."""
+    return {
+        "report": report_schema(),
+        "gate": gate_schema(),
+        "contract": contract_schema(),
+        "baseline": baseline_schema(),
+        "diff": diff_schema(),
+    }
 
 
 def report_schema() -> dict[str, Any]:
     """The schema of `--format json`."""
+    return _document(Report, SCHEMA)
+
+
+def diff_schema() -> dict[str, Any]:
+    """The schema of `diff --format json`."""
+    schema = _document(DiffReport, DIFF_SCHEMA)
+    schema["properties"]["command"] = {"const": "diff"}
+    schema["required"] = [*schema["required"], "command"]
+    return schema
+
+
+def _document(kind: Any, title: str) -> dict[str, Any]:
+    """A document with its head, which says what it is and who wrote it."""
     definitions: dict[str, Any] = {}
-    body = _object(Report, definitions)
+    body = _object(kind, definitions)
     body["properties"] = {
-        "schema": {"const": SCHEMA},
+        "schema": {"const": title},
         "tool": {
             "type": "object",
             "properties": {"name": {"const": "kvdoctor"}, "version": {"type": "string"}},
@@ -40,7 +62,7 @@ def report_schema() -> dict[str, Any]:
         **body["properties"],
     }
     body["required"] = ["schema", "tool", *body["required"]]
-    return {"$schema": DIALECT, "title": SCHEMA, **body, "$defs": definitions}
+    return {"$schema": DIALECT, "title": title, **body, "$defs": definitions}
 
 
 def gate_schema() -> dict[str, Any]:
@@ -54,6 +76,8 @@ def gate_schema() -> dict[str, Any]:
         "type": "object",
         "properties": {
             "schema": {"const": GATE_SCHEMA},
+            "policy": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "baseline": {"anyOf": [_told(), {"type": "null"}]},
             "verdict": {"enum": ["healthy", "unhealthy", "incomplete", "nothing-found"]},
             "reports": {"type": "array", "items": report},
         },
@@ -77,6 +101,36 @@ def contract_schema() -> dict[str, Any]:
         "required": ["schema", "stacks"],
         "$defs": definitions,
     }
+
+
+def baseline_schema() -> dict[str, Any]:
+    """The schema of a baseline's file."""
+    definitions: dict[str, Any] = {}
+    reference = _schema(Entry, definitions)
+    definitions["Entry"]["properties"]["reason"]["pattern"] = r"\S"
+    definitions["Entry"]["properties"]["until"]["anyOf"][0] = {"type": "string", "format": "date"}
+    return {
+        "$schema": DIALECT,
+        "title": BASELINE_SCHEMA,
+        "type": "object",
+        "properties": {
+            "schema": {"const": BASELINE_SCHEMA},
+            "entries": {"type": "array", "items": reference},
+        },
+        "required": ["schema", "entries"],
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
+
+
+def _told() -> dict[str, Any]:
+    """What a gate says of its baseline: entries as in the file, without `shape`."""
+    entry = _object(Entry, {})
+    del entry["properties"]["shape"], entry["description"]
+    entry["required"].remove("shape")
+    lists = {kind: {"type": "array", "items": entry} for kind in ("stale", "expired", "moved")}
+    properties = {"file": {"type": "string"}, "known": {"type": "integer"}, **lists}
+    return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvdoctor.findings import Finding
 from kvdoctor.memory import MemoryPlan
 from kvdoctor.report import cure_text, export_text, matrix, parity_text, plan_text, wording
 from kvdoctor.report.document import RepairRecord, Report, StackFacts
@@ -38,6 +39,10 @@ def render(report: Report, console: Console, verbosity: int = 0, show_diff: bool
     if made := wording.reproducer_line(report):
         page.line(made, "bold")
     page.line(wording.verdict_line(report), VERDICTS[report.verdict])
+
+
+def _style(finding: Finding) -> str:
+    return "dim" if finding.known is not None else STYLES[finding.severity]
 
 
 def render_contracts(report: Report, console: Console) -> None:
@@ -254,11 +259,11 @@ class _Page:
         for finding in report.findings:
             if self.verbosity < 0 or finding.severity != "note" or self.verbosity > 0 or report.command == "inspect":
                 self.line("")
-                self.line(shortened(wording.headline(finding), 600), STYLES[finding.severity])
+                self.line(shortened(wording.headline(finding), 600), _style(finding))
                 self.pairs((label, shortened(text, 900)) for label, text in wording.evidence(finding))
             else:
                 self.line("")
-                self.line(shortened(wording.headline(finding)), STYLES["note"])
+                self.line(shortened(wording.headline(finding)), _style(finding))
         for entry in report.not_checked:
             stack = f" ({entry.stack})" if entry.stack else ""
             self.line(f"not checked: {entry.code}{stack} {shortened(entry.reason, 600)}", "yellow")

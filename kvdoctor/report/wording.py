@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from kvdoctor.case import first_and_count
 from kvdoctor.contract import CacheContract, Slot, describe
-from kvdoctor.findings import Finding
+from kvdoctor.findings import Finding, Known
 from kvdoctor.report import contract_words
 from kvdoctor.report.document import FileFacts, Report, StackFacts
+from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.trace import Run, Seen, Step
 
 KIBI = 1024
@@ -23,6 +24,8 @@ def evidence(finding: Finding) -> Iterator[tuple[str, str]]:
     where = (
         finding.where if finding.file is None or finding.file in finding.where else f"{finding.file}, {finding.where}"
     )
+    if finding.known is not None:
+        yield "known", known(finding.known)
     yield "where", where
     yield "promised", finding.promised
     yield "observed", finding.observed
@@ -37,6 +40,11 @@ def evidence(finding: Finding) -> Iterator[tuple[str, str]]:
         yield "", finding.repair.text
     else:
         yield "repair", finding.repair.text
+
+
+def known(entry: Known) -> str:
+    """Why a finding does not count, in one line."""
+    return f"until {entry.until}: {entry.reason}" if entry.until is not None else entry.reason
 
 
 def outcome(run: Run) -> str:
@@ -222,13 +230,27 @@ def verdict_line(report: Report) -> str:
         for severity in ("error", "warning", "note")
         if (number := sum(finding.severity == severity for finding in report.findings))
     ]
+    counts += [f"{number} known" for number in [sum(f.known is not None for f in report.findings)] if number]
+    known = any(finding.known is not None for finding in report.findings)
     words = {
-        "healthy": "healthy",
+        "healthy": "nothing but what is known" if known else "healthy",
         "unhealthy": "unhealthy",
         "incomplete": "not diagnosed: what could not be checked is listed above",
         "nothing-found": "nothing found without running it; step-test runs decode steps",
     }
     return f"{report.model.path}: {words[report.verdict]}" + (f" ({', '.join(counts)})" if counts else "")
+
+
+def in_short(report: Report) -> str:
+    """Verdict, findings that are no notes, and what could not be checked: what `--quiet` prints, but for the notes."""
+    lines = [verdict_line(report)]
+    for finding in report.findings:
+        if finding.severity != "note" or report.arguments.get("fail_on") == "note":
+            lines += ["", headline(finding), *(f"  {label:<11}{text}" for label, text in evidence(finding))]
+    for entry in report.not_checked:
+        stack = f" ({entry.stack})" if entry.stack else ""
+        lines += [f"not checked: {entry.code}{stack} {entry.reason}"] if entry.essential else []
+    return "\n".join(printable(shortened(line, LONGEST_QUOTED)) for line in lines)
 
 
 def reproducer_line(report: Report) -> str | None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from kvdoctor.feeds import NUMPY_TYPES
-from kvdoctor.parity import TOLERANCES
 from kvdoctor.report.safe import printable
 from kvdoctor.script import Comparison, Given, Returned, Script, made
+from kvdoctor.tolerances import TOLERANCES
 
 FEW_NUMBERS = 32
 """Numbers that are written into the program; longer arrays go into a file beside it."""

@@ -1,0 +1,88 @@
+"""What the commands that judge many models share: which models, by which options, against which baseline."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvdoctor.cli_policy import in_effect, models_of, policy_of, ruled
+
+if TYPE_CHECKING:
+    from kvdoctor.baseline import Baseline
+    from kvdoctor.gating import Job, Judged
+    from kvdoctor.options import Options
+    from kvdoctor.progress import Told
+
+NOT_ASKED = ("format_", "outputs", "quiet", "verbose", "color", "hash_files", "static", "by_folder", "baseline")
+"""Parameters of the command line that are none of the options of a model."""
+
+
+def jobs_of(paths: tuple[str, ...], given: dict[str, Any], told: "Told | None" = None) -> "list[Job]":
+    """The models that were named, or those of the policy, each with the options that hold for it.
+
+    Raises:
+        UsageError: there are none, or the policy cannot be followed.
+    """
+    from kvdoctor import gating
+
+    named = models_of(paths)
+    named = gating.exports_of(named) if given.get("by_folder") else named
+    return [gating.Job(path, _options(ruled(path, given), told)) for path in named]
+
+
+def baseline_of(given: dict[str, Any]) -> "Baseline | None":
+    """The baseline that was named, else that of the policy; None where there is none.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    from kvdoctor.baseline import read_baseline
+
+    file = baseline_file(given)
+    return None if file is None else read_baseline(file)
+
+
+def baseline_file(given: dict[str, Any]) -> str | None:
+    """The name of the baseline's file, by the command line or the policy."""
+    said: str | None = given.get("baseline")
+    return said if said is not None else policy_of().baseline()
+
+
+def last_lines(done: "Judged") -> Iterator[str]:
+    """What is said of all models together, and of the baseline."""
+    known = [sum(finding.known is not None for finding in report.findings) for report in done.reports]
+    if len(done.reports) > 1 or any(known):
+        pairs = list(zip(done.reports, known, strict=True))
+        healthy = sum(report.verdict == "healthy" and not count for report, count in pairs)
+        words = f"gate: {done.verdict}; {healthy} of {len(pairs)} models healthy"
+        only = sum(report.verdict == "healthy" and count > 0 for report, count in pairs)
+        words += f", {only} with nothing but what is known" if only else ""
+        yield words + (f"; {sum(known)} known finding{'s' * (sum(known) > 1)}" if any(known) else "")
+    if done.policy is not None:
+        yield f"policy: {done.policy}"
+    yield from baseline_lines(done)
+
+
+def baseline_lines(done: "Judged") -> Iterator[str]:
+    """What of the baseline is to be looked at."""
+    if done.baseline is not None:
+        for line in done.baseline.lines():
+            yield f"baseline {done.baseline.file}: {line}"
+
+
+def origins(model: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """What holds for a model and where it comes from, as `kvdoctor config` shows it: {key: {value, from}}."""
+    found = in_effect(policy_of(), model, given)
+    return {key: {"value": value.value, "from": value.origin} for key, value in found.items()}
+
+
+def _options(given: dict[str, Any], told: "Told | None") -> "Options":
+    from kvdoctor.asking import options_of
+
+    asked = {name: value for name, value in given.items() if name not in NOT_ASKED}
+    return options_of({**asked, "hash": given["hash_files"], "progress": told})
+
+
+baseline_option = click.option(
+    "--baseline", metavar="FILE", help="Findings that are known, each with its reason (docs/baseline.md)."
+)
