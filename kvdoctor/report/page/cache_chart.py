@@ -44,9 +44,7 @@ def legend() -> Element:
         ("fails", "the step fails"),
     )
     items = (h("li", _swatch(kind), h("span", words)) for kind, words in entries)
-    return h(
-        "ul", items, h("li", h("span", "\u2192", class_="arrow-mark", aria_hidden="true"), "fed back"), class_="legend"
-    )
+    return h("ul", items, h("li", h("span", "\u2192", class_="arrow-mark", aria_hidden="true"), "fed back"), class_="legend")
 
 
 def _swatch(kind: str) -> Element:
@@ -67,10 +65,7 @@ def _figure(run: Run, contract: CacheContract, at: tuple[Place, str], highest: d
         "figure",
         title,
         h("p", asked, class_="hint"),
-        [
-            _lane(group, cells, f"{name}-{number}", highest[group.first.kind])
-            for number, (group, cells) in enumerate(lanes[:MOST_LANES])
-        ],
+        [_lane(group, cells, f"{name}-{number}", highest[group.first.kind]) for number, (group, cells) in enumerate(lanes[:MOST_LANES])],
         h("p", f"{more} more groups of slots: the slots table has all of them.", class_="hint") if more > 0 else None,
         class_="loop",
         aria_labelledby=name,

@@ -65,11 +65,7 @@ def diagram(contract: CacheContract, name: str) -> Element:
         drawn.append(h("text", more, x=WIDTH / 2, y=y + 14, class_="pill-text"))
         y += 24
     box = h("rect", x=GRAPH, y=16, width=GRAPH_BOX, height=y - 16, rx=10, class_="graph-box")
-    titles = (
-        ("what a step is fed", LEFT + BOX / 2),
-        ("graph", GRAPH + GRAPH_BOX / 2),
-        ("what it returns", RIGHT + BOX / 2),
-    )
+    titles = (("what a step is fed", LEFT + BOX / 2), ("graph", GRAPH + GRAPH_BOX / 2), ("what it returns", RIGHT + BOX / 2))
     heads = [h("text", word, x=x, y=10, class_="column") for word, x in titles]
     return h(
         "svg",
@@ -140,18 +136,13 @@ def _present_box(group: Group) -> Box:
     slot = group.first
     names = patterns(slot.present for slot in group.slots if slot.present is not None)
     if slot.emptied:
-        return Box(
-            (("present, emptied", "box-title bad"), *_wide("returned without elements by later steps"), *_names(names)),
-            "box sick",
-        )
+        return Box((("present, emptied", "box-title bad"), *_wide("returned without elements by later steps"), *_names(names)), "box sick")
     if not names:
         filled = patterns(slot.filled_by for slot in group.slots if slot.filled_by is not None)
         made = {"encode": "made by the encoder", "prefill": "made by step 0"}.get(slot.filled_in, "made once")
         first = made if filled else "given by the caller"
         return Box((("no present in later steps", "box-title"), (first, "sans"), *_names(filled)), "box missing")
-    return Box(
-        (("present", "box-title"), *_wide(contract_words.GROWTH_WORDS[slot.growth]), *_names(names)), "box present"
-    )
+    return Box((("present", "box-title"), *_wide(contract_words.GROWTH_WORDS[slot.growth]), *_names(names)), "box present")
 
 
 def _wide(words: str) -> list[tuple[str, str]]:

@@ -99,7 +99,5 @@ def unchecked(entries: Sequence[NotChecked], place: Place) -> Iterator[Content]:
         )
         for entry in entries[:MOST_IN_A_LINE]
     ]
-    yield table(
-        place.id("unchecked-table"), "Not checked", ("check", "stack", "reason", "leaves the verdict open"), rows
-    )
+    yield table(place.id("unchecked-table"), "Not checked", ("check", "stack", "reason", "leaves the verdict open"), rows)
     yield more_line(len(entries) - MOST_IN_A_LINE, "entry")

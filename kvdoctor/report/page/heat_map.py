@@ -121,7 +121,9 @@ def _of_run(run: Run, by_name: dict[str, Slot], label: str) -> Iterator[Content]
         f"{run.experiment}: the cache after step {last.step} against one call over the same tokens, "
         f"off by {last.slots[worst]:.1e} of its spread at most ({worst})"
     )
-    rows = [(f"layer {n}", *(_short(row[n]) if n in row else "\u2013" for row in parts.values())) for n in numbers]
+    rows = [
+        (f"layer {n}", *(_short(row[n]) if n in row else "\u2013" for row in parts.values())) for n in numbers
+    ]
     yield h(
         "figure",
         h("figcaption", caption, id=label),

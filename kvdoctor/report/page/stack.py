@@ -31,9 +31,7 @@ def shown(stack: StackFacts, report: Report, place: Place, name: str) -> Element
     runs = matrix.runs_here(report, stack.name)
     done = [run for run in runs if run.outcome != "skipped"]
     below = place.below(name)
-    parts: list[Content] = [
-        h("p", f"{stack.layout}: ", [[code(file), " "] for file in stack.files[:12]], class_="lead")
-    ]
+    parts: list[Content] = [h("p", f"{stack.layout}: ", [[code(file), " "] for file in stack.files[:12]], class_="lead")]
     contract = stack.contract
     if contract is not None:
         if pictures := cache_chart.figures(done, contract, below.below()):
@@ -41,11 +39,7 @@ def shown(stack: StackFacts, report: Report, place: Place, name: str) -> Element
             parts.append(section(below, "cache", "The cache over time", legend, h("div", pictures, class_="loops")))
         parts.append(section(below, "contract", "The cache contract", *_contract(stack, below)))
         if done:
-            parts.append(
-                section(
-                    below, "differences", "Difference to the run without a cache", *_differences(done, stack, below)
-                )
-            )
+            parts.append(section(below, "differences", "Difference to the run without a cache", *_differences(done, stack, below)))
         if (times := timing.chart(report, stack.name, below)) is not None:
             parts.append(section(below, "times", "Time per step, measured here", times))
     else:
@@ -96,13 +90,9 @@ def _experiments(runs: Sequence[Run], place: Place) -> Iterator[Content]:
             outcome = chip(wording.outcome(run), run.shows)
             done.append((run.experiment, outcome, asked, shortened(wording.detail(run, why), 600)))
     if done:
-        yield table(
-            place.id("runs"), "Experiments that were run", ("experiment", "outcome", "question", "what it showed"), done
-        )
+        yield table(place.id("runs"), "Experiments that were run", ("experiment", "outcome", "question", "what it showed"), done)
     if skipped:
-        made = table(
-            place.id("skipped"), "Experiments that were skipped", ("experiment", "question", "reason"), skipped
-        )
+        made = table(place.id("skipped"), "Experiments that were skipped", ("experiment", "question", "reason"), skipped)
         yield folded(f"{counted(len(skipped), 'experiment')} skipped, with the reasons", made)
 
 
@@ -123,12 +113,7 @@ def _steps(done: Sequence[Run], stack: StackFacts, place: Place) -> Iterator[Con
             content.append(facts([("runtime", code(run.error, 1200))]))
         if rows := list(map(list, wording.place_rows(run))):
             content.append(facts((label, shortened(text, 900)) for label, text in rows))
-        summary = (
-            h("strong", run.experiment),
-            " ",
-            chip(wording.outcome(run), run.shows),
-            f" {counted(len(run.steps), 'step')}",
-        )
+        summary = (h("strong", run.experiment), " ", chip(wording.outcome(run), run.shows), f" {counted(len(run.steps), 'step')}")
         yield folded(summary, content, open_=run is first)
 
 

@@ -28,11 +28,7 @@ def chart(report: Report, stack: str, place: Place) -> Content:
             "figure",
             h("figcaption", line[0].upper() + line[1:] + ".", id=label),
             h("div", _bars(rows, longest), class_="scroll", role="region", aria_labelledby=label, tabindex=0),
-            h(
-                "details",
-                h("summary", "The same as a table"),
-                table(f"{label}-table", caption, ("step", "ms"), figures),
-            ),
+            h("details", h("summary", "The same as a table"), table(f"{label}-table", caption, ("step", "ms"), figures)),
         ),
     )
 
