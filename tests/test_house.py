@@ -51,6 +51,7 @@ ROOMS = (
         "api",
         "cli_options",
         "cli_examples",
+        "cli_running",
         "cli_policy",
         "cli_printing",
         "cli_gate",
