@@ -58,6 +58,7 @@ ROOMS = (
         "cli_config",
         "cli_baseline",
         "cli_diff",
+        "cli_output",
         "cli",
         "__main__",
     ),
