@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from kvdoctor import __version__, cli_output
+from kvdoctor import __version__, cli_examples, cli_output
 from kvdoctor.cli_baseline import baseline
 from kvdoctor.cli_config import config
 from kvdoctor.cli_diff import diff
@@ -54,7 +54,7 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @load_options
 @target_options
 @shared_options
@@ -68,7 +68,7 @@ def inspect(path: str, **given: Any) -> NoReturn:
 
 
 @cli.command("step-test")
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option(
     "--contract",
     metavar="FILE",
@@ -103,7 +103,7 @@ def step_test(path: str, **given: Any) -> NoReturn:
 
 
 @cli.command("re-export")
-@click.argument("path", required=False)
+@click.argument("path", required=False, type=click.Path())
 @click.option("-o", "--out", required=False, metavar="OUT", help="Folder for the repaired copy; must not exist.")
 @click.option("--force", is_flag=True, help="Replace OUT if kvdoctor wrote it.")
 @click.option("--dry-run", is_flag=True, help="Say what would be changed, write nothing.")
@@ -137,7 +137,7 @@ def re_export(path: str | None, out: str | None, force: bool, dry_run: bool, sho
 
 
 @cli.command()
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("-o", "--out", required=True, metavar="DIR", help="Folder for the reproducer; must not exist.")
 @click.option("--force", is_flag=True, help="Replace DIR if kvdoctor wrote it.")
 @shared_options
@@ -155,7 +155,7 @@ def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
 
 
 @cli.command()
-@click.argument("paths", nargs=-1)
+@click.argument("paths", nargs=-1, type=click.Path())
 @click.option("--static", is_flag=True, help="Run nothing: what the files alone say. The verdict is never healthy.")
 @click.option("--by-folder", is_flag=True, help="A file stands for the export that it lies in, and each is asked once.")
 @baseline_option
@@ -221,7 +221,7 @@ def schema(name: str) -> None:
 
 
 @cli.command()
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text")
 def contract(path: str, format_: str) -> None:
     """Print the cache contract of each stack: what a loop must feed, feed back and hold."""
@@ -247,6 +247,9 @@ def env() -> None:
 
     for line in environment.lines():
         click.echo(line)
+
+
+cli_examples.show(cli)
 
 
 def _asked(given: dict[str, Any], told: "Told | None" = None) -> dict[str, Any]:
