@@ -1,6 +1,7 @@
 """`kvdoctor diff`: whatever a loop written for A would have to be changed for is worse, and nothing else is."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -201,9 +202,26 @@ def test_the_way_back_is_worse(sick_and_fixed: tuple[Path, Path]) -> None:
         diff.raise_if_worse()
 
 
-def test_whose_loop_is_judged_must_be_the_same(sick_and_fixed: tuple[Path, Path]) -> None:
-    with pytest.raises(kvdoctor.UsageError, match="written with --consumer plain, and this is asked with held"):
-        kvdoctor.diff(*sick_and_fixed, consumer="held")
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"consumer": "held"}, "written with --consumer plain, and this is asked with --consumer held"),
+        ({"require": "batch"}, "written without --require, and this is asked with --require batch"),
+        ({"thorough": True}, "written without --thorough, and this is asked with --thorough"),
+        ({"static": True, "agree": "bits"}, "leave one of them out"),
+    ],
+)
+def test_both_sides_must_be_asked_alike(asked: Any, said: str, sick_and_fixed: tuple[Path, Path]) -> None:
+    with pytest.raises(kvdoctor.UsageError, match=said):
+        kvdoctor.diff(*sick_and_fixed, **asked)
+
+
+def test_a_report_of_which_more_was_asked_is_refused(sick_and_fixed: tuple[Path, Path], tmp_path: Path) -> None:
+    document = json.loads(sick_and_fixed[0].read_text())
+    document["arguments"]["trace"] = "loop.jsonl"
+    (tmp_path / "traced.json").write_text(json.dumps(document))
+    with pytest.raises(kvdoctor.UsageError, match=r"traced.json' was written with --trace, which the other side"):
+        kvdoctor.diff(tmp_path / "traced.json", sick_and_fixed[1])
 
 
 def test_ignored_findings_make_nothing_worse(sick_and_fixed: tuple[Path, Path]) -> None:
@@ -371,3 +389,15 @@ def test_a_sick_copy_is_worse_than_the_model_that_was_repaired(tmp_path: Path) -
     diff = kvdoctor.diff(fixed, MARIAN)
     assert diff.exit_code == 1
     assert [stack.logits.agree for stack in diff.stacks if stack.logits] == ["bits", "bits"]
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "diff.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+    shown = re.findall(r"<!-- shown: kvdoctor diff (\S+) (\S+) --static -->\n```text\n(.+?)```", page, re.DOTALL)
+    assert shown
+    for a, b, text in shown:
+        assert str(kvdoctor.diff(a, b, static=True)) == text
