@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.cure.proof import LOOPS, Side
-from kvdoctor.parity import TOLERANCES, Verdict, judge
+from kvdoctor.parity import Verdict, judge
 from kvdoctor.parity import compare as measure
 from kvdoctor.report.diff_document import Logits, Numbers
+from kvdoctor.tolerances import TOLERANCES
 from kvdoctor.trace import Run
 
 if TYPE_CHECKING:
