@@ -20,7 +20,7 @@ POLL_SECONDS = 0.02
 MIB = 1 << 20
 
 # The package is loaded from its folder under its own name: in another environment nothing else of this one is seen.
-BOOT = """
+LOAD = """
 import sys
 sys.path[:] = [entry for entry in sys.path if entry]
 import importlib.util
@@ -29,9 +29,8 @@ spec = importlib.util.spec_from_file_location("kvdoctor", sys.argv[1] + "/__init
 package = importlib.util.module_from_spec(spec)
 sys.modules["kvdoctor"] = package
 spec.loader.exec_module(package)
-from kvdoctor.worker import main
-main()
 """
+BOOT = f"{LOAD}from kvdoctor.worker import main\nmain()\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from kvdoctor.cli_options import (
     target_options,
 )
 from kvdoctor.cli_policy import policy_of, policy_options, ruled
+from kvdoctor.cli_running import gate_options, how_given
 from kvdoctor.errors import KvdoctorError
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
 @shared_options
 @run_options
 @policy_options
+@gate_options
 def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     """Inspect and step-test models for CI, those of the policy where no PATH is given (docs/policy.md).
 
@@ -178,7 +180,9 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     outputs = _outputs(given)
     known = baseline_of(given)
     with on_terminal(given["quiet"]) as told:
-        done = gating.gate(jobs_of(paths, given, told), static=given["static"], baseline=known)
+        jobs = jobs_of(paths, given, told)
+        how = how_given(given, told)
+        done = gating.gate(jobs, how, static=given["static"], baseline=known)
     done = replace(done, policy=policy_of().file)
     if given["format_"] == "text":
         for report in done.reports:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdoctor.cli_policy import in_effect, models_of, policy_of, ruled
+from kvdoctor.cli_running import from_cache
 
 if TYPE_CHECKING:
     from kvdoctor.baseline import Baseline
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
     from kvdoctor.options import Options
     from kvdoctor.progress import Told
 
-NOT_ASKED = ("format_", "outputs", "quiet", "verbose", "color", "hash_files", "static", "by_folder", "baseline")
+NOT_ASKED = (
+    *("format_", "outputs", "quiet", "verbose", "color", "hash_files", "static", "by_folder", "baseline"),
+    *("jobs", "no_cache", "cache_dir", "cluster"),
+)
 """Parameters of the command line that are none of the options of a model."""
 
 
@@ -57,6 +61,7 @@ def last_lines(done: "Judged") -> Iterator[str]:
         words = f"gate: {done.verdict}; {healthy} of {len(pairs)} models healthy"
         only = sum(report.verdict == "healthy" and count > 0 for report, count in pairs)
         words += f", {only} with nothing but what is known" if only else ""
+        words += from_cache(done.reports)
         yield words + (f"; {sum(known)} known finding{'s' * (sum(known) > 1)}" if any(known) else "")
     if done.policy is not None:
         yield f"policy: {done.policy}"

@@ -9,7 +9,7 @@ import click
 from kvdoctor.kept import MOST_POSITIONS, MOST_ROWS
 from kvdoctor.uses import REQUIRED
 
-FORMATS = ("text", "json", "markdown", "sarif", "junit", "github")
+FORMATS = ("text", "json", "markdown", "html", "sarif", "junit", "github")
 
 
 def shared_options(command: "Callable[..., Any]", formats: tuple[str, ...] = FORMATS) -> "Callable[..., Any]":

@@ -4,7 +4,7 @@ ModelFolder -> GraphView -> CacheContract -> Experiment -> Trace -> checks -> Re
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -56,8 +56,14 @@ def inspect(path: str, options: Options | None = None) -> Report:
     for stack in folder.stacks:
         contract = read_contract(stack, folder.side_cars)
         stacks.append(stack_facts(stack, contract, folder.side_cars, options.load))
-        case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
-        case = replace(case, targets=options.targets)
+        case = Case(
+            folder,
+            options.consumer,
+            stack=stack,
+            contract=contract,
+            required=options.required,
+            targets=options.targets,
+        )
         run_checks(case, "contract", options.selection, verdicts)
         run_checks(case, "targets", options.selection, verdicts)
     verdicts.not_checked += (
@@ -102,45 +108,72 @@ def _step_tested(path: str, options: Options, runtime: Runtime, scratch: Path | 
     _check_files(folder, options, verdicts)
     checkpoint = _checkpoint(options)
     scratch = scratch or (checkpoint.scratch if checkpoint is not None else None)
-    stays: dict[str, tuple[Stay, ...]] = {}
-    stacks: list[StackFacts] = []
-    runs, measured, traced = list[Run](), {}, list[str]()
     given = {stack.name: contract for stack, contract in described}
     contracts = {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
     options = _with_samples(options, tuple(contracts.values()))
     callers = _callers(options, contracts, verdicts) if options.trace is not None else {}
+    shown = _Shown(runtime, scratch, checkpoint)
     for stack in (stack for stack in folder.stacks if options.only is None or stack.name in options.only):
-        contract = contracts[stack.name]
-        case = Case(folder, options.consumer, stack=stack, contract=contract, required=options.required)
-        case = replace(case, thorough=options.thorough, caller=callers.get(stack.name))
-        with TemporaryDirectory(prefix="kvdoctor-") as calls:
-            kept = scratch or (Path(calls) if options.targets else None)
-            left = Left(kept / f"{stack.name}.npz" if kept else None, Path(calls))
-            case, examined = examine(case, options, verdicts, runtime, left)
-            case = replace(case, targets=options.targets, here=runtime.versions.get("onnxruntime", ""))
-            case = _elsewhere(case, options, Here(runtime, contract, left.logits), verdicts)
-            case = held_against(case, checkpoint, left.logits, verdicts)
-            stacks.append(stack_facts(stack, case.contract or contract, folder.side_cars))
-            measured[stack.name] = _measured(examined)
-            before = len(verdicts.findings)
-            case = _by_contract(case, options, verdicts)
-            case = placed(case, options, runtime, left.calls) if options.locate else case
-            _by_runs(case, options, verdicts, before)
-            run_checks(case, "targets", options.selection, verdicts)
-        if case.caller is not None:
-            run_checks(case, "caller", options.selection, verdicts)
-            traced.append(_told(case, options.trace or ""))
-        runs += case.runs
-        stays[stack.name] = case.stays
-    report = _report("step-test", folder, options, verdicts, stacks)
-    report = replace(report, notes=(*report.notes, *traced))
+        case = Case(
+            folder,
+            options.consumer,
+            stack=stack,
+            contract=contracts[stack.name],
+            required=options.required,
+            thorough=options.thorough,
+            caller=callers.get(stack.name),
+            targets=options.targets,
+            here=runtime.versions.get("onnxruntime", ""),
+        )
+        _diagnose(case, options, verdicts, shown)
+    report = _report("step-test", folder, options, verdicts, shown.stacks)
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
+    notes = [*report.notes, *shown.told]
     if checkpoint is not None:
         checkpoint.close()
         environment |= checkpoint.versions
-        report = replace(report, notes=(*report.notes, *checkpoint.held))
-    report = replace(report, runs=tuple(runs), measured=measured, environment=environment)
-    return _under_targets(report, options, stays)
+        notes += checkpoint.held
+    report = replace(report, notes=tuple(notes), environment=environment)
+    return _under_targets(replace(report, runs=tuple(shown.runs), measured=shown.measured), options, shown.stays)
+
+
+@dataclass
+class _Shown:
+    """What the stacks are run with, and what they showed so far; `stays` are what ran under targets, by stack."""
+
+    runtime: Runtime
+    scratch: Path | None
+    checkpoint: "Checkpoint | None"
+    stacks: list[StackFacts] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    measured: dict[str, Any] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
+    stays: "dict[str, tuple[Stay, ...]]" = field(default_factory=dict)
+
+
+def _diagnose(case: Case, options: Options, verdicts: Verdicts, shown: _Shown) -> None:
+    """Run one stack, ask all checks about it, and keep what it showed."""
+    stack, contract = case.stack, case.contract
+    assert stack is not None  # noqa: S101 - made with both by step_test
+    assert contract is not None  # noqa: S101
+    with TemporaryDirectory(prefix="kvdoctor-") as calls:
+        kept = shown.scratch or (Path(calls) if options.targets else None)
+        left = Left(kept / f"{stack.name}.npz" if kept else None, Path(calls))
+        case, examined = examine(case, options, verdicts, shown.runtime, left)
+        case = _elsewhere(case, options, Here(shown.runtime, contract, left.logits), verdicts)
+        case = held_against(case, shown.checkpoint, left.logits, verdicts)
+        shown.stacks.append(stack_facts(stack, case.contract or contract, case.folder.side_cars))
+        shown.measured[stack.name] = _measured(examined)
+        before = len(verdicts.findings)
+        case = _by_contract(case, options, verdicts)
+        case = placed(case, options, shown.runtime, left.calls) if options.locate else case
+        _by_runs(case, options, verdicts, before)
+        run_checks(case, "targets", options.selection, verdicts)
+    if case.caller is not None:
+        run_checks(case, "caller", options.selection, verdicts)
+        shown.told.append(_told(case, options.trace or ""))
+    shown.runs += case.runs
+    shown.stays[stack.name] = case.stays
 
 
 def _elsewhere(case: Case, options: Options, here: Here, verdicts: Verdicts) -> Case:

@@ -222,16 +222,28 @@ def told_apart(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     return tuple(replace(finding, fingerprint=distinct[at]) for at, finding in enumerate(findings))
 
 
+def fault_found(name: str, fault: Fault) -> Finding:
+    """The finding of a fault that met the diagnosis of a whole model from outside, under the check of that name."""
+    one = find_check(name)
+    if one is None:
+        raise LookupError(f"there is no check {name}")
+    return _made(one, fault, None, Place(None, None, ()))
+
+
 def _finding(one: Check, fault: Fault, case: "Case") -> Finding:
     files = (*case.folder.files, *(case.stack.files.values() if case.stack else ()))
     named = next((file for file in files if file.name == fault.file), None)
     file = named or case.file or (case.stack.main if case.stack else None)
+    return _made(one, fault, case.stack.name if case.stack else None, Place(file, case.stack, files))
+
+
+def _made(one: Check, fault: Fault, stack: str | None, place: Place) -> Finding:
     return Finding(
         code=one.code,
         name=one.name,
         severity=fault.severity,
         confidence=fault.confidence,
-        stack=case.stack.name if case.stack else None,
+        stack=stack,
         file=fault.file,
         subject=fault.subject,
         where=fault.where,
@@ -242,5 +254,5 @@ def _finding(one: Check, fault: Fault, case: "Case") -> Finding:
         repair=fault.advice,
         use=fault.use,
         because=fault.because,
-        fingerprint=fingerprint(one.name, fault.subject, fault.apart, Place(file, case.stack, files)),
+        fingerprint=fingerprint(one.name, fault.subject, fault.apart, place),
     )

@@ -8,9 +8,14 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+EXACT = (str, int, bool)
+"""Types whose values are taken as they are, where their type is this very one."""
+MOST_SHARED = 10_000
 
 
 def to_plain(value: Any) -> Any:
@@ -34,56 +39,169 @@ def from_plain(kind: type[T], data: Any, *, newer: bool = False) -> T:
     Raises:
         ValueError: a field is missing, unknown, or of the wrong type; the message names its place.
     """
-    return typing.cast("T", _revive(kind, _pruned(kind, data) if newer else data, kind.__name__))
+    try:
+        return typing.cast("T", _reviver(typing.cast("Any", kind), newer)(data))
+    except _Unfit as unfit:
+        raise ValueError(f"{kind.__name__}{unfit.place}: {unfit}"[:300]) from None
 
 
-def _pruned(kind: Any, data: Any) -> Any:
-    """The data without the fields of objects that their dataclass does not have."""
-    arguments = typing.get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
-        hints = _hints(typing.cast("type", kind))
-        return {name: _pruned(hints[name], item) for name, item in data.items() if name in hints}
-    if isinstance(data, list) and arguments:
-        return [_pruned(arguments[0], item) for item in data]
-    if isinstance(data, dict) and typing.get_origin(kind) is dict:
-        return {name: _pruned(arguments[1], item) for name, item in data.items()}
-    known = [choice for choice in arguments if dataclasses.is_dataclass(choice)]
-    return _pruned(known[0], data) if len(known) == 1 else data
+class _Unfit(Exception):
+    """Plain values are not what the type says. `place` leads to the value that is wrong, as in `.slots[0].carry`."""
+
+    place = ""
+
+    def within(self, step: str) -> "_Unfit":
+        """The same, seen from one step further out."""
+        self.place = step + self.place
+        return self
 
 
-def _revive(kind: Any, data: Any, place: str) -> Any:
+@functools.cache
+def _reviver(kind: Any, newer: bool) -> Callable[[Any], Any]:
+    """A function that rebuilds values of a type: what the type says is resolved once, a report holds thousands."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
-        return data
+        return lambda data: data
     if origin in (typing.Union, types.UnionType):
-        return _revive_union(arguments, data, place)
+        return _union_reviver(arguments, newer)
     if origin is typing.Literal:
-        return _expect(data in arguments, data, place, " or ".join(map(repr, arguments)))
+        return _checked(lambda data: data in arguments, " or ".join(map(repr, arguments)))
     if origin is tuple:
-        _expect(isinstance(data, list), data, place, "a list")
-        return tuple(_revive(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(data))
+        return _list_reviver(arguments[0], newer)
     if origin is dict:
-        _expect(isinstance(data, dict), data, place, "an object")
-        return {key: _revive(arguments[1], item, f"{place}.{key}") for key, item in data.items()}
+        return _object_reviver(arguments[1], newer)
     if dataclasses.is_dataclass(kind):
-        return _revive_dataclass(kind, data, place)
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
-    return _expect(type(data) is kind, data, place, kind.__name__)
+        return _dataclass_reviver(kind, newer)
+    exact = _checked(lambda data: type(data) is kind, kind.__name__)
+    if kind is float:
+        return lambda data: float(data) if type(data) is int else exact(data)
+    return exact
 
 
-def _revive_dataclass(kind: Any, data: Any, place: str) -> Any:
-    _expect(isinstance(data, dict), data, place, "an object")
-    hints = _hints(kind)
-    unknown = sorted(set(data) - set(hints))
-    if unknown:
-        raise ValueError(f"{place}: unknown field {unknown[0]!r}; known are {', '.join(hints)}")
-    given = {name: _revive(hints[name], data[name], f"{place}.{name}") for name in hints if name in data}
+def _checked(holds: Callable[[Any], bool], wanted: str) -> Callable[[Any], Any]:
+    def revive(data: Any) -> Any:
+        if not holds(data):
+            raise _unfit(wanted, data)
+        return data
+
+    return revive
+
+
+def _unfit(wanted: str, data: Any) -> _Unfit:
+    return _Unfit(f"expected {wanted}, got {repr(data)[:200]}")
+
+
+def _list_reviver(item: Any, newer: bool) -> Callable[[Any], Any]:
+    way, exact = _reviver(item, newer), {item} if item in EXACT else set[type]()
+
+    def revive(data: Any) -> tuple[Any, ...]:
+        if not isinstance(data, list):
+            raise _unfit("a list", data)
+        if exact.issuperset(map(type, data)):
+            return tuple(data)
+        made: list[Any] = []
+        try:
+            for one in data:
+                made.append(way(one))  # noqa: PERF401 - how many came tells the place
+        except _Unfit as unfit:
+            raise unfit.within(f"[{len(made)}]") from None
+        return tuple(made)
+
+    return revive
+
+
+def _object_reviver(item: Any, newer: bool) -> Callable[[Any], Any]:
+    way, exact = _reviver(item, newer), {item} if item in EXACT else set[type]()
+
+    def revive(data: Any) -> dict[str, Any]:
+        if not isinstance(data, dict):
+            raise _unfit("an object", data)
+        if exact.issuperset(map(type, data.values())):
+            return dict(data)
+        made = {}
+        for key, one in data.items():
+            try:
+                made[key] = way(one)
+            except _Unfit as unfit:
+                raise unfit.within(f".{key}") from None
+        return made
+
+    return revive
+
+
+def _union_reviver(choices: tuple[Any, ...], newer: bool) -> Callable[[Any], Any]:
+    ways = [_reviver(choice, newer) for choice in choices if choice is not type(None)]
+    optional = type(None) in choices
+
+    def revive(data: Any) -> Any:
+        if data is None and optional:
+            return None
+        failure: _Unfit | None = None
+        for way in ways:
+            try:
+                return way(data)
+            except _Unfit as unfit:
+                failure = failure or unfit
+        raise failure or _unfit("nothing", data)
+
+    return revive
+
+
+def _dataclass_reviver(kind: Any, newer: bool) -> Callable[[Any], Any]:
+    # Resolved with the first value: a type may hold values of its own type.
+    fields: dict[str, tuple[Any, Callable[[Any], Any]]] = {}
+    same: dict[Any, Any] = {}
+    shared = _may_be_shared(kind)
+
+    def revive(data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise _unfit("an object", data)
+        if not fields:
+            fields.update((name, (hint, _reviver(hint, newer))) for name, hint in _hints(kind).items())
+        given = _revived(data, fields, newer)
+        return _shared(given) if shared else _made(kind, given)
+
+    def _shared(given: dict[str, Any]) -> Any:
+        identity = tuple(given.items())
+        if identity not in same:
+            if len(same) >= MOST_SHARED:
+                same.clear()
+            same[identity] = _made(kind, given)
+        return same[identity]
+
+    return revive
+
+
+def _revived(data: dict[str, Any], fields: dict[str, tuple[Any, Callable[[Any], Any]]], newer: bool) -> dict[str, Any]:
+    given = {}
+    for name, value in data.items():
+        if name not in fields:
+            if newer:
+                continue
+            raise _Unfit(f"unknown field {name!r}; known are {', '.join(fields)}")
+        hint, way = fields[name]
+        try:
+            given[name] = value if type(value) is hint else way(value)
+        except _Unfit as unfit:
+            raise unfit.within(f".{name}") from None
+    return given
+
+
+def _made(kind: Any, given: dict[str, Any]) -> Any:
     try:
         return kind(**given)
     except TypeError:
         lacking = [f.name for f in dataclasses.fields(kind) if f.name not in given and _has_no_default(f)]
-        raise ValueError(f"{place}: field {', '.join(lacking)} is missing") from None
+        raise _Unfit(f"field {', '.join(lacking)} is missing") from None
+
+
+def _may_be_shared(kind: Any) -> bool:
+    """Whether equal values of a dataclass may be one: it is frozen, and so is all that it holds, down to the bit.
+
+    A report holds thousands of shapes, and few that differ. No floats: 0.0 equals -0.0.
+    """
+    frozen = kind.__dataclass_params__.frozen
+    return frozen and all(hint in (str, int, bool) or hint == tuple[int, ...] for hint in _hints(kind).values())
 
 
 @functools.cache
@@ -95,23 +213,3 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _has_no_default(field: "dataclasses.Field[Any]") -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _revive_union(choices: tuple[Any, ...], data: Any, place: str) -> Any:
-    if data is None and type(None) in choices:
-        return None
-    failure: ValueError | None = None
-    for choice in choices:
-        if choice is type(None):
-            continue
-        try:
-            return _revive(choice, data, place)
-        except ValueError as error:
-            failure = failure or error
-    raise failure or ValueError(f"{place}: {data!r} does not fit")
-
-
-def _expect(holds: bool, data: Any, place: str, wanted: str) -> Any:
-    if not holds:
-        raise ValueError(f"{place}: expected {wanted}, got {data!r}"[:300])
-    return data

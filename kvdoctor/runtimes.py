@@ -204,6 +204,16 @@ class Runtime:
             self._restart(Examined())
             raise
 
+    def peak_bytes(self) -> int:
+        """The most resident memory that a worker of this runtime had since `forget_peak`."""
+        return max([self._worker.peak_bytes, *(other.peak_bytes() for other in self._beside.values())])
+
+    def forget_peak(self) -> None:
+        """Begin to measure afresh: another model comes."""
+        self._worker.peak_bytes = 0
+        for other in self._beside.values():
+            other.forget_peak()
+
     def _restart(self, examined: Examined) -> None:
         examined.peak_bytes = max(examined.peak_bytes, self._worker.peak_bytes)
         hello = self._worker.hello

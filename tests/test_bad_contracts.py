@@ -15,6 +15,7 @@ import pytest
 from bad_contracts import CACHE, TOKENS, changed, decoder, edited, node, value
 from bad_models import Result, as_json, call, nested, renamed, saved
 from onnx import ModelProto, TensorProto, helper
+from sampling import sampled
 from text_fixtures import load_all
 
 TEXTS = {name: fixture for name, fixture in load_all().items() if name.startswith("bad-")}
@@ -265,47 +266,6 @@ UNREADABLE: dict[str, tuple[Build, str]] = {
 }
 
 
-SLOW = {
-    "3000-caches-on-one-chain",
-    "3000-more-caches",
-    "3000-keys-that-nothing-fills",
-    "an-axis-name-of-a-megabyte",
-    "inputs-without-shape",
-    "ids-without-type",
-    "ids-optional",
-    "mask-optional",
-    "past-optional",
-    "past-a-map",
-    "two-logits-by-name",
-    "3000-more-inputs",
-    "3000-more-inputs-of-rank-4",
-    "3000-inputs-on-one-chain",
-    "ids-twice",
-    "functions-400-deep",
-    "heads-0",
-    "width-0",
-    "past-huge",
-    "past-of-rank-9",
-    "one-layer-grown-by-nothing",
-    "recurrent-names-that-grow",
-    "no-first-layer",
-    "a-convolution-in-the-gap",
-    "a-recurrent-state-in-the-gap",
-    "a-present-under-two-names",
-    "outputs-without-shape",
-    "functions-of-1024-nodes",
-    "batch-negative",
-    "ids-negative",
-    "a-sparse-initializer-that-nothing-uses",
-}
-"""Near to another case, which runs always."""
-
-
-def cases(table: dict[str, Any]) -> list[Any]:
-    """The names of a table, those that are near to another one for the slow runs."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in table]
-
-
 @pytest.fixture(autouse=True)
 def cheap() -> Iterator[None]:
     """What the calls of a test cost the processor, their workers included."""
@@ -347,7 +307,7 @@ def not_crashed(result: Result) -> Result:
     return result
 
 
-@pytest.mark.parametrize("what", cases(INCOMPLETE))
+@pytest.mark.parametrize("what", sampled(INCOMPLETE, 3))
 def test_what_cannot_be_driven_says_why(what: str, tmp_path: Path) -> None:
     build, subject, reason = INCOMPLETE[what]
     folder = saved(build(), tmp_path / "model")
@@ -362,7 +322,7 @@ def test_what_cannot_be_driven_says_why(what: str, tmp_path: Path) -> None:
         assert not result.report.get("runs")
 
 
-@pytest.mark.parametrize("what", cases(FAULTY))
+@pytest.mark.parametrize("what", sampled(FAULTY, 3))
 def test_what_can_be_read_and_is_wrong(what: str, tmp_path: Path) -> None:
     build, declared, shown = FAULTY[what]
     folder = saved(build(), tmp_path / "model")
@@ -373,7 +333,7 @@ def test_what_can_be_read_and_is_wrong(what: str, tmp_path: Path) -> None:
         assert names <= set(result.findings)
 
 
-@pytest.mark.parametrize("what", cases(HEALTHY))
+@pytest.mark.parametrize("what", sampled(HEALTHY, 3))
 def test_what_only_looks_bad(what: str, tmp_path: Path) -> None:
     build, noted, kinds = HEALTHY[what]
     folder = saved(build(), tmp_path / "model")
@@ -388,7 +348,7 @@ def test_what_only_looks_bad(what: str, tmp_path: Path) -> None:
         assert set(result.findings) - {"cache-not-faster"} == noted
 
 
-@pytest.mark.parametrize("what", cases(UNREADABLE))
+@pytest.mark.parametrize("what", sampled(UNREADABLE, 3))
 def test_what_is_no_decoder(what: str, tmp_path: Path) -> None:
     build, word = UNREADABLE[what]
     folder = saved(build(), tmp_path / "model")

@@ -255,7 +255,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("command", ["inspect", pytest.param("step-test", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", sampled(CONFIGS, 2))
 def test_a_config_that_makes_no_sense(command: str, config: str, tmp_path: Path) -> None:
     """The config says how long the context is, and no more: without it the model is diagnosed all the same."""
     folder = copied(GPT2, tmp_path / "model", "model.onnx")
@@ -453,7 +453,7 @@ GRAPHS: dict[str, tuple[Callable[[onnx.GraphProto], object], set[int]]] = {
 }
 
 
-@pytest.mark.parametrize("what", GRAPHS)
+@pytest.mark.parametrize("what", sampled(GRAPHS, 3))
 def test_a_graph_that_makes_no_sense(what: str, tmp_path: Path) -> None:
     change, codes = GRAPHS[what]
     folder = saved(bad.changed(change), tmp_path / "model")
@@ -538,7 +538,7 @@ def hostile(where: str, name: str) -> onnx.ModelProto:
 WHERE = ["input", "output", "node", "axis", "producer", "domain", "location"]
 
 
-@pytest.mark.parametrize(("name", "where"), sampled([(name, where) for name in NAMES for where in WHERE], 8))
+@pytest.mark.parametrize(("name", "where"), sampled([(name, where) for name in NAMES for where in WHERE], 12))
 def test_hostile_names(name: str, where: str, tmp_path: Path) -> None:
     folder = saved(hostile(where, NAMES[name]), tmp_path / "model")
     command = "inspect" if where in ("axis", "producer", "domain") else "step-test"
@@ -568,7 +568,9 @@ def test_markdown_on_standard_output(tmp_path: Path) -> None:
 
 
 @posix
-@pytest.mark.parametrize("name", ["clear-screen", "newlines", "script", "workflow-command", "right-to-left", "wide"])
+@pytest.mark.parametrize(
+    "name", sampled(["newlines", "clear-screen", "script", "workflow-command", "right-to-left", "wide"], 3)
+)
 @pytest.mark.parametrize("broken", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["broken", "whole"])
 def test_hostile_names_of_files(name: str, broken: bool, tmp_path: Path) -> None:
     title = NAMES[name].replace("/", "_")
@@ -1028,7 +1030,7 @@ def test_pattern_characters_in_out(marian: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on the size of files are tried on Linux only")
-@pytest.mark.parametrize("most", [1_000, 100_000, 220_000])
+@pytest.mark.parametrize("most", sampled([100_000, 1_000, 220_000], 3))
 def test_a_disk_that_takes_no_more(most: int, marian: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands for a full disk: the write fails in the middle."""
     with unchanged(tmp_path):
@@ -1038,7 +1040,7 @@ def test_a_disk_that_takes_no_more(most: int, marian: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounting a small disk is tried on Linux only")
-@pytest.mark.parametrize("size", ["64k", "700k", "1100k"])
+@pytest.mark.parametrize("size", sampled(["700k", "64k", "1100k"], 3))
 def test_a_disk_that_is_full(size: str, marian: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

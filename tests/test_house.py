@@ -50,6 +50,7 @@ ROOMS = (
         "asking",
         "api",
         "cli_options",
+        "cli_running",
         "cli_policy",
         "cli_printing",
         "cli_gate",

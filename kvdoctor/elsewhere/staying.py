@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from kvdoctor.case import UNDECIDED, Case
 from kvdoctor.elsewhere.environments import environment, shown
@@ -18,6 +19,12 @@ from kvdoctor.stack_test import located, made_job
 from kvdoctor.targets import Target
 from kvdoctor.targets.stay import Gap, Stay
 from kvdoctor.trace import Run
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Logits = np.ndarray[Any, np.dtype[Any]]
+    """float[values], those of all steps of a run in order."""
 
 BAD = ("failed", "differs", "died")
 BROKEN = "onnxruntime {} does not start on this machine; remove {} and try again, or name another release"
@@ -99,7 +106,7 @@ def _gaps(case: Case, runs: tuple[Run, ...], mine: Path | None, theirs: Path) ->
     return found
 
 
-def _gap(case: Case, run: Run, ours, others) -> Gap | None:  # type: ignore[no-untyped-def]
+def _gap(case: Case, run: Run, ours: "Logits", others: "Logits") -> Gap | None:
     """The first step whose logits are not those of here; None where all are."""
     from kvdoctor.parity import compare, judge
 

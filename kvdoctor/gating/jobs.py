@@ -1,6 +1,6 @@
-"""What a gate is asked to do."""
+"""What a gate is asked to do, and how."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +9,30 @@ from kvdoctor.options import Options
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One model, as the user wrote its path, and what holds for it."""
+    """One model, as the user wrote its path, and what holds for it. `at` is where it lies, when that is elsewhere."""
 
     path: str
     options: Options
+    at: Path | None = None
+
+    @property
+    def place(self) -> Path:
+        """Where the model lies."""
+        return self.at or Path(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How the jobs are run; nothing here changes what a report says.
+
+    `jobs` is how many run side by side, None for what the machine has room for. `cache` is the folder in which
+    reports are kept, None for no cache. `cluster` is the address of a Dask scheduler. `told` is shown what goes on.
+    """
+
+    jobs: int | None = None
+    cache: Path | None = None
+    cluster: str | None = None
+    told: Callable[[str], None] | None = None
 
 
 def exports_of(paths: Sequence[str]) -> tuple[str, ...]:

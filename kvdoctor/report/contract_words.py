@@ -1,7 +1,7 @@
 """The cache contract in words: what it keeps, what the first step gets, what to feed, and how to carry each slot."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvdoctor.contract import CacheContract, Carry, First, Growth, Port, Slot, describe
 
@@ -57,14 +57,14 @@ def rows(contract: CacheContract) -> Iterator[tuple[str, str]]:
 def slot_rows(contract: CacheContract) -> Iterator[list[str]]:
     """Every slot: past, type with the meaning of its axes, growth, present."""
     for slot in contract.slots:
-        yield [slot.past, _typed(slot), slot.growth, slot.carry, slot.present or f"({slot.filled_by or 'nothing'})"]
+        yield [slot.past, typed(slot), slot.growth, slot.carry, slot.present or f"({slot.filled_by or 'nothing'})"]
 
 
 def _alike(slots: Iterable[Slot]) -> list[list[Slot]]:
     """Slots that differ in their layer, or in being key or value, alone."""
     groups: dict[tuple[object, ...], list[Slot]] = {}
     for slot in slots:
-        groups.setdefault((slot.kind, slot.growth, slot.window, slot.dtype, _sizes(slot)), []).append(slot)
+        groups.setdefault((slot.kind, slot.growth, slot.window, slot.dtype, sizes(slot)), []).append(slot)
     return list(groups.values())
 
 
@@ -75,10 +75,10 @@ def _by_kind(slots: Iterable[Slot]) -> list[list[Slot]]:
     return list(groups.values())
 
 
-def _sizes(slot: Slot) -> tuple[object, ...]:
+def sizes(slot: Slot) -> tuple[object, ...]:
     """Axes with their sizes where these are numbers: names of axes may differ from slot to slot."""
-    sizes = (size if isinstance(size, int) else None for size in slot.shape)
-    return tuple(zip(slot.axes, sizes, strict=True))
+    numbers = (size if isinstance(size, int) else None for size in slot.shape)
+    return tuple(zip(slot.axes, numbers, strict=True))
 
 
 def _kept(slots: list[Slot]) -> str:
@@ -86,11 +86,12 @@ def _kept(slots: list[Slot]) -> str:
     slot = slots[0]
     parts = " and ".join(dict.fromkeys(s.part for s in slots if s.part != "state"))
     window = f", its attention looks back {slot.window} tokens" if slot.window is not None else ""
-    what = f"{STATES.get(slot.kind, slot.kind.replace('-state', ' state'))}, {_layers(slots)}"
-    return f"{what}, {parts + ' ' if parts else ''}{_typed(slot)}: {GROWTH_WORDS[slot.growth]}{window}"
+    what = f"{STATES.get(slot.kind, slot.kind.replace('-state', ' state'))}, {layers(slots)}"
+    return f"{what}, {parts + ' ' if parts else ''}{typed(slot)}: {GROWTH_WORDS[slot.growth]}{window}"
 
 
-def _layers(slots: list[Slot]) -> str:
+def layers(slots: Sequence[Slot]) -> str:
+    """`layers 0 to 11`."""
     numbers = sorted({slot.layer for slot in slots if slot.layer is not None})
     if not numbers:
         return "all layers in one tensor"
@@ -102,14 +103,14 @@ def _layers(slots: list[Slot]) -> str:
     return f"layers {', '.join(map(str, numbers[:MOST_NUMBERED]))}{more}"
 
 
-def _typed(slot: Slot) -> str:
+def typed(slot: Slot) -> str:
     """`float[batch, 4 kv_heads, past, 8 head_dim]`: the meaning of each axis, and its size where it is a number."""
     known = ("fixed", "state")
-    sizes = [
+    written = [
         (str(size) if axis in known else f"{size} {axis}") if isinstance(size, int) else axis
         for size, axis in zip(slot.shape, slot.axes, strict=True)
     ]
-    return f"{slot.dtype}[{', '.join(sizes)}]"
+    return f"{slot.dtype}[{', '.join(written)}]"
 
 
 def _axes(contract: CacheContract) -> str:

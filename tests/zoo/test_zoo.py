@@ -35,9 +35,18 @@ MANY = 100
 
 
 def parameters() -> list[object]:
-    """Every row with all that a thorough diagnosis tries, as slow ones; the sample as people run it by default."""
-    thorough = [pytest.param(row, True, id=f"{row}-thorough", marks=pytest.mark.slow) for row in ROWS]
-    return [*(pytest.param(row, False, id=str(row)) for row in ROWS if row in SAMPLE), *thorough]
+    """Every row: exports with all that a thorough diagnosis tries, their copies and the sample as people run it.
+
+    The copies have the graphs of the exports; what a thorough diagnosis says of them is left to `-m exhaustive`.
+    """
+    slow, exhaustive = (pytest.mark.slow,), (pytest.mark.slow, pytest.mark.exhaustive)
+    thorough = [
+        pytest.param(row, True, id=f"{row}-thorough", marks=slow if row.variant == "exported" else exhaustive)
+        for row in ROWS
+    ]
+    copies = [row for row in ROWS if row.variant != "exported" and row not in SAMPLE]
+    default = [pytest.param(row, False, id=str(row), marks=() if row in SAMPLE else slow) for row in (*SAMPLE, *copies)]
+    return [*default, *thorough]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,20 @@
+"""The report as one HTML page: no script, nothing loaded from anywhere, every text escaped (docs/html.md)."""
+
+from kvdoctor.report.document import Report
+from kvdoctor.report.page import gate
+from kvdoctor.report.page import report as one
+from kvdoctor.report.page.blocks import Place
+from kvdoctor.report.page.shell import page
+
+
+def render(report: Report) -> str:
+    """The whole page of one report."""
+    sections = list(one.parts(report, Place()))
+    links = [(name, title) for name, title, _ in sections]
+    title = f"{report.verdict}: kvdoctor {report.command} {report.model.path[:200]}"
+    return page(title, links, one.head(report, Place(level=1)), [content for _, _, content in sections])
+
+
+def render_all(reports: list[Report]) -> str:
+    """The page of a gate: an index of the models, then each; one model needs no index."""
+    return render(reports[0]) if len(reports) == 1 else gate.render(reports)

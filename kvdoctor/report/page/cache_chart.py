@@ -1,0 +1,175 @@
+"""The cache over time as a picture: for each group of slots its length per step, and what became of it."""
+
+from collections.abc import Iterator, Sequence
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.experiments import load
+from kvdoctor.report import wording
+from kvdoctor.report.page.blocks import Place, chip
+from kvdoctor.report.page.cache_series import WORDS, Cell, series
+from kvdoctor.report.page.grouping import Group, grouped
+from kvdoctor.report.page.markup import Content, Element, h
+from kvdoctor.trace import REPLAY, Run
+
+LOOPS = ("plain-loop", "held-loop", "frozen-past", REPLAY)
+MOST_STEPS, MOST_LANES = 24, 6
+GUTTER, CELL, BAR, TALL, TOP = 12, 42, 22, 62, 40
+LANE = TOP + TALL + 12
+AXIS = 36
+
+
+def figures(runs: Sequence[Run], contract: CacheContract, place: Place) -> list[Element]:
+    """A picture for each loop that was run."""
+    shown = [run for run in runs if run.experiment in LOOPS and run.steps]
+    highest = _highest(shown, contract)
+    return [_figure(run, contract, (place, place.id(f"loop-{n}")), highest) for n, run in enumerate(shown)]
+
+
+def _highest(runs: Sequence[Run], contract: CacheContract) -> dict[str, int]:
+    """The largest length of each kind of slot: pictures of one stack have one scale."""
+    found: dict[str, int] = {}
+    for slot in contract.slots:
+        lengths = [length for run in runs for c in series(run, slot) for length in (c.fed, c.returned) if length]
+        found[slot.kind] = max([found.get(slot.kind, 1), *lengths])
+    return found
+
+
+def legend() -> Element:
+    """How to read the pictures."""
+    entries = (
+        ("fed", "fed into the step"),
+        ("new", "added by the step"),
+        ("held", "held: the value of step 0 is fed again"),
+        ("emptied", "emptied: comes back without elements"),
+        ("fails", "the step fails"),
+    )
+    items = (h("li", _swatch(kind), h("span", words)) for kind, words in entries)
+    return h("ul", items, h("li", h("span", "\u2192", class_="arrow-mark", aria_hidden="true"), "fed back"), class_="legend")
+
+
+def _swatch(kind: str) -> Element:
+    size = {"x": 1, "y": 1, "width": 16, "height": 12, "class_": f"bar-{kind}"}
+    shape = h("path", d="M4 3l9 9m0-9l-9 9", class_="cross") if kind == "fails" else h("rect", **size)
+    return h("svg", shape, width=18, height=14, viewBox="0 0 18 14", aria_hidden="true", focusable="false")
+
+
+def _figure(run: Run, contract: CacheContract, at: tuple[Place, str], highest: dict[str, int]) -> Element:
+    place, name = at
+    groups = grouped(contract.slots, lambda slot: tuple((c.fed, c.returned, c.state) for c in series(run, slot)))
+    lanes = [(group, series(run, group.first)) for group in groups]
+    asked = next((one.question for one in load() if one.name == run.experiment), "the steps of the caller's own loop")
+    outcome = wording.outcome(run)
+    title = place.heading(run.experiment, " ", chip(outcome, run.shows), id_=name, class_="loop-title")
+    more = len(lanes) - MOST_LANES
+    return h(
+        "figure",
+        title,
+        h("p", asked, class_="hint"),
+        [_lane(group, cells, f"{name}-{number}", highest[group.first.kind]) for number, (group, cells) in enumerate(lanes[:MOST_LANES])],
+        h("p", f"{more} more groups of slots: the slots table has all of them.", class_="hint") if more > 0 else None,
+        class_="loop",
+        aria_labelledby=name,
+    )
+
+
+def _lane(group: Group, cells: Sequence[Cell], label: str, highest: int) -> Content:
+    counts = "encoder states" if "encoder" in group.first.axes else "tokens"
+    unit = f"length in {counts}" if group.first.length_axis is not None else "a state of fixed size"
+    title = h("p", h("strong", group.title), f" \u00b7 {group.count} \u00b7 {unit}", class_="lane-title", id=label)
+    kept, skipped = _kept(cells)
+    width = GUTTER + CELL * (len(kept) + (1 if skipped else 0)) + 8
+    drawing = h(
+        "svg",
+        h("line", x1=GUTTER, x2=width - 4, y1=TOP + TALL + 0.5, y2=TOP + TALL + 0.5, class_="base"),
+        list(_drawn(kept, skipped, highest)),
+        width=width,
+        height=LANE + AXIS,
+        viewBox=f"0 0 {width} {LANE + AXIS}",
+        role="img",
+        aria_label=_told(group, cells, counts),
+    )
+    scroll = h("div", drawing, class_="scroll", role="region", aria_labelledby=label, tabindex=0)
+    omitted = h("p", f"{skipped} steps between are not drawn.", class_="hint") if skipped else None
+    return title, scroll, omitted
+
+
+def _kept(cells: Sequence[Cell]) -> tuple[list[Cell], int]:
+    """The first steps and the last ones, and how many are left out between them."""
+    if len(cells) <= MOST_STEPS:
+        return list(cells), 0
+    half = MOST_STEPS // 2
+    return [*cells[:half], *cells[-half:]], len(cells) - 2 * half
+
+
+def _drawn(kept: Sequence[Cell], skipped: int, highest: int) -> Iterator[Content]:
+    for index, cell in enumerate(kept):
+        gap = 1 if skipped and index >= MOST_STEPS // 2 else 0
+        x = GUTTER + CELL * (index + gap)
+        if gap and index == MOST_STEPS // 2:
+            yield h("text", "\u2026", x=x - CELL / 2, y=TOP + TALL - 6, class_="value")
+        elif index:
+            yield _arrow(x, kept[index - 1], cell)
+        yield from _bar(x + (CELL - BAR) / 2, cell, highest)
+        middle = x + CELL / 2
+        yield h("text", cell.step, x=middle, y=TOP + TALL + 16, class_="tick")
+        yield h("text", f"+{cell.new_tokens}", x=middle, y=TOP + TALL + 30, class_="tick quiet")
+    yield h("text", "step, new tokens", x=GUTTER, y=TOP + TALL + AXIS + 8, class_="axis")
+
+
+def _bar(x: float, cell: Cell, highest: int) -> Iterator[Element]:
+    """The bar of a step: what was fed, what was added on top of it, or what is wrong."""
+    floor, middle = TOP + TALL, x + BAR / 2
+    fed = _height(cell.fed, highest)
+    if cell.state == "fails":
+        yield h("rect", x=x, y=floor - max(fed, 2), width=BAR, height=max(fed, 2), class_="bar-fed")
+        top = floor - max(fed, 0)
+        yield h("path", d=f"M{x + 4:.0f} {top - 19:.0f}l14 14m0-14l-14 14", class_="cross")
+        yield h("text", "fails", x=middle, y=top - 25, class_="value bad")
+        return
+    returned = _height(cell.returned, highest)
+    if cell.state == "held":
+        yield h("rect", x=x, y=floor - fed, width=BAR, height=fed, class_="bar-held")
+        yield h("text", cell.fed if cell.fed is not None else "\u2013", x=middle, y=floor - fed - 5, class_="value")
+        return
+    if cell.state == "emptied":
+        tall = max(fed, 24)
+        yield h("rect", x=x, y=floor - tall, width=BAR, height=tall, class_="bar-emptied")
+        yield h("text", "0", x=middle, y=floor - tall / 2 + 4, class_="value bad")
+        yield h("text", "empty", x=middle, y=floor - tall - 5, class_="value bad")
+        return
+    if cell.returned is None:
+        tall = max(fed, 14)
+        yield h("rect", x=x, y=floor - tall, width=BAR, height=tall, class_="bar-fed")
+        return
+    below = min(fed, returned)
+    yield h("rect", x=x, y=floor - below, width=BAR, height=below, class_="bar-fed")
+    yield h("rect", x=x, y=floor - returned, width=BAR, height=returned - below, class_="bar-new")
+    bad = " bad" if cell.state == "shrunk" else ""
+    yield h("text", cell.returned, x=middle, y=floor - returned - 5, class_=f"value{bad}")
+
+
+def _height(length: int | None, highest: int) -> float:
+    return round(TALL * (length or 0) / highest, 1)
+
+
+def _arrow(x: float, before: Cell, cell: Cell) -> Element:
+    """From one bar to the next: what came back is fed again, or what was held before is."""
+    start, end, y = x - (CELL - BAR) / 2 + 2, x + (CELL - BAR) / 2 - 2, TOP + TALL - 8
+    if cell.state == "held":
+        return h("path", d=f"M{start:.0f} {y}H{end:.0f}", class_="hold-line")
+    kind = "feed-line bad-line" if before.state == "emptied" else "feed-line"
+    return h("path", d=f"M{start:.0f} {y}H{end:.0f}m-4 -4l4 4l-4 4", class_=kind)
+
+
+def _told(group: Group, cells: Sequence[Cell], counts: str) -> str:
+    """The picture in words."""
+    steps = [_step(cell) for cell in _kept(cells)[0]]
+    return f"{group.title}, {group.count}, length in {counts}. {'; '.join(steps)}."
+
+
+def _step(cell: Cell) -> str:
+    fed = "nothing" if cell.fed is None else str(cell.fed)
+    if cell.state in ("fails", "held", "not-returned"):
+        return f"step {cell.step}: {fed} fed, {WORDS[cell.state]}"
+    back = "a state" if cell.returned is None else str(cell.returned)
+    return f"step {cell.step}: {fed} fed, {back} returned, {WORDS[cell.state]}"

@@ -1,0 +1,194 @@
+"""The cache contract as a diagram: past -> graph -> present, and the way back to the next step."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvdoctor.contract import CacheContract, Port, Role
+from kvdoctor.report import contract_words
+from kvdoctor.report.page.grouping import Group, fitted, grouped, patterns
+from kvdoctor.report.page.markup import Content, Element, h
+
+WIDTH = 780
+LEFT, BOX = 8, 258
+GRAPH, GRAPH_BOX = 308, 164
+RIGHT = WIDTH - LEFT - BOX
+LINE, PAD, LANE = 16, 10, 42
+MONO, SANS = 33, 33
+"""Characters that fit into a box, in the two faces."""
+IN_GRAPH = 21
+MOST_FED, MOST_GROUPS = 6, 8
+GIVEN: tuple[Role, ...] = ("logits", "next_token")
+CARRIED = {
+    "feed-back": "feed back: the next step's past",
+    "hold": "hold the value of step 0, feed it at every step",
+    "append": "append to the past, feed the whole",
+    "write": "write into the past at the past length",
+    "shift": "shift in at the end, the oldest rows out",
+    "drop-oldest": "feed back without the first row",
+    "extend": "feed back with one row of zeros behind it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of lines of text; the class of each line says its face."""
+
+    lines: tuple[tuple[str, str], ...]
+    kind: str
+
+    @property
+    def height(self) -> int:
+        """What it takes."""
+        return 2 * PAD + LINE * len(self.lines)
+
+
+def diagram(contract: CacheContract, name: str) -> Element:
+    """The picture; `name` is the id of what names it."""
+    groups = grouped(contract.slots)
+    drawn: list[Content] = []
+    fed, given = _fed_box(contract), _given_box(contract)
+    graph = _graph_lines(contract)
+    height = max(fed.height, given.height, 2 * PAD + LINE * len(graph))
+    y = 22
+    drawn += _row(y, height, fed, given)
+    drawn += _graph_text(y, graph)
+    y += height + 16
+    for group in groups[:MOST_GROUPS]:
+        past, present = _past_box(group), _present_box(group)
+        height = max(past.height, present.height)
+        drawn += _row(y, height, past, present)
+        drawn += _back(y + height, group)
+        y += height + LANE
+    if len(groups) > MOST_GROUPS:
+        more = f"and {len(groups) - MOST_GROUPS} more groups of slots, listed below"
+        drawn.append(h("text", more, x=WIDTH / 2, y=y + 14, class_="pill-text"))
+        y += 24
+    box = h("rect", x=GRAPH, y=16, width=GRAPH_BOX, height=y - 16, rx=10, class_="graph-box")
+    titles = (("what a step is fed", LEFT + BOX / 2), ("graph", GRAPH + GRAPH_BOX / 2), ("what it returns", RIGHT + BOX / 2))
+    heads = [h("text", word, x=x, y=10, class_="column") for word, x in titles]
+    return h(
+        "svg",
+        heads,
+        box,
+        drawn,
+        viewBox=f"0 -4 {WIDTH} {y + 12}",
+        class_="wide",
+        role="img",
+        aria_label=_told(contract, groups),
+        id=name,
+    )
+
+
+def _fed_box(contract: CacheContract) -> Box:
+    ports = [port for port in contract.graph("decode").inputs if port.role not in ("past", "auxiliary")]
+    return _ports_box(ports, "fed at every step")
+
+
+def _given_box(contract: CacheContract) -> Box:
+    ports = [port for port in contract.graph("decode").outputs if port.role in GIVEN]
+    return _ports_box(ports, "returned by every step") if ports else Box((("no logits", "box-title"),), "box")
+
+
+def _ports_box(ports: Sequence[Port], title: str) -> Box:
+    lines = [(title, "box-title"), *((fitted(port.name, MONO), "mono") for port in ports[:MOST_FED])]
+    if len(ports) > MOST_FED:
+        lines.append((f"and {len(ports) - MOST_FED} more", "sans"))
+    return Box(tuple(lines), "box")
+
+
+def _graph_lines(contract: CacheContract) -> list[tuple[str, str]]:
+    """Which file or branch serves which step."""
+    lines: list[tuple[str, str]] = []
+    if "encode" in contract.phases:
+        lines += [("once, before:", "sans"), *_wrapped(contract.graph("encode").file, "mono")]
+    prefill, decode = contract.phases["prefill"], contract.phases["decode"]
+    if prefill.graph != decode.graph:
+        lines += [("step 0:", "sans"), *_wrapped(contract.graph("prefill").file, "mono")]
+        return [*lines, ("later steps:", "sans"), *_wrapped(contract.graph("decode").file, "mono")]
+    lines += _wrapped(contract.graph("decode").file, "mono strong")
+    if prefill.switch is not None:
+        switch = contract.graph("decode").port("branch_switch")
+        name = switch.name if switch else "the switch"
+        lines += _wrapped(f"step 0: {name} = {str(prefill.switch).lower()}", "sans")
+        lines += _wrapped(f"later steps: {str(decode.switch).lower()}", "sans")
+    return lines
+
+
+def _wrapped(text: str, face: str) -> list[tuple[str, str]]:
+    pieces = textwrap.wrap(fitted(text, 3 * IN_GRAPH), IN_GRAPH, break_on_hyphens=True)
+    return [(piece, face) for piece in pieces] or [("?", face)]
+
+
+def _graph_text(y: int, lines: Sequence[tuple[str, str]]) -> Iterator[Element]:
+    for number, (line, face) in enumerate(lines):
+        yield h("text", line, x=GRAPH + GRAPH_BOX / 2, y=y + PAD + 12 + LINE * number, class_=f"{face} middle")
+
+
+def _past_box(group: Group) -> Box:
+    names = patterns(slot.past for slot in group.slots)
+    typed = textwrap.wrap(fitted(contract_words.typed(group.first), 3 * SANS), SANS + 3)
+    head = ((fitted(group.title, SANS - 1), "box-title"), (f"{group.count}, {group.first.growth}", "sans"))
+    return Box((*head, *((line, "small") for line in typed), *_names(names)), "box past")
+
+
+def _present_box(group: Group) -> Box:
+    slot = group.first
+    names = patterns(slot.present for slot in group.slots if slot.present is not None)
+    if slot.emptied:
+        return Box((("present, emptied", "box-title bad"), *_wide("returned without elements by later steps"), *_names(names)), "box sick")
+    if not names:
+        filled = patterns(slot.filled_by for slot in group.slots if slot.filled_by is not None)
+        made = {"encode": "made by the encoder", "prefill": "made by step 0"}.get(slot.filled_in, "made once")
+        first = made if filled else "given by the caller"
+        return Box((("no present in later steps", "box-title"), (first, "sans"), *_names(filled)), "box missing")
+    return Box((("present", "box-title"), *_wide(contract_words.GROWTH_WORDS[slot.growth]), *_names(names)), "box present")
+
+
+def _wide(words: str) -> list[tuple[str, str]]:
+    return [(line, "sans") for line in textwrap.wrap(words, SANS)]
+
+
+def _names(names: Sequence[str]) -> list[tuple[str, str]]:
+    lines = [(fitted(name, MONO), "mono") for name in names[:2]]
+    if len(names) > 2:
+        lines.append((f"and {len(names) - 2} more names", "sans"))
+    return lines
+
+
+def _row(y: int, height: int, left: Box, right: Box) -> Iterator[Element]:
+    """Two boxes, and the arrows through the graph between them."""
+    for box, x in ((left, LEFT), (right, RIGHT)):
+        yield h("rect", x=x, y=y, width=BOX, height=height, rx=6, class_=box.kind)
+        for number, (line, face) in enumerate(box.lines):
+            yield h("text", line, x=x + PAD, y=y + PAD + 12 + LINE * number, class_=face)
+    middle = y + height / 2
+    for start, end in ((LEFT + BOX, GRAPH), (GRAPH + GRAPH_BOX, RIGHT)):
+        yield h("path", d=f"M{start + 3} {middle:.0f}H{end - 4}m-5 -5l5 5l-5 5", class_="flow")
+
+
+def _back(y: int, group: Group) -> Iterator[Element]:
+    """The way from what a step returns to the past of the next one."""
+    slot = group.first
+    low, start, end = y + 20, RIGHT + BOX / 2, LEFT + BOX / 2
+    kind = "carry hold" if slot.carry == "hold" else "carry"
+    if slot.carry == "hold":
+        words = "hold what the caller gave" if slot.is_given else CARRIED["hold"]
+        if slot.filled_in == "encode":
+            words = "hold what the encoder made, feed it at every step"
+    else:
+        words = CARRIED[slot.carry]
+    yield h("path", d=f"M{start:.0f} {y}V{low}H{end:.0f}V{y + 6}m-5 5l5 -5l5 5", class_=kind)
+    width = 6.6 * len(words) + 24
+    middle = GRAPH + GRAPH_BOX / 2
+    yield h("rect", x=middle - width / 2, y=low - 11, width=width, height=22, rx=11, class_=f"pill {kind}")
+    yield h("text", words, x=middle, y=low + 4, class_="pill-text")
+
+
+def _told(contract: CacheContract, groups: Sequence[Group]) -> str:
+    """The diagram in words."""
+    told = [
+        f"{group.title}, {group.count}: {CARRIED[group.first.carry]}{', emptied by later steps' if group.first.emptied else ''}"
+        for group in groups[:MOST_GROUPS]
+    ]
+    return f"The cache contract of {contract.graph('decode').file}. {'; '.join(told)}. The table below has each slot."

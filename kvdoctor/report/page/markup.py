@@ -1,0 +1,89 @@
+"""Elements of a page that escape by construction: every text and every attribute is data, never markup.
+
+Of what was looked at, Jinja2 escapes by default but not in every context, dominate and htpy build elements as this does;
+none of them makes control and direction characters visible or bounds the length of a text, which names of a model need.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from html import escape
+from typing import Union
+
+from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
+
+Value = str | int | float | bool | None
+Content = Union[str, int, "Element", None, Iterable["Content"]]
+
+VOID = {"br", "meta", "wbr"}
+NEVER = {"script", "style", "iframe", "object", "embed", "form", "base", "link", "img"}
+NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
+LOADING = {"src", "style", "srcset", "srcdoc", "action", "formaction", "ping", "background", "data"}
+LOCAL = re.compile(r"#[a-z0-9-]+|url\(#[a-z0-9-]+\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """An element with its attributes and children. Text is escaped and bounded when the page is written."""
+
+    tag: str
+    attributes: dict[str, Value] = field(default_factory=dict)
+    children: "tuple[str | Element, ...]" = ()
+
+    def __str__(self) -> str:
+        return "".join(_written(self))
+
+
+def h(tag: str, *children: Content, **attributes: Value) -> Element:
+    """Make an element: `h("td", name, class_="name", aria_label="...")`. None and False leave an attribute out.
+
+    Raises:
+        ValueError: the page must not have such an element or attribute: scripts, styles, and what loads anything.
+    """
+    named = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
+    if tag in NEVER or not NAME.fullmatch(tag):
+        raise ValueError(f"a page has no <{tag}>")
+    for name, value in named.items():
+        if name in LOADING or name.startswith("on") or not NAME.fullmatch(name):
+            raise ValueError(f"a page has no attribute {name!r}")
+        if (name == "href" or str(value).startswith("url(")) and not LOCAL.fullmatch(str(value)):
+            raise ValueError("a link leads to the page itself only")
+    return Element(tag, named, tuple(_flat(children)))
+
+
+def _flat(content: Content) -> "Iterator[str | Element]":
+    """Texts and elements, whatever they were wrapped in: an element can be written as often as one likes."""
+    if content is None:
+        return
+    if isinstance(content, Element):
+        yield content
+    elif isinstance(content, str | int):
+        yield str(content)
+    else:
+        for part in content:
+            yield from _flat(part)
+
+
+def text(value: str) -> str:
+    """A text as HTML: short enough, without control or direction characters, escaped."""
+    return escape(printable(shortened(value, LONGEST_QUOTED)), quote=True)
+
+
+def _written(element: Element) -> Iterator[str]:
+    yield f"<{element.tag}"
+    for name, value in element.attributes.items():
+        if value is not None and value is not False:
+            yield f" {name}" if value is True else f' {name}="{text(_number(value))}"'
+    yield ">"
+    if element.tag not in VOID:
+        for child in element.children:
+            if isinstance(child, Element):
+                yield from _written(child)
+            else:
+                yield text(child)
+        yield f"</{element.tag}>"
+
+
+def _number(value: Value) -> str:
+    """Coordinates with at most one decimal: pages stay small."""
+    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
