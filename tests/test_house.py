@@ -52,7 +52,6 @@ ROOMS = (
         "cli_options",
         "cli_running",
         "cli_policy",
-        "cli_printing",
         "cli_gate",
         "cli_config",
         "cli_baseline",

@@ -427,3 +427,15 @@ def test_the_table_of_the_page_is_the_one_of_the_code() -> None:
     for exactness, own in TOLERANCES.items():
         least, most = bounds(exactness)
         assert f"| `{exactness}` | {own.passes:g} | {least:g} | {most:g} |" in page
+
+
+def test_the_cache_of_the_policy_and_of_the_command_line(project: Path) -> None:
+    (project / "kvdoctor.toml").write_text("jobs = 2\ncache = false\n")
+    body = json.loads(kvdoctor(project, "config", "--format", "json").stdout)
+    values = body["models"][0]["values"]
+    assert (body["models"][0]["path"], values["cache"]["value"], values["jobs"]["value"]) == (None, False, 2)
+    (project / "kvdoctor.toml").write_text("jobs = 2\n")
+    body = json.loads(kvdoctor(project, "config", "--no-cache", "--jobs", "1", "--format", "json").stdout)
+    values = body["models"][0]["values"]
+    assert values["cache"] == {"value": False, "from": "command line"}
+    assert values["jobs"] == {"value": 1, "from": "command line"}
