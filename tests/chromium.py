@@ -1,15 +1,17 @@
 """Drives a headless Chromium over the DevTools protocol, through a pipe: the standard library is enough.
 
-Of the libraries that do it, Playwright brings a browser and Node of its own, Selenium a driver of the very version of the
-browser; what the tests ask is six methods of the protocol (https://chromedevtools.github.io/devtools-protocol).
+Of the libraries that do it, Playwright brings a browser and Node of its own, Selenium a driver of the browser's very
+version; the tests ask a handful of methods of the protocol (https://chromedevtools.github.io/devtools-protocol).
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -94,29 +96,26 @@ class Tab:
 @contextlib.contextmanager
 def tab(program: str) -> Iterator[Tab]:
     """A browser with a profile of its own and one page, for as long as it is used."""
-    their_in, to = os.pipe()
-    back, their_out = os.pipe()
-
-    def in_place() -> None:
-        # The protocol is spoken on the descriptors 3 and 4.
-        ends = [os.dup(their_in), os.dup(their_out)]
-        high = [os.dup2(end, 200 + place, inheritable=True) for place, end in enumerate(ends)]
-        for place, end in enumerate(high):
-            os.dup2(end, 3 + place, inheritable=True)
+    near_in, to = os.pipe()
+    back, near_out = os.pipe()
+    # The protocol is spoken on the descriptors 3 and 4: what starts the browser puts them there from above them.
+    theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (near_in, near_out)]
+    os.close(near_in)
+    os.close(near_out)
+    there = f"import os, sys; os.dup2({theirs[0]}, 3); os.dup2({theirs[1]}, 4); os.execv(sys.argv[1], sys.argv[1:])"
 
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
         options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run")
         options += ("--disable-background-networking", "--hide-scrollbars", f"--user-data-dir={profile}")
         with subprocess.Popen(
-            [program, *options],
-            close_fds=False,
-            preexec_fn=in_place,
+            [sys.executable, "-c", there, program, *options],
+            pass_fds=theirs,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "HOME": str(Path(profile))},
         ) as browser:
-            os.close(their_in)
-            os.close(their_out)
+            for end in theirs:
+                os.close(end)
             try:
                 yield Tab(to, back)
             finally:

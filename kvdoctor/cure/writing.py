@@ -59,13 +59,13 @@ def put_back(folder: ModelFolder, names: Iterable[str], target: Path) -> None:
 
 def write_reports(target: Path, report: Report) -> None:
     """Write the fix report beside the model, with the names of all files that are kvdoctor's there."""
-    from kvdoctor.report import fix_page, machine, markdown
+    from kvdoctor.report import html, machine, markdown
 
     assert report.repair is not None  # noqa: S101 - written of a repair
     contents = tuple(path.relative_to(target).as_posix() for path in regular_files(target))
     report = replace(report, repair=replace(report.repair, contents=(*contents, *REPORTS)))
     write_whole(target / "kvdoctor-report.md", markdown.render(report))
-    write_whole(target / "kvdoctor-report.html", fix_page.render(report))
+    write_whole(target / "kvdoctor-report.html", html.render(report))
     write_whole(target / MARK, machine.render(report))
 
 

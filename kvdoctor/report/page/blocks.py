@@ -31,20 +31,16 @@ class Place:
 
 
 def section(place: Place, name: str, title: Content, *content: Content, class_: str | None = None) -> Element:
-    """A section that its heading names; links lead to `name`."""
+    """A section under its heading; links lead to `name`. Those of the highest level are landmarks, with a name."""
     heading = place.id(f"{name}-title")
-    return h(
-        "section", place.heading(title, id_=heading), content, id=place.id(name), aria_labelledby=heading, class_=class_
-    )
+    named = {"aria_labelledby": heading} if place.level == Place().level else {}
+    return h("section", place.heading(title, id_=heading), content, id=place.id(name), class_=class_, **named)
 
 
 def table(
     name: str, caption: Content, header: Sequence[Content], rows: Iterable[Sequence[Content]], class_: str = ""
 ) -> Element:
-    """A table in a region of its own that scrolls where it is too wide; the first cell heads its row.
-
-    `name` is the id of its caption, which names the region.
-    """
+    """A table that scrolls where it is too wide; the first cell heads its row. `name` is the id of its caption."""
     head = h("tr", (h("th", title, scope="col") for title in header))
     body = (h("tr", (_cell(cell, index) for index, cell in enumerate(row))) for row in rows)
     made = h("table", h("caption", caption, id=name), h("thead", head), h("tbody", body), class_=class_ or None)
@@ -58,8 +54,8 @@ def _cell(cell: Content, index: int) -> Element:
 
 
 def scrolled(named_by: str, *content: Content) -> Element:
-    """A region that a keyboard can scroll; `named_by` is the id of what names it."""
-    return h("div", content, class_="scroll", role="region", aria_labelledby=named_by, tabindex=0)
+    """What a keyboard can scroll; `named_by` is the id of what names it."""
+    return h("div", content, class_="scroll", role="group", aria_labelledby=named_by, tabindex=0)
 
 
 def facts(rows: Iterable[tuple[Content, Content]], class_: str = "facts") -> Element:

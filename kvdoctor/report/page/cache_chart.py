@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import load
 from kvdoctor.report import wording
-from kvdoctor.report.page.blocks import Place, chip
+from kvdoctor.report.page.blocks import Place, chip, scrolled
 from kvdoctor.report.page.cache_series import WORDS, Cell, series
 from kvdoctor.report.page.grouping import Group, grouped
 from kvdoctor.report.page.markup import Content, Element, h
@@ -13,9 +13,12 @@ from kvdoctor.trace import REPLAY, Run
 
 LOOPS = ("plain-loop", "held-loop", "frozen-past", REPLAY)
 MOST_STEPS, MOST_LANES = 24, 6
-GUTTER, CELL, BAR, TALL, TOP = 12, 42, 22, 62, 40
-LANE = TOP + TALL + 12
+GUTTER, CELL, BAR, TALL = 12, 42, 22, 62
 AXIS = 36
+TOP, TOP_WITH_FAULT = 20, 40
+"""Room above the tallest bar: for its number, or for what went wrong."""
+NARROW = 10
+"""Steps that fit on a telephone."""
 
 
 def figures(runs: Sequence[Run], contract: CacheContract, place: Place) -> list[Element]:
@@ -44,12 +47,14 @@ def legend() -> Element:
         ("fails", "the step fails"),
     )
     items = (h("li", _swatch(kind), h("span", words)) for kind, words in entries)
-    return h("ul", items, h("li", h("span", "\u2192", class_="arrow-mark", aria_hidden="true"), "fed back"), class_="legend")
+    return h(
+        "ul", items, h("li", h("span", "\u2192", class_="arrow-mark", aria_hidden="true"), "fed back"), class_="legend"
+    )
 
 
 def _swatch(kind: str) -> Element:
-    size = {"x": 1, "y": 1, "width": 16, "height": 12, "class_": f"bar-{kind}"}
-    shape = h("path", d="M4 3l9 9m0-9l-9 9", class_="cross") if kind == "fails" else h("rect", **size)
+    box = h("rect", x=1, y=1, width=16, height=12, class_=f"bar-{kind}")
+    shape = h("path", d="M4 3l9 9m0-9l-9 9", class_="cross") if kind == "fails" else box
     return h("svg", shape, width=18, height=14, viewBox="0 0 18 14", aria_hidden="true", focusable="false")
 
 
@@ -65,7 +70,10 @@ def _figure(run: Run, contract: CacheContract, at: tuple[Place, str], highest: d
         "figure",
         title,
         h("p", asked, class_="hint"),
-        [_lane(group, cells, f"{name}-{number}", highest[group.first.kind]) for number, (group, cells) in enumerate(lanes[:MOST_LANES])],
+        [
+            _lane(group, cells, f"{name}-{number}", highest[group.first.kind])
+            for number, (group, cells) in enumerate(lanes[:MOST_LANES])
+        ],
         h("p", f"{more} more groups of slots: the slots table has all of them.", class_="hint") if more > 0 else None,
         class_="loop",
         aria_labelledby=name,
@@ -78,17 +86,20 @@ def _lane(group: Group, cells: Sequence[Cell], label: str, highest: int) -> Cont
     title = h("p", h("strong", group.title), f" \u00b7 {group.count} \u00b7 {unit}", class_="lane-title", id=label)
     kept, skipped = _kept(cells)
     width = GUTTER + CELL * (len(kept) + (1 if skipped else 0)) + 8
+    floor = TALL + (TOP_WITH_FAULT if any(cell.state in ("fails", "emptied") for cell in kept) else TOP)
+    height = floor + AXIS + 12
     drawing = h(
         "svg",
-        h("line", x1=GUTTER, x2=width - 4, y1=TOP + TALL + 0.5, y2=TOP + TALL + 0.5, class_="base"),
-        list(_drawn(kept, skipped, highest)),
+        h("line", x1=GUTTER, x2=width - 4, y1=floor + 0.5, y2=floor + 0.5, class_="base"),
+        list(_drawn(kept, skipped, highest, floor)),
         width=width,
-        height=LANE + AXIS,
-        viewBox=f"0 0 {width} {LANE + AXIS}",
+        height=height,
+        viewBox=f"0 0 {width} {height}",
+        class_="lane" if len(kept) <= NARROW else None,
         role="img",
         aria_label=_told(group, cells, counts),
     )
-    scroll = h("div", drawing, class_="scroll", role="region", aria_labelledby=label, tabindex=0)
+    scroll = scrolled(label, drawing)
     omitted = h("p", f"{skipped} steps between are not drawn.", class_="hint") if skipped else None
     return title, scroll, omitted
 
@@ -101,24 +112,24 @@ def _kept(cells: Sequence[Cell]) -> tuple[list[Cell], int]:
     return [*cells[:half], *cells[-half:]], len(cells) - 2 * half
 
 
-def _drawn(kept: Sequence[Cell], skipped: int, highest: int) -> Iterator[Content]:
+def _drawn(kept: Sequence[Cell], skipped: int, highest: int, floor: int) -> Iterator[Content]:
     for index, cell in enumerate(kept):
         gap = 1 if skipped and index >= MOST_STEPS // 2 else 0
         x = GUTTER + CELL * (index + gap)
         if gap and index == MOST_STEPS // 2:
-            yield h("text", "\u2026", x=x - CELL / 2, y=TOP + TALL - 6, class_="value")
+            yield h("text", "\u2026", x=x - CELL / 2, y=floor - 6, class_="value")
         elif index:
-            yield _arrow(x, kept[index - 1], cell)
-        yield from _bar(x + (CELL - BAR) / 2, cell, highest)
+            yield _arrow(x, floor - 8, kept[index - 1], cell)
+        yield from _bar(x + (CELL - BAR) / 2, floor, cell, highest)
         middle = x + CELL / 2
-        yield h("text", cell.step, x=middle, y=TOP + TALL + 16, class_="tick")
-        yield h("text", f"+{cell.new_tokens}", x=middle, y=TOP + TALL + 30, class_="tick quiet")
-    yield h("text", "step, new tokens", x=GUTTER, y=TOP + TALL + AXIS + 8, class_="axis")
+        yield h("text", cell.step, x=middle, y=floor + 16, class_="tick")
+        yield h("text", f"+{cell.new_tokens}", x=middle, y=floor + 30, class_="tick quiet")
+    yield h("text", "step, new tokens", x=GUTTER, y=floor + AXIS + 8, class_="axis")
 
 
-def _bar(x: float, cell: Cell, highest: int) -> Iterator[Element]:
+def _bar(x: float, floor: int, cell: Cell, highest: int) -> Iterator[Element]:
     """The bar of a step: what was fed, what was added on top of it, or what is wrong."""
-    floor, middle = TOP + TALL, x + BAR / 2
+    middle = x + BAR / 2
     fed = _height(cell.fed, highest)
     if cell.state == "fails":
         yield h("rect", x=x, y=floor - max(fed, 2), width=BAR, height=max(fed, 2), class_="bar-fed")
@@ -152,9 +163,9 @@ def _height(length: int | None, highest: int) -> float:
     return round(TALL * (length or 0) / highest, 1)
 
 
-def _arrow(x: float, before: Cell, cell: Cell) -> Element:
+def _arrow(x: float, y: int, before: Cell, cell: Cell) -> Element:
     """From one bar to the next: what came back is fed again, or what was held before is."""
-    start, end, y = x - (CELL - BAR) / 2 + 2, x + (CELL - BAR) / 2 - 2, TOP + TALL - 8
+    start, end = x - (CELL - BAR) / 2 + 2, x + (CELL - BAR) / 2 - 2
     if cell.state == "held":
         return h("path", d=f"M{start:.0f} {y}H{end:.0f}", class_="hold-line")
     kind = "feed-line bad-line" if before.state == "emptied" else "feed-line"

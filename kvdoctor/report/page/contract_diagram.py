@@ -10,13 +10,13 @@ from kvdoctor.report.page.grouping import Group, fitted, grouped, patterns
 from kvdoctor.report.page.markup import Content, Element, h
 
 WIDTH = 780
-LEFT, BOX = 8, 258
-GRAPH, GRAPH_BOX = 308, 164
+LEFT, BOX = 8, 250
+GRAPH, GRAPH_BOX = 296, 188
 RIGHT = WIDTH - LEFT - BOX
 LINE, PAD, LANE = 16, 10, 42
-MONO, SANS = 33, 33
+MONO, SANS = 34, 32
 """Characters that fit into a box, in the two faces."""
-IN_GRAPH = 21
+IN_GRAPH = 25
 MOST_FED, MOST_GROUPS = 6, 8
 GIVEN: tuple[Role, ...] = ("logits", "next_token")
 CARRIED = {
@@ -65,7 +65,11 @@ def diagram(contract: CacheContract, name: str) -> Element:
         drawn.append(h("text", more, x=WIDTH / 2, y=y + 14, class_="pill-text"))
         y += 24
     box = h("rect", x=GRAPH, y=16, width=GRAPH_BOX, height=y - 16, rx=10, class_="graph-box")
-    titles = (("what a step is fed", LEFT + BOX / 2), ("graph", GRAPH + GRAPH_BOX / 2), ("what it returns", RIGHT + BOX / 2))
+    titles = (
+        ("what a step is fed", LEFT + BOX / 2),
+        ("graph", GRAPH + GRAPH_BOX / 2),
+        ("what it returns", RIGHT + BOX / 2),
+    )
     heads = [h("text", word, x=x, y=10, class_="column") for word, x in titles]
     return h(
         "svg",
@@ -136,13 +140,18 @@ def _present_box(group: Group) -> Box:
     slot = group.first
     names = patterns(slot.present for slot in group.slots if slot.present is not None)
     if slot.emptied:
-        return Box((("present, emptied", "box-title bad"), *_wide("returned without elements by later steps"), *_names(names)), "box sick")
+        return Box(
+            (("present, emptied", "box-title bad"), *_wide("returned without elements by later steps"), *_names(names)),
+            "box sick",
+        )
     if not names:
         filled = patterns(slot.filled_by for slot in group.slots if slot.filled_by is not None)
         made = {"encode": "made by the encoder", "prefill": "made by step 0"}.get(slot.filled_in, "made once")
         first = made if filled else "given by the caller"
         return Box((("no present in later steps", "box-title"), (first, "sans"), *_names(filled)), "box missing")
-    return Box((("present", "box-title"), *_wide(contract_words.GROWTH_WORDS[slot.growth]), *_names(names)), "box present")
+    return Box(
+        (("present", "box-title"), *_wide(contract_words.GROWTH_WORDS[slot.growth]), *_names(names)), "box present"
+    )
 
 
 def _wide(words: str) -> list[tuple[str, str]]:
@@ -187,8 +196,8 @@ def _back(y: int, group: Group) -> Iterator[Element]:
 
 def _told(contract: CacheContract, groups: Sequence[Group]) -> str:
     """The diagram in words."""
-    told = [
-        f"{group.title}, {group.count}: {CARRIED[group.first.carry]}{', emptied by later steps' if group.first.emptied else ''}"
-        for group in groups[:MOST_GROUPS]
-    ]
+    told = []
+    for group in groups[:MOST_GROUPS]:
+        emptied = ", emptied by later steps" if group.first.emptied else ""
+        told.append(f"{group.title}, {group.count}: {CARRIED[group.first.carry]}{emptied}")
     return f"The cache contract of {contract.graph('decode').file}. {'; '.join(told)}. The table below has each slot."

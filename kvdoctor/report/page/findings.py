@@ -99,5 +99,7 @@ def unchecked(entries: Sequence[NotChecked], place: Place) -> Iterator[Content]:
         )
         for entry in entries[:MOST_IN_A_LINE]
     ]
-    yield table(place.id("unchecked-table"), "Not checked", ("check", "stack", "reason", "leaves the verdict open"), rows)
-    yield more_line(len(entries) - MOST_IN_A_LINE, "entry")
+    yield table(
+        place.id("unchecked-table"), "Not checked", ("check", "stack", "reason", "leaves the verdict open"), rows
+    )
+    yield more_line(len(entries) - MOST_IN_A_LINE, "check")

@@ -81,7 +81,9 @@ def _models(ordered: Sequence[tuple[int, Report]]) -> list[Element | str]:
         size += len(str(model))
         made.append(model)
     if untold:
-        text = f"{counted(untold, 'model')} more, of the best verdicts, are in the table above and in --format json alone."
+        text = (
+            f"{counted(untold, 'model')} more, of the best verdicts, are in the table above and in --format json alone."
+        )
         made.append(h("p", text, class_="hint"))
     return made
 

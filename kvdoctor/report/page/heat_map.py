@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.report import wording
-from kvdoctor.report.page.blocks import Place, chip, folded, table
+from kvdoctor.report.page.blocks import Place, chip, folded, scrolled, table
 from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.tolerances import TOLERANCES
 from kvdoctor.trace import Difference, Run
@@ -96,9 +96,8 @@ def layers(runs: Sequence[Run], contract: CacheContract, place: Place) -> Conten
     if not made and not parted:
         return None
     return (
-        place.heading("By layer"),
+        place.heading("By layer", class_="by-layer"),
         made,
-        _scale() if made else None,
         (h("p", "Where runs part from the run without a cache:"), h("ul", (h("li", line) for line in parted)))
         if parted
         else None,
@@ -121,21 +120,12 @@ def _of_run(run: Run, by_name: dict[str, Slot], label: str) -> Iterator[Content]
         f"{run.experiment}: the cache after step {last.step} against one call over the same tokens, "
         f"off by {last.slots[worst]:.1e} of its spread at most ({worst})"
     )
-    rows = [
-        (f"layer {n}", *(_short(row[n]) if n in row else "\u2013" for row in parts.values())) for n in numbers
-    ]
+    rows = [(f"layer {n}", *(_short(row[n]) if n in row else "\u2013" for row in parts.values())) for n in numbers]
     yield h(
         "figure",
         h("figcaption", caption, id=label),
         [
-            h(
-                "div",
-                _strip(parts, numbers[start : start + IN_A_ROW], caption),
-                class_="scroll",
-                role="region",
-                aria_labelledby=label,
-                tabindex=0,
-            )
+            scrolled(label, _strip(parts, numbers[start : start + IN_A_ROW], caption))
             for start in range(0, len(numbers), IN_A_ROW)
         ],
         folded("The same as a table", table(f"{label}-table", caption, ("layer", *parts), rows)),

@@ -1,7 +1,7 @@
 """Elements of a page that escape by construction: every text and every attribute is data, never markup.
 
-Of what was looked at, Jinja2 escapes by default but not in every context, dominate and htpy build elements as this does;
-none of them makes control and direction characters visible or bounds the length of a text, which names of a model need.
+Of what was looked at, Jinja2 escapes where it is told to, and dominate, htpy and xml.etree build elements as this does.
+None of them makes control and direction characters visible, bounds a text, or refuses what loads something.
 """
 
 import re

@@ -35,7 +35,7 @@ def page(title: str, links: Iterable[tuple[str, Content]], *content: Content) ->
         f"<title>{text(title)}</title>\n<style>{style()}</style>"
     )
     contents = h("ul", (h("li", h("a", word, href=f"#{name}")) for name, word in links))
-    body = (
+    body: tuple[Element, ...] = (
         h("a", "Skip to the report", href="#report", class_="skip"),
         h(
             "div",
@@ -45,14 +45,15 @@ def page(title: str, links: Iterable[tuple[str, Content]], *content: Content) ->
         ),
         h("footer", _foot()),
     )
-    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{"".join(map(str, body))}\n</body>\n</html>\n'
+    written = "".join(map(str, body))
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{written}\n</body>\n</html>\n'
 
 
 def _foot() -> Element:
     return h(
         "p",
-        f"Written by kvdoctor {__version__}, the doctor for ONNX decoders with a KV cache. This page holds no script and "
-        "loads nothing; the same facts for programs: ",
+        f"Written by kvdoctor {__version__}, the doctor for ONNX decoders with a KV cache. This page holds no script "
+        "and loads nothing; the same facts for programs: ",
         h("code", "--format json"),
         ".",
     )

@@ -24,6 +24,7 @@ from kvdoctor.report.safe import shortened
 from kvdoctor.trace import Run
 
 MOST_SLOTS, MOST_STEPS = 256, 40
+Row = Sequence[Content]
 
 
 def shown(stack: StackFacts, report: Report, place: Place, name: str) -> Element:
@@ -31,7 +32,9 @@ def shown(stack: StackFacts, report: Report, place: Place, name: str) -> Element
     runs = matrix.runs_here(report, stack.name)
     done = [run for run in runs if run.outcome != "skipped"]
     below = place.below(name)
-    parts: list[Content] = [h("p", f"{stack.layout}: ", [[code(file), " "] for file in stack.files[:12]], class_="lead")]
+    parts: list[Content] = [
+        h("p", f"{stack.layout}: ", [[code(file), " "] for file in stack.files[:12]], class_="lead")
+    ]
     contract = stack.contract
     if contract is not None:
         if pictures := cache_chart.figures(done, contract, below.below()):
@@ -39,7 +42,11 @@ def shown(stack: StackFacts, report: Report, place: Place, name: str) -> Element
             parts.append(section(below, "cache", "The cache over time", legend, h("div", pictures, class_="loops")))
         parts.append(section(below, "contract", "The cache contract", *_contract(stack, below)))
         if done:
-            parts.append(section(below, "differences", "Difference to the run without a cache", *_differences(done, stack, below)))
+            parts.append(
+                section(
+                    below, "differences", "Difference to the run without a cache", *_differences(done, stack, below)
+                )
+            )
         if (times := timing.chart(report, stack.name, below)) is not None:
             parts.append(section(below, "times", "Time per step, measured here", times))
     else:
@@ -70,6 +77,8 @@ def _contract(stack: StackFacts, place: Place) -> Iterator[Content]:
 
 def _differences(done: Sequence[Run], stack: StackFacts, place: Place) -> Iterator[Content]:
     assert stack.contract is not None  # noqa: S101
+    others = {experiment.name for experiment in load() if not experiment.judged}
+    done = [run for run in done if run.experiment not in others]
     yield heat_map.steps(done, stack.contract, place)
     yield heat_map.layers(done, stack.contract, place.below())
 
@@ -80,19 +89,25 @@ def _experiments(runs: Sequence[Run], place: Place) -> Iterator[Content]:
         yield h("p", "No decode step was run.")
         return
     known = {experiment.name: experiment for experiment in load()}
-    done, skipped = [], []
+    judged, tried, skipped = list[Row](), list[Row](), list[Row]()
     for run in runs:
         experiment = known.get(run.experiment)
         asked, why = (experiment.question, experiment.why) if experiment else ("", "")
         if run.outcome == "skipped":
             skipped.append((run.experiment, asked, shortened(run.reason or "", 400)))
         else:
-            outcome = chip(wording.outcome(run), run.shows)
-            done.append((run.experiment, outcome, asked, shortened(wording.detail(run, why), 600)))
-    if done:
-        yield table(place.id("runs"), "Experiments that were run", ("experiment", "outcome", "question", "what it showed"), done)
+            counts = experiment is None or experiment.judged
+            row = (run.experiment, _outcome(run), asked, shortened(wording.detail(run, why), 600))
+            (judged if counts else tried).append(row)
+    header: Row = ("experiment", "outcome", "question", "what it showed")
+    if judged:
+        yield table(place.id("judged"), "What the verdict rests on", header, judged, "runs")
+    if tried:
+        caption = "What teams try, and what looks for causes: to fail here is no fault of the model"
+        yield table(place.id("tried"), caption, header, tried, "runs")
     if skipped:
-        made = table(place.id("skipped"), "Experiments that were skipped", ("experiment", "question", "reason"), skipped)
+        header = ("experiment", "question", "reason")
+        made = table(place.id("skipped"), "Experiments that were skipped", header, skipped, "runs")
         yield folded(f"{counted(len(skipped), 'experiment')} skipped, with the reasons", made)
 
 
@@ -113,8 +128,19 @@ def _steps(done: Sequence[Run], stack: StackFacts, place: Place) -> Iterator[Con
             content.append(facts([("runtime", code(run.error, 1200))]))
         if rows := list(map(list, wording.place_rows(run))):
             content.append(facts((label, shortened(text, 900)) for label, text in rows))
-        summary = (h("strong", run.experiment), " ", chip(wording.outcome(run), run.shows), f" {counted(len(run.steps), 'step')}")
+        summary = (
+            h("strong", run.experiment),
+            " ",
+            _outcome(run),
+            f" {counted(len(run.steps), 'step')}",
+        )
         yield folded(summary, content, open_=run is first)
+
+
+def _outcome(run: Run) -> Element:
+    """What became of a run; what no verdict rests on does not wear the colour of a fault."""
+    experiment = next((one for one in load() if one.name == run.experiment), None)
+    return chip(wording.outcome(run), run.shows if experiment is None or experiment.judged else "plain")
 
 
 def _bounded(name: str, caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Content:

@@ -37,7 +37,9 @@ def files(report: Report, place: Place) -> Iterator[Content]:
         if file.inputs or file.outputs:
             ports = list(wording.port_rows(file, everything=False))
             rows = [(code(name), way, code(typed)) for way, name, typed in ports[:MOST_PORTS]]
-            made = table(place.id(f"ports-{number}"), f"Inputs and outputs of {file.path}", ("name", "", "type"), rows)
+            made = table(
+                place.id(f"ports-{number}"), f"Inputs and outputs of {file.path}", ("name", "direction", "type"), rows
+            )
             yield folded(("Inputs and outputs of ", code(file.path)), made, more_line(len(ports) - MOST_PORTS, "port"))
 
 

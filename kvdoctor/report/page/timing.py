@@ -1,14 +1,16 @@
 """The time of a step with the cache and without it, from what was measured on this machine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from kvdoctor.report import wording
 from kvdoctor.report.document import Report
-from kvdoctor.report.page.blocks import Place, table
+from kvdoctor.report.page.blocks import Place, scrolled, table
 from kvdoctor.report.page.markup import Content, Element, h
 
-LEFT, LONGEST, HIGH, GAP = 178, 250, 16, 10
+LONGEST, AMOUNT, HIGH, GAP = 170, 76, 16, 10
+CHARACTER = 6.6
+"""Pixels of a letter, at most, in the usual faces."""
 WORDS = {"cached": "with the cache", "uncached": "without it"}
 
 
@@ -27,13 +29,17 @@ def chart(report: Report, stack: str, place: Place) -> Content:
         h(
             "figure",
             h("figcaption", line[0].upper() + line[1:] + ".", id=label),
-            h("div", _bars(rows, longest), class_="scroll", role="region", aria_labelledby=label, tabindex=0),
-            h("details", h("summary", "The same as a table"), table(f"{label}-table", caption, ("step", "ms"), figures)),
+            scrolled(label, _bars(rows, longest)),
+            h(
+                "details",
+                h("summary", "The same as a table"),
+                table(f"{label}-table", caption, ("step", "ms"), figures),
+            ),
         ),
     )
 
 
-def _of_stack(report: Report, stack: str) -> Mapping[str, float]:
+def _of_stack(report: Report, stack: str) -> dict[str, float]:
     for measured in (report.measured, report.measured.get("after")):
         if isinstance(measured, dict) and isinstance(found := measured.get(stack), dict):
             times = found.get("step_seconds")
@@ -63,13 +69,15 @@ def _length(label: str) -> int:
 
 def _bars(rows: list[tuple[str, float, str]], longest: float) -> Element:
     drawn: list[Element] = []
-    y = 2
+    left, y = int(CHARACTER * max(len(words) for words, _, _ in rows)) + 12, 2
     for words, seconds, kind in rows:
         width = max(round(LONGEST * seconds / longest, 1), 2.0)
-        drawn.append(h("text", words, x=LEFT - 8, y=y + 12, class_="row-label"))
-        drawn.append(h("rect", x=LEFT, y=y, width=width, height=HIGH, rx=2, class_=f"time-{kind}"))
-        drawn.append(h("text", f"{seconds * 1000:.2f} ms", x=LEFT + width + 6, y=y + 12, class_="amount"))
+        drawn.append(h("text", words, x=left - 8, y=y + 12, class_="row-label"))
+        drawn.append(h("rect", x=left, y=y, width=width, height=HIGH, rx=2, class_=f"time-{kind}"))
+        drawn.append(h("text", f"{seconds * 1000:.2f} ms", x=left + width + 6, y=y + 12, class_="amount"))
         y += HIGH + (GAP if kind.startswith("uncached") else 4)
-    width = LEFT + LONGEST + 80
+    width = left + LONGEST + AMOUNT
     told = "; ".join(f"{words}: {seconds * 1000:.2f} ms" for words, seconds, _ in rows)
-    return h("svg", drawn, width=width, height=y, viewBox=f"0 0 {width} {y}", role="img", aria_label=told)
+    return h(
+        "svg", drawn, width=width, height=y, viewBox=f"0 0 {width} {y}", role="img", aria_label=told, class_="lane"
+    )
