@@ -378,7 +378,8 @@ def project(here: Path) -> str:
     """The one model of a project that has a policy, and no baseline yet."""
     shutil.rmtree("models")
     written = load_all()[SICK].write(here / "models" / "sick")
-    Path("kvdoctor.toml").write_text("models = ['models/*']\nbaseline = 'known.json'\nselect = ['KV2']\ncache = false\n")
+    policy = "models = ['models/*']\nbaseline = 'known.json'\nselect = ['KV2']\ncache = false\n"
+    Path("kvdoctor.toml").write_text(policy)
     return str((written if written.is_dir() else written.parent).relative_to(here))
 
 
