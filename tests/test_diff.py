@@ -305,6 +305,38 @@ def test_a_report_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
     assert "\x1b" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("arguments", "select"), [1]),
+        (("arguments", "ignore"), -1),
+        (("stacks", 0, "contract", "phases", "decode", "graph"), "nowhere"),
+        (("stacks", 0, "contract", "phases"), {}),
+        (("stacks", 0, "contract", "slots", 0, "axes"), None),
+        (("findings", 0, "severity"), "fatal"),
+        (("seed",), float("nan")),
+    ],
+    ids=str,
+)
+def test_a_report_that_contradicts_itself_is_refused(
+    place: tuple[Any, ...], value: Any, sick_and_fixed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    document = part = json.loads(sick_and_fixed[0].read_text())
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    (tmp_path / "report.json").write_text(json.dumps(document))
+    with pytest.raises(kvdoctor.UsageError, match=r"report\.json' (does not fit|is no JSON)"):
+        kvdoctor.diff(tmp_path / "report.json", sick_and_fixed[1])
+
+
+def test_what_stands_under_measured_is_never_relied_on(sick_and_fixed: tuple[Path, Path], tmp_path: Path) -> None:
+    document = json.loads(sick_and_fixed[1].read_text())
+    document["measured"] = {"merged": {"step_seconds": {"cached:50": "soon", "cached:x": 1.0}, "peak_bytes": []}}
+    (tmp_path / "report.json").write_text(json.dumps(document))
+    assert "measured" not in str(kvdoctor.diff(tmp_path / "report.json", sick_and_fixed[1]))
+
+
 def test_wrong_usage_ends_with_2(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{")
     for arguments in (
