@@ -18,7 +18,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from kvdoctor.findings import NotChecked, all_checks
-from kvdoctor.report import formats, github, junit, markdown, sarif, step_summary, text
+from kvdoctor.report import formats, gate_page, github, junit, markdown, sarif, text
 from kvdoctor.report.document import Report
 from kvdoctor.report.places import uri
 from kvdoctor.report.safe import code
@@ -196,7 +196,8 @@ def test_sarif_keeps_to_what_github_takes() -> None:
     run = json.loads(page)["runs"][0]
     assert len(run["results"]) == 25_000
     assert sum(result["level"] == "error" for result in run["results"]) == 15_000
-    assert "5000 more findings" in run["invocations"][0]["toolExecutionNotifications"][-1]["message"]["text"]
+    told = [notice["message"]["text"] for notice in run["invocations"][0]["toolExecutionNotifications"]]
+    assert "5000 more findings are left out: a run takes 25000 results" in told
     assert len(gzip.compress(page.encode())) < 10_000_000
 
 
@@ -251,12 +252,13 @@ def test_the_summary_fits_and_names_every_model() -> None:
     long = hostile_report("w" * 300)
     report = replace(long, findings=long.findings[:1] * 60)
     many = [replace(report, model=replace(report.model, path=f"models/{n}")) for n in range(60)]
-    page = step_summary.page("unhealthy", [*many, healthy()])
+    page = gate_page.page("unhealthy", [*many, healthy()], 1 << 20)
     assert len(page.encode()) <= 1 << 20
     assert all(f"`models/{n}`" in page for n in range(60))
     assert "1 of 61 models healthy." in page
     assert "reports did not fit here" in page
-    assert step_summary.page("unhealthy", many, 100) == ""
+    assert len(formats.rendered_gate("unhealthy", [*many, healthy()], "markdown")) <= 65_536
+    assert gate_page.page("unhealthy", many, 100) == ""
 
 
 # ---- Markdown and text ---------------------------------------------------------------------------------------------

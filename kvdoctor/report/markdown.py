@@ -20,6 +20,13 @@ def render(report: Report) -> str:
     return within(MOST_CHARACTERS, report)
 
 
+def render_gate(verdict: str, reports: list[Report]) -> str:
+    """Many models on one page: those that are healthy in a table, the others in full as long as an issue takes them."""
+    from kvdoctor.report import gate_page
+
+    return render(reports[0]) if len(reports) == 1 else gate_page.page(verdict, reports, MOST_CHARACTERS)
+
+
 def whole(report: Report) -> str:
     """The report as one Markdown text, of any length."""
     return "\n".join(_lines(report)) + "\n"

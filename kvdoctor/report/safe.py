@@ -42,7 +42,7 @@ def markdown(text: str) -> str:
     """
     text = re.sub(r"([\\`*_{}\[\]#!|<>&~@$^]|:(?=//)|(?<=www)\.)", r"\\\1", printable(shortened(text, LONGEST_QUOTED)))
     text = re.sub(r"(\\[@#]|\bGH-)(?=\w)", r"\1<!-- -->", text, flags=re.IGNORECASE)
-    return re.sub(r"^(\s*)([-+=])|^(\s*\d+)([.)])", r"\1\3\\\2\4", text)
+    return re.sub(r"^(\s*)([-+=])(?=[\s=-]|$)|^(\s*\d+)([.)])(?=\s|$)", r"\1\3\\\2\4", text)
 
 
 def code(text: str) -> str:

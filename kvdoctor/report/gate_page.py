@@ -1,0 +1,44 @@
+"""Many models on one page of Markdown: a table of all, then the report of each that is not healthy."""
+
+from kvdoctor.report import markdown, wording
+from kvdoctor.report.document import Report
+from kvdoctor.report.safe import code
+from kvdoctor.report.safe import markdown as escaped
+
+MOST_ROWS = 2000
+SHARE = 2
+"""The table of models takes no more than one part in so many of the room."""
+SPARE = 200
+
+
+def page(verdict: str, reports: list[Report], room: int) -> str:
+    """The page, of at most `room` bytes; reports that do not fit are left out whole, and counted."""
+    healthy = sum(report.verdict == "healthy" for report in reports)
+    text = f"## kvdoctor: {verdict}\n\n{healthy} of {len(reports)} models healthy.\n\n"
+    rows = [[code(report.model.path), report.verdict, escaped(wording.counts(report))] for report in reports]
+    rows.sort(key=lambda row: row[1] == "healthy")
+    table = list(markdown.table(["model", "verdict", "findings"], rows[:MOST_ROWS]))
+    used = _size(text)
+    for number, line in enumerate(table):
+        used += _size(line) + 1
+        if used > room // SHARE:
+            rows_left = len(table) - number
+            text += f"\n... and {rows_left} models more\n"
+            break
+        text += line + "\n"
+    if len(rows) > MOST_ROWS:
+        text += f"\n... and {len(rows) - MOST_ROWS} models more\n"
+    used, left = _size(text), 0
+    for report in (report for report in reports if report.verdict != "healthy"):
+        part = "\n" + markdown.within(min(markdown.MOST_CHARACTERS, max(room // 2, 2000)), report)
+        if used + _size(part) > room - SPARE:
+            left += 1
+            continue
+        text, used = text + part, used + _size(part)
+    if left:
+        text += f"\n{left} report{'s' * (left > 1)} did not fit here; `--format text` and `--format json` have all.\n"
+    return text if _size(text) <= room else ""
+
+
+def _size(text: str) -> int:
+    return len(text.encode("utf-8"))
