@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import chromium
+import numpy as np
 import onnx
 import pytest
+from onnx.numpy_helper import from_array, to_array
 from pages import HTML, assert_sound, assert_tells, page, rendered, reports, revived, squeezed
 from text_fixtures import compile_text, load_all
 
 from kvdoctor.report import formats
 from kvdoctor.report.document import Report
+from kvdoctor.report.page import gate as gate_page
 from kvdoctor.report.page.blocks import command
 from kvdoctor.report.page.cache_series import series
 from kvdoctor.report.page.grouping import fitted, grouped, patterns
@@ -229,14 +232,20 @@ def test_a_thousand_findings_and_steps_stay_bounded(sick: Report) -> None:
         assert squeezed(line) in made.text, line
 
 
-def test_a_gate_of_hundreds_stays_bounded_and_names_all(three: list[Report]) -> None:
-    many = [replace(report, model=replace(report.model, path=f"m{n}")) for n in range(70) for report in three]
-    began = time.process_time()
-    made = formats.rendered_all(many, "html")
-    assert len(made) < 12_000_000
-    assert time.process_time() - began < 30
-    assert all(f">m{number}</code>" in made for number in range(70))
-    assert "In brief:" in made
+def test_a_gate_of_very_many_stays_bounded_and_names_all(three: list[Report], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_page, "LARGEST", 200_000)
+    monkeypatch.setattr(gate_page, "LARGEST_BRIEF", 120_000)
+    many = [replace(report, model=replace(report.model, path=f"m{n}")) for n in range(20) for report in three]
+    made = rendered(*many)
+    assert_sound(made)
+    assert len(made.source) < 500_000
+    rows = [squeezed("".join(row.itertext())) for row in next(made.all("table")).iter(f"{HTML}tr")][1:]
+    assert len(rows) == 60
+    assert [row.startswith(("m0un", "m1un")) for row in rows[:3]] == [True, True, False]
+    told = [element for element in made.all("article") if "model" in classes(element)]
+    assert 3 <= len(told) < 20
+    assert f"{60 - len(told)}modelsmore,ofthebestverdicts" in made.text
+    assert "Inbrief:" in made.text
 
 
 def test_the_page_is_the_same_each_time(sick: Report) -> None:
@@ -273,7 +282,7 @@ def layered(count: int) -> onnx.ModelProto:
     more = ""
     for n in range(2, count):
         one = re.sub(r"\b(q|k|v|mixed|out)1\b", rf"\g<1>{n}", layer.group())
-        one = re.sub(r"\.1\.", f".{n}.", one).replace("x2", f"x{n + 1}").replace("x1", f"x{n}")
+        one = re.sub(r"\bx([12])\b", lambda found, n=n: f"x{n + int(found[1]) - 1}", one).replace(".1.", f".{n}.")
         more += re.sub(r"w_([qkvo])1", rf"w_\g<1>{n}", one)
     body = body.replace(layer.group(), layer.group() + more).replace("(x2, w_logits)", f"(x{count}, w_logits)")
     for line in re.findall(r"^ .*\.1\..*$", head, re.MULTILINE):
@@ -282,7 +291,12 @@ def layered(count: int) -> onnx.ModelProto:
     weights = re.search(r"  float\[8, 8\] w_q1.*$", head, re.MULTILINE)
     assert weights is not None
     added = ",\n".join(re.sub(r"w_([qkvo])1", rf"w_\g<1>{n}", weights.group()) for n in range(2, count))
-    return compile_text(head.replace(weights.group(), f"{weights.group()},\n{added}") + "{\n" + body)
+    model = compile_text(head.replace(weights.group(), f"{weights.group()},\n{added}") + "{\n" + body)
+    for weight in model.graph.initializer:
+        if weight.name.startswith("w_o"):
+            # What each of many layers adds is small: the logits must not be lost in rounding.
+            weight.CopyFrom(from_array(to_array(weight) * np.float32(1 / count), weight.name))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -383,27 +397,36 @@ CLIPPED = """[...document.querySelectorAll('svg[role=img] text')].filter(t => {
 }).map(t => t.textContent)"""
 
 
+LOOKED_AT = {
+    "hostile": (360, "light", "document"),
+    "sick": (1400, "dark", "document"),
+    "fixed": (360, "dark", "{include: ['header', 'nav', '#before-after', '#done', '#changed', '#proof', '#undo']}"),
+    "gate": (1400, "light", "{include: ['nav', '.report-head', '#models', 'footer']}"),
+}
+"""What axe-core is shown of a page, which takes seconds: the width, the colours, and the parts of their own kind."""
+
+
 @pytest.mark.slow
 @needs_browser
-@pytest.mark.parametrize("kind", ["sick", "fixed", "gate", "hostile"])
+@pytest.mark.parametrize("kind", LOOKED_AT)
 def test_everyone_can_read_it(kind: str, pages: dict[str, tuple[Path, list[Report]]], tab: chromium.Tab) -> None:
     """The rules of axe-core: names, landmarks, headings, tables, contrast, focus; with everything folded out."""
     import axe_core_python
 
     rules = (Path(axe_core_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    width, scheme, parts = LOOKED_AT[kind]
     tab.call("Emulation.setScriptExecutionDisabled", value=False)
-    for width, scheme in ((360, "light"), (1400, "dark")):
-        tab.size(width)
-        tab.colours(scheme)
-        tab.open(pages[kind][0].as_uri())
-        tab.evaluate("document.querySelectorAll('details').forEach(found => { found.open = true })")
-        tab.evaluate(f"{rules}; 0")
-        broken = tab.evaluate(
-            "axe.run().then(all => all.violations.map(rule => [rule.id, rule.nodes.slice(0, 3).map(n => n.html)]))"
-        )
-        assert not broken, broken
-        folded = tab.evaluate("[...document.querySelectorAll('summary')].every(s => s.tabIndex === 0)")
-        assert folded
+    tab.size(width)
+    tab.colours(scheme)
+    tab.open(pages[kind][0].as_uri())
+    tab.evaluate("document.querySelectorAll('details').forEach(found => { found.open = true })")
+    tab.evaluate(f"{rules}; 0")
+    found = tab.evaluate(
+        f"axe.run({parts}).then(all => ({{passed: all.passes.map(rule => rule.id), violations: "
+        "all.violations.map(rule => [rule.id, rule.nodes.slice(0, 3).map(node => node.html)])}))"
+    )
+    assert not found["violations"], found["violations"]
+    assert "color-contrast" in found["passed"]
 
 
 @pytest.mark.slow

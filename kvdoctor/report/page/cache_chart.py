@@ -1,6 +1,7 @@
 """The cache over time as a picture: for each group of slots its length per step, and what became of it."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import load
@@ -17,24 +18,34 @@ GUTTER, CELL, BAR, TALL = 12, 42, 22, 62
 AXIS = 36
 TOP, TOP_WITH_FAULT = 20, 40
 """Room above the tallest bar: for its number, or for what went wrong."""
-NARROW = 10
-"""Steps that fit on a telephone."""
+NARROW, LEAST_WIDTH = 10, 124
+"""Steps that fit on a telephone, and the width that what is written under them takes."""
 
 
 def figures(runs: Sequence[Run], contract: CacheContract, place: Place) -> list[Element]:
     """A picture for each loop that was run."""
     shown = [run for run in runs if run.experiment in LOOPS and run.steps]
-    highest = _highest(shown, contract)
-    return [_figure(run, contract, (place, place.id(f"loop-{n}")), highest) for n, run in enumerate(shown)]
+    scale = _scale(shown, contract)
+    return [_figure(run, contract, (place, place.id(f"loop-{n}")), scale) for n, run in enumerate(shown)]
 
 
-def _highest(runs: Sequence[Run], contract: CacheContract) -> dict[str, int]:
-    """The largest length of each kind of slot: pictures of one stack have one scale."""
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What the pictures of one stack share: the largest length of each kind of slot, and the room above the bars."""
+
+    highest: dict[str, int]
+    top: int
+
+
+def _scale(runs: Sequence[Run], contract: CacheContract) -> Scale:
     found: dict[str, int] = {}
+    faulty = False
     for slot in contract.slots:
-        lengths = [length for run in runs for c in series(run, slot) for length in (c.fed, c.returned) if length]
+        cells = [cell for run in runs for cell in series(run, slot)]
+        lengths = [length for cell in cells for length in (cell.fed, cell.returned) if length]
         found[slot.kind] = max([found.get(slot.kind, 1), *lengths])
-    return found
+        faulty = faulty or any(cell.state in ("fails", "emptied") for cell in cells)
+    return Scale(found, TOP_WITH_FAULT if faulty else TOP)
 
 
 def legend() -> Element:
@@ -58,7 +69,7 @@ def _swatch(kind: str) -> Element:
     return h("svg", shape, width=18, height=14, viewBox="0 0 18 14", aria_hidden="true", focusable="false")
 
 
-def _figure(run: Run, contract: CacheContract, at: tuple[Place, str], highest: dict[str, int]) -> Element:
+def _figure(run: Run, contract: CacheContract, at: tuple[Place, str], scale: Scale) -> Element:
     place, name = at
     groups = grouped(contract.slots, lambda slot: tuple((c.fed, c.returned, c.state) for c in series(run, slot)))
     lanes = [(group, series(run, group.first)) for group in groups]
@@ -70,23 +81,20 @@ def _figure(run: Run, contract: CacheContract, at: tuple[Place, str], highest: d
         "figure",
         title,
         h("p", asked, class_="hint"),
-        [
-            _lane(group, cells, f"{name}-{number}", highest[group.first.kind])
-            for number, (group, cells) in enumerate(lanes[:MOST_LANES])
-        ],
+        [_lane(group, cells, f"{name}-{number}", scale) for number, (group, cells) in enumerate(lanes[:MOST_LANES])],
         h("p", f"{more} more groups of slots: the slots table has all of them.", class_="hint") if more > 0 else None,
         class_="loop",
         aria_labelledby=name,
     )
 
 
-def _lane(group: Group, cells: Sequence[Cell], label: str, highest: int) -> Content:
+def _lane(group: Group, cells: Sequence[Cell], label: str, scale: Scale) -> Content:
     counts = "encoder states" if "encoder" in group.first.axes else "tokens"
     unit = f"length in {counts}" if group.first.length_axis is not None else "a state of fixed size"
     title = h("p", h("strong", group.title), f" \u00b7 {group.count} \u00b7 {unit}", class_="lane-title", id=label)
     kept, skipped = _kept(cells)
-    width = GUTTER + CELL * (len(kept) + (1 if skipped else 0)) + 8
-    floor = TALL + (TOP_WITH_FAULT if any(cell.state in ("fails", "emptied") for cell in kept) else TOP)
+    width = max(GUTTER + CELL * (len(kept) + (1 if skipped else 0)) + 8, LEAST_WIDTH)
+    floor, highest = TALL + scale.top, scale.highest[group.first.kind]
     height = floor + AXIS + 12
     drawing = h(
         "svg",

@@ -1,6 +1,6 @@
 """The page of a gate: its verdict and the models with theirs first, then each model's report."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code
 from kvdoctor.report.page import report as one
@@ -40,17 +40,22 @@ def render(reports: Sequence[Report]) -> str:
         verdict.banner(judged, MEANS[judged], h("div", counts, class_="chips"), said),
         class_="report-head",
     )
+    models = _models(ordered)
+    told = {number for number, _ in ordered[: len(models)]}
     links: list[tuple[str, Content]] = [("models", "Models")]
-    links += [(f"m{n}", (_mark(r.verdict), _short(r.model.path))) for n, r in ordered[:MOST_LINKS]]
+    links += [(f"m{n}", (_mark(r.verdict), _short(r.model.path))) for n, r in ordered[:MOST_LINKS] if n in told]
+    untold = len(ordered) - len(models)
+    rest = f"{counted(untold, 'model')} more, of the best verdicts: in the table above and in --format json alone."
+    last = h("p", rest, class_="hint") if untold else None
     title = f"{judged}: kvdoctor gate of {counted(len(reports), 'model')}"
-    return page(title, links, top, _index(ordered), _models(ordered))
+    return page(title, links, top, _index(ordered, told), models, last)
 
 
-def _index(ordered: Sequence[tuple[int, Report]]) -> Element:
+def _index(ordered: Sequence[tuple[int, Report]], told: Collection[int]) -> Element:
     """A row for each model, the worst verdict first."""
     rows = [
         (
-            h("a", code(report.model.path, 300) or "(no path)", href=f"#m{number}"),
+            h("a", _path(report), href=f"#m{number}") if number in told else _path(report),
             chip(report.verdict, KINDS[report.verdict]),
             h("div", verdict.counts(report), class_="chips"),
             _worst(report),
@@ -61,6 +66,10 @@ def _index(ordered: Sequence[tuple[int, Report]]) -> Element:
     return section(Place(), "models", "Models", made)
 
 
+def _path(report: Report) -> Content:
+    return code(report.model.path, 300) or "(no path)"
+
+
 def _worst(report: Report) -> Content:
     if not report.findings:
         return report.not_checked[0].reason[:200] if report.verdict == "incomplete" and report.not_checked else "\u2013"
@@ -68,23 +77,16 @@ def _worst(report: Report) -> Content:
     return f"{finding.code} {finding.name}"
 
 
-def _models(ordered: Sequence[tuple[int, Report]]) -> list[Element | str]:
-    """Each report; where they get too long together, the rest is told in brief, and then in the table alone."""
-    made: list[Element | str] = []
+def _models(ordered: Sequence[tuple[int, Report]]) -> list[Element]:
+    """The first of the reports; where they get too long together, the later ones in brief, and then no more."""
+    made: list[Element] = []
     size = 0
-    untold = 0
     for number, report in ordered:
         if size > LARGEST + LARGEST_BRIEF:
-            untold += 1
-            continue
+            break
         model = _model(number, report, in_full=size <= LARGEST)
         size += len(str(model))
         made.append(model)
-    if untold:
-        text = (
-            f"{counted(untold, 'model')} more, of the best verdicts, are in the table above and in --format json alone."
-        )
-        made.append(h("p", text, class_="hint"))
     return made
 
 
