@@ -1,6 +1,7 @@
 """The baseline of a gate: what is known, whose it is, until when, and what of it is to be mended."""
 
 import datetime as dt
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from text_fixtures import load_all
 
 from kvdoctor.baseline import Baseline, Entry, document, read_baseline
@@ -26,7 +28,7 @@ from kvdoctor.gating.judging import judged
 from kvdoctor.gating.knowing import Compared, compared
 from kvdoctor.gating.recording import Wish, recorded
 from kvdoctor.options import Options
-from kvdoctor.report import formats
+from kvdoctor.report import formats, text
 from kvdoctor.report.document import Report
 from kvdoctor.report.schema import schemas
 
@@ -347,7 +349,8 @@ def test_every_format_shows_what_is_known(sick: Report, here: Path) -> None:
     assert gate["baseline"]["known"] == 1
     results = json.loads(pages["sarif"])["runs"][0]["results"]
     errors = [result for result in results if result["level"] == "error"]
-    assert [[s["kind"] for s in one.get("suppressions", [])] for one in errors] == [["external"], []]
+    assert [[s["kind"] for s in one["suppressions"]] for one in errors] == [["external"], []]
+    assert all("suppressions" in one for one in results)
     suites = ET.fromstring(pages["junit"])  # noqa: S314 - our own
     cases = [case for case in suites.iter("testcase") if "KV203" in str(case.get("name"))]
     assert [(case.get("classname", "")[:8], len(case.findall("failure"))) for case in cases] == [
@@ -356,6 +359,15 @@ def test_every_format_shows_what_is_known(sick: Report, here: Path) -> None:
     ]
     told = [line for line in pages["github"].splitlines() if "KV203" in line]
     assert [line.split()[0] for line in told] == ["::notice", "::error"]
+
+
+def test_a_known_finding_is_dim_on_a_terminal(sick: Report, here: Path) -> None:
+    a = at(sick, "models/a")
+    (report,) = compared(known(a), [a], DAY).reports
+    for one, style in ((report, "\x1b[2m"), (a, "\x1b[1;31m")):
+        page = io.StringIO()
+        text.render(one, Console(file=page, width=100, force_terminal=True, color_system="standard"), -1)
+        assert f"{style}error[KV203]" in page.getvalue()
 
 
 def formats_of_a_gate() -> tuple[str, ...]:
@@ -378,7 +390,9 @@ def project(here: Path) -> str:
     """The one model of a project that has a policy, and no baseline yet."""
     shutil.rmtree("models")
     written = load_all()[SICK].write(here / "models" / "sick")
-    Path("kvdoctor.toml").write_text("models = ['models/*']\nbaseline = 'known.json'\nselect = ['KV2']\ncache = false\n")
+    Path("kvdoctor.toml").write_text(
+        "models = ['models/*']\nbaseline = 'known.json'\nselect = ['KV2']\ncache = false\n"
+    )
     return str((written if written.is_dir() else written.parent).relative_to(here))
 
 

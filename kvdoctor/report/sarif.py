@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvdoctor import __version__
-from kvdoctor.findings import Check, Finding, Known, NotChecked, all_checks
+from kvdoctor.findings import Check, Finding, NotChecked, all_checks
 from kvdoctor.report import machine, wording
 from kvdoctor.report.document import Report
 from kvdoctor.report.places import path_of, uri
@@ -43,7 +43,10 @@ def render_all(reports: list[Report]) -> str:
         "automationDetails": {"id": f"kvdoctor/{reports[0].command if reports else 'gate'}"},
         "columnKind": "unicodeCodePoints",
         "invocations": [_invocation(reports)],
-        "results": [_result(report, finding, codes.index(finding.code)) for report, finding in found],
+        "results": _suppressed(
+            [_result(report, finding, codes.index(finding.code)) for report, finding in found],
+            [finding for _, finding in found],
+        ),
     }
     return machine.dump({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
 
@@ -74,14 +77,24 @@ def _result(report: Report, finding: Finding, rule: int) -> dict[str, Any]:
                 "logicalLocations": [{"fullyQualifiedName": _text(name)} for name in subjects],
             }
         ],
-        **({"suppressions": [_suppression(finding.known)]} if finding.known is not None else {}),
         "partialFingerprints": {FINGERPRINT: f"{uri(path_of(report, finding))}:{finding.fingerprint}"},
         "properties": {"confidence": finding.confidence, "stack": _text(finding.stack or "")},
     }
 
 
-def _suppression(known: Known) -> dict[str, Any]:
-    return {"kind": "external", "status": "accepted", "justification": _text(wording.known(known), LONGEST_TEXT)}
+def _suppressed(results: list[dict[str, Any]], findings: list[Finding]) -> list[dict[str, Any]]:
+    """Results with their suppressions: where one of a run has some, all must say whether they have (SARIF 3.27.23)."""
+    reasons = [wording.known_reason(finding) for finding in findings]
+    if not any(reason is not None for reason in reasons):
+        return results
+    return [
+        {**result, "suppressions": [] if reason is None else [_suppression(reason)]}
+        for result, reason in zip(results, reasons, strict=True)
+    ]
+
+
+def _suppression(reason: str) -> dict[str, Any]:
+    return {"kind": "external", "status": "accepted", "justification": _text(reason, LONGEST_TEXT)}
 
 
 def _invocation(reports: list[Report]) -> dict[str, Any]:
