@@ -95,6 +95,8 @@ def _outputs(wanted: list[str]) -> list[str]:
     outputs = done.stdout.split(MARK)[1:]
     if len(outputs) != len(wanted):
         raise RuntimeError(f"bash ended after {len(outputs)} of {len(wanted)} commands: {done.stdout[-400:]}")
+    if "Traceback (most recent call last)" in done.stdout:
+        raise RuntimeError(f"a command broke, and no page shows that: {done.stdout[-400:]}")
     return [output if output.endswith("\n") or not output else f"{output}\n" for output in outputs]
 
 

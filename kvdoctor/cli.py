@@ -8,18 +8,16 @@ import os
 import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from kvdoctor import __version__
+from kvdoctor import __version__, cli_examples, cli_output
 from kvdoctor.cli_baseline import baseline
 from kvdoctor.cli_config import config
 from kvdoctor.cli_diff import diff
-from kvdoctor.cli_gate import baseline_lines, baseline_of, baseline_option, jobs_of, last_lines
+from kvdoctor.cli_gate import baseline_of, baseline_option, jobs_of, last_lines
 from kvdoctor.cli_options import (
-    FORMATS,
     afresh_options,
     load_options,
     offline_option,
@@ -56,7 +54,7 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @load_options
 @target_options
 @shared_options
@@ -70,7 +68,7 @@ def inspect(path: str, **given: Any) -> NoReturn:
 
 
 @cli.command("step-test")
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option(
     "--contract",
     metavar="FILE",
@@ -105,7 +103,7 @@ def step_test(path: str, **given: Any) -> NoReturn:
 
 
 @cli.command("re-export")
-@click.argument("path", required=False)
+@click.argument("path", required=False, type=click.Path())
 @click.option("-o", "--out", required=False, metavar="OUT", help="Folder for the repaired copy; must not exist.")
 @click.option("--force", is_flag=True, help="Replace OUT if kvdoctor wrote it.")
 @click.option("--dry-run", is_flag=True, help="Say what would be changed, write nothing.")
@@ -139,7 +137,7 @@ def re_export(path: str | None, out: str | None, force: bool, dry_run: bool, sho
 
 
 @cli.command()
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("-o", "--out", required=True, metavar="DIR", help="Folder for the reproducer; must not exist.")
 @click.option("--force", is_flag=True, help="Replace DIR if kvdoctor wrote it.")
 @shared_options
@@ -157,7 +155,7 @@ def repro(path: str, out: str, force: bool, **given: Any) -> NoReturn:
 
 
 @cli.command()
-@click.argument("paths", nargs=-1)
+@click.argument("paths", nargs=-1, type=click.Path())
 @click.option("--static", is_flag=True, help="Run nothing: what the files alone say. The verdict is never healthy.")
 @click.option("--by-folder", is_flag=True, help="A file stands for the export that it lies in, and each is asked once.")
 @baseline_option
@@ -174,27 +172,15 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     """
     from kvdoctor import gating
     from kvdoctor.progress import on_terminal
-    from kvdoctor.report import formats
-    from kvdoctor.report.safe import printable
 
-    outputs = _outputs(given)
+    cli_output.outputs(given)  # refused before any work is done
     known = baseline_of(given)
     with on_terminal(given["quiet"]) as told:
         jobs = jobs_of(paths, given, told)
         how = how_given(ruled(None, given), told)
         done = gating.gate(jobs, how, static=given["static"], baseline=known)
     done = replace(done, policy=policy_of().file)
-    if given["format_"] == "text":
-        for report in done.reports:
-            _print(report, given)
-        for line in last_lines(done):
-            click.echo(printable(line))
-    else:
-        sys.stdout.write(formats.rendered_gate(done.to_dict(), list(done.reports), given["format_"]))
-        for line in baseline_lines(done):
-            _complain(printable(line))
-    for name, file in outputs:
-        _write(file, formats.rendered_gate(done.to_dict(), list(done.reports), name))
+    cli_output.show_gate(done, given, tuple(last_lines(done)))
     _exit(done.exit_code)
 
 
@@ -235,7 +221,7 @@ def schema(name: str) -> None:
 
 
 @cli.command()
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text")
 def contract(path: str, format_: str) -> None:
     """Print the cache contract of each stack: what a loop must feed, feed back and hold."""
@@ -263,9 +249,12 @@ def env() -> None:
         click.echo(line)
 
 
+cli_examples.show(cli)
+
+
 def _asked(given: dict[str, Any], told: "Told | None" = None) -> dict[str, Any]:
     """What the command line was given, as the keyword arguments of `kvdoctor.api`."""
-    _outputs(given)
+    cli_output.outputs(given)  # refused before any work is done
     own = ("format_", "outputs", "quiet", "verbose", "color", "hash_files")
     asked = {name: value for name, value in given.items() if name not in own}
     return {**asked, "hash": given["hash_files"], "progress": told}
@@ -281,46 +270,8 @@ def finish(report: "Report", given: dict[str, Any], **more: Any) -> NoReturn:
     """Print a report in the format asked for, write the files asked for, and exit by its verdict."""
     from kvdoctor.report.document import exit_code
 
-    _print(report, given, **more)
-    for name, file in _outputs(given):
-        from kvdoctor.report import formats
-
-        _write(file, formats.rendered(report, name))
+    cli_output.show(report, given, **more)
     _exit(exit_code(report, given["fail_on"]))
-
-
-def _print(report: "Report", given: dict[str, Any], **more: Any) -> None:
-    if given["format_"] == "json":
-        from kvdoctor.report import machine
-
-        sys.stdout.write(machine.render(report))
-        return
-    from kvdoctor.report import formats, text
-
-    if given["format_"] != "text":
-        sys.stdout.write(formats.rendered(report, given["format_"]))
-        return
-    verbosity = -1 if given["quiet"] else 1 if given["verbose"] else 0
-    text.render(report, formats.console(given["color"]), verbosity, **more)
-
-
-def _outputs(given: dict[str, Any]) -> list[tuple[str, Path]]:
-    """The files asked for with `--output`, refused before any work is done."""
-    targets = []
-    for target in given["outputs"]:
-        name, _, file = target.partition("=")
-        if name not in FORMATS or not file:
-            raise click.UsageError(f"--output takes FORMAT=FILE with a format of {', '.join(FORMATS)}; got {target!r}")
-        if not Path(file).parent.is_dir():
-            raise click.UsageError(f"the folder of {file!r} does not exist; make it first")
-        targets.append((name, Path(file)))
-    return targets
-
-
-def _write(file: Path, content: str) -> None:
-    from kvdoctor.out_folder import write_whole
-
-    write_whole(file, content)
 
 
 def _exit(code: int) -> NoReturn:
@@ -337,7 +288,7 @@ def main() -> NoReturn:
         cli.main(standalone_mode=False)
         _exit(EXIT_OK)
     except click.ClickException as error:
-        error.show()
+        _tell(error)
         raise SystemExit(2) from None
     except (click.Abort, KeyboardInterrupt):
         _complain("interrupted")
@@ -357,6 +308,17 @@ def main() -> NoReturn:
         _complain(f"the report could not be written: {error.strerror or error}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(2) from None
+
+
+def _tell(error: click.ClickException) -> None:
+    """Show what is wrong with a command line, which may hold the names of files that others gave them."""
+    from kvdoctor.report.safe import printable, shortened
+
+    message = error.format_message()
+    if isinstance(error, click.MissingParameter) or printable(message) == message:
+        error.show()
+    else:
+        _complain(printable(shortened(message, 1200)))
 
 
 def _end_in_order() -> None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdoctor.cli_policy import in_effect, models_of, policy_of, ruled
-from kvdoctor.cli_running import from_cache
 
 if TYPE_CHECKING:
     from kvdoctor.baseline import Baseline
@@ -54,25 +53,14 @@ def baseline_file(given: dict[str, Any]) -> str | None:
 
 def last_lines(done: "Judged") -> Iterator[str]:
     """What is said of all models together, and of the baseline."""
-    known = [sum(finding.known is not None for finding in report.findings) for report in done.reports]
-    if len(done.reports) > 1 or any(known):
-        pairs = list(zip(done.reports, known, strict=True))
-        healthy = sum(report.verdict == "healthy" and not count for report, count in pairs)
-        words = f"gate: {done.verdict}; {healthy} of {len(pairs)} models healthy"
-        only = sum(report.verdict == "healthy" and count > 0 for report, count in pairs)
-        words += f", {only} with nothing but what is known" if only else ""
-        words += from_cache(done.reports)
-        yield words + (f"; {sum(known)} known finding{'s' * (sum(known) > 1)}" if any(known) else "")
+    from kvdoctor.report import wording
+
+    if len(done.reports) > 1 or any(finding.known for report in done.reports for finding in report.findings):
+        yield wording.gate_line(done.verdict, done.reports)
     if done.policy is not None:
         yield f"policy: {done.policy}"
-    yield from baseline_lines(done)
-
-
-def baseline_lines(done: "Judged") -> Iterator[str]:
-    """What of the baseline is to be looked at."""
     if done.baseline is not None:
-        for line in done.baseline.lines():
-            yield f"baseline {done.baseline.file}: {line}"
+        yield from (f"baseline {done.baseline.file}: {line}" for line in done.baseline.lines())
 
 
 def origins(model: str | None, given: dict[str, Any]) -> dict[str, Any]:

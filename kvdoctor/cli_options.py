@@ -7,9 +7,8 @@ from typing import Any
 import click
 
 from kvdoctor.kept import MOST_POSITIONS, MOST_ROWS
+from kvdoctor.report.formats import FORMATS
 from kvdoctor.uses import REQUIRED
-
-FORMATS = ("text", "json", "markdown", "html", "sarif", "junit", "github")
 
 
 def shared_options(command: "Callable[..., Any]", formats: tuple[str, ...] = FORMATS) -> "Callable[..., Any]":

@@ -1,6 +1,6 @@
 """The options of `gate` that say how the models are run, and change nothing in what is said of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -8,7 +8,6 @@ import click
 if TYPE_CHECKING:
     from kvdoctor.gating import How
     from kvdoctor.progress import Told
-    from kvdoctor.report.document import Report
 
 
 def gate_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,9 +51,3 @@ def how_given(given: dict[str, Any], told: "Told | None") -> "How":
         raise click.UsageError(f"--cache-dir {str(kept)!r} is no folder; give another one, or --no-cache")
     cache = None if given["no_cache"] else kept
     return How(given["jobs"], cache, given["cluster"], None if told is None else told.say)
-
-
-def from_cache(reports: "Sequence[Report]") -> str:
-    """How many of the models were not run since nothing had changed, in words."""
-    kept = sum(bool(report.measured.get("cached")) for report in reports)
-    return f"; {kept} unchanged and not run again" if kept else ""

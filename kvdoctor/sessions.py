@@ -22,6 +22,9 @@ LEVELS = {
 TRIED = ("all", "basic", "off")
 """The levels at which a file is opened, until one takes it."""
 FATAL_ONLY = 4
+SIDE_BY_SIDE = "KVDOCTOR_SIDE_BY_SIDE"
+"""Set where others compute on the same cores: threads that wait then sleep. Their number stays, since numbers depend on
+it: how a product is split decides in which order its parts are summed."""
 
 Announce = Callable[..., None]
 
@@ -157,6 +160,8 @@ def session_options(level: str, threads: int) -> Any:
     options.log_severity_level = FATAL_ONLY
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
+    if SIDE_BY_SIDE in os.environ:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 
 

@@ -1,7 +1,6 @@
-"""What README and docs say is true today: their commands run, and what they show is what is printed."""
+"""What README and docs say is true today; what they show is played in tests/test_docs_played.py."""
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,20 +18,6 @@ def run(arguments: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[s
     return subprocess.run(
         [sys.executable, "-m", "kvdoctor", *arguments], cwd=cwd, capture_output=True, text=True, check=False
     )
-
-
-def test_the_failure_shown_is_the_failure_printed() -> None:
-    for command, shown in re.findall(r"<!-- shown: kvdoctor (.+?) -->\n```text\n(.+?)```", README, re.DOTALL):
-        printed = run(shlex.split(command)).stdout
-        assert shown.strip() in printed
-
-
-def test_the_cure_and_the_gate_of_the_readme_work(tmp_path: Path) -> None:
-    commands = re.findall(r"^\.venv/bin/kvdoctor (.+)$", README, re.MULTILINE)
-    assert [shlex.split(command)[0] for command in commands] == ["re-export", "gate"]
-    for command in commands:
-        words = [str(ROOT / word) if word.startswith("fixtures/") else word for word in shlex.split(command)]
-        assert run(words, cwd=tmp_path).returncode == 0
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

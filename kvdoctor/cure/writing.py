@@ -64,7 +64,7 @@ def write_reports(target: Path, report: Report) -> None:
     assert report.repair is not None  # noqa: S101 - written of a repair
     contents = tuple(path.relative_to(target).as_posix() for path in regular_files(target))
     report = replace(report, repair=replace(report.repair, contents=(*contents, *REPORTS)))
-    write_whole(target / "kvdoctor-report.md", markdown.render(report))
+    write_whole(target / "kvdoctor-report.md", markdown.whole(report))
     write_whole(target / "kvdoctor-report.html", html.render(report))
     write_whole(target / MARK, machine.render(report))
 

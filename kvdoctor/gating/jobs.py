@@ -1,6 +1,7 @@
 """What a gate is asked to do, and how."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,14 @@ class Job:
     def place(self) -> Path:
         """Where the model lies."""
         return self.at or Path(self.path)
+
+
+class Lost(BrokenExecutor):
+    """The process that ran a job ended before it answered; the text says how. Another may fare better."""
+
+
+class Gone(BrokenExecutor):
+    """There is nothing left that could run a job; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 
 from kvdoctor.gating import capacity
 from kvdoctor.gating.cache import Cache
-from kvdoctor.gating.jobs import How, Job
+from kvdoctor.gating.jobs import Gone, How, Job, Lost
 from kvdoctor.model_folder import refuse_nothing
 from kvdoctor.report.document import Report
 
@@ -56,6 +56,7 @@ def _run(jobs: dict[int, Job], how: How) -> Generator[tuple[int, Report], None, 
     if how.cluster is not None:
         from kvdoctor.gating.cluster import Cluster
 
+        jobs = {index: replace(job, at=job.place.absolute()) for index, job in jobs.items()}
         with Cluster(how.cluster) as cluster:
             yield from _streamed(cluster, jobs, _Budget(None))
     elif len(jobs) == 1:
@@ -77,7 +78,7 @@ def _run(jobs: dict[int, Job], how: How) -> Generator[tuple[int, Report], None, 
 def _streamed(executor: Executor, jobs: dict[int, Job], budget: "_Budget") -> Iterator[tuple[int, Report]]:
     """Hand out the jobs, each again where the process that ran it was lost, as far as the budget goes."""
     from kvdoctor.gating.diagnosing import diagnose
-    from kvdoctor.gating.lost import died
+    from kvdoctor.gating.lost import died, not_diagnosed
 
     waiting, losses = list(jobs), dict.fromkeys(jobs, 0)
     running: dict[Future[Report], int] = {}
@@ -92,7 +93,9 @@ def _streamed(executor: Executor, jobs: dict[int, Job], budget: "_Budget") -> It
             budget.gives_back(index)
             try:
                 yield index, future.result()
-            except BrokenExecutor as loss:
+            except Gone as end:
+                yield index, not_diagnosed(jobs[index], str(end))
+            except Lost as loss:
                 losses[index] += 1
                 if losses[index] == MOST_LOSSES:
                     yield index, died(jobs[index], str(loss), MOST_LOSSES)

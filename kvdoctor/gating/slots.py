@@ -15,22 +15,19 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 from kvdoctor.child import LOAD
+from kvdoctor.gating.jobs import Lost
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 BOOT = f"{LOAD}from kvdoctor.gating.slots import serve\nserve()\n"
 ASIDE = "KVDOCTOR_SIDE_BY_SIDE"
-"""Set where others compute on the same cores: threads that wait then sleep, they do not spin."""
-
-
-class SlotLost(BrokenExecutor):
-    """The process that carried out a call ended before it answered; the text says how."""
+"""What `sessions` is told by: others compute on the same cores."""
 
 
 class Slot:
@@ -52,7 +49,7 @@ class Slot:
         """Carry out a function of a module on values that can be pickled.
 
         Raises:
-            SlotLost: the process ended before it answered.
+            Lost: the process ended before it answered.
         """
         assert self._process.stdin is not None  # noqa: S101 - opened with pipes
         assert self._process.stdout is not None  # noqa: S101
@@ -61,7 +58,7 @@ class Slot:
             self._process.stdin.flush()
             outcome, error = pickle.load(self._process.stdout)  # noqa: S301 - from our own process
         except (OSError, ValueError, EOFError, pickle.UnpicklingError):
-            raise SlotLost(self._how_it_ended()) from None
+            raise Lost(self._how_it_ended()) from None
         if error is not None:
             raise error
         return outcome  # type: ignore[no-any-return]
@@ -113,12 +110,12 @@ class Slots(Executor):
     def _carry_out(self, function: Callable[..., T], given: tuple[Any, ...], named: dict[str, Any]) -> T:
         with self._lock:
             if self._closed:
-                raise SlotLost("the gate was closed")
+                raise Lost("the gate was closed")
             slot = self._idle.pop() if self._idle else Slot(Path(self._scratch.name), self._alone)
             self._all.add(slot)
         try:
             outcome = slot.call(function, given, named)
-        except SlotLost:
+        except Lost:
             self._drop(slot)
             raise
         except BaseException:

@@ -143,7 +143,8 @@ def _graph(stack: StackDiff, everything: bool) -> Iterator[Row]:
         yield Row("=", "graph", "versions, operators and initializers")
     fields: dict[str, list[str]] = {}
     operators: dict[str, list[str]] = {}
-    for delta in stack.graph:
+    # An operator that is new or gone says more than one that is there more often.
+    for delta in sorted(stack.graph, key=lambda one: one.before is not None and one.after is not None):
         subject = first_and_count(delta.subject)
         if delta.what == "operator":
             operators.setdefault(delta.field, []).append(f"{subject} {delta.before or 0} -> {delta.after or 0}")

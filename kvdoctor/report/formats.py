@@ -1,57 +1,69 @@
-"""The formats by name, and the console that text goes to."""
+"""The formats by name: the one place to add one to. Nothing is loaded before a format is asked for.
+
+A format is a module of this package. It has `render(report)`; `render_all(reports)` where one document holds many
+models, else one text follows the other; `render_gate(document, reports, last)` where a gate says more than its reports.
+"""
 
 import importlib
-import io
 import sys
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
-from kvdoctor.report import machine, text
-from kvdoctor.report.document import Report
+    from kvdoctor.report.document import Report
 
+MODULES = {
+    "text": "plain_text",
+    "json": "machine",
+    "markdown": "markdown",
+    "html": "html",
+    "sarif": "sarif",
+    "junit": "junit",
+    "github": "github",
+}
+FORMATS = tuple(MODULES)
 LOG_WIDTH = 120
 
 
-def rendered(report: Report, name: str) -> str:
+def rendered(report: "Report", name: str) -> str:
     """The report in a format, as one text without colour."""
-    return rendered_all([report], name)
+    return str(_module(name).render(report))
 
 
-def rendered_all(reports: list[Report], name: str) -> str:
-    """Several reports in a format: one document where the format has one for all, else one text after the other.
-
-    A format is a module of this package, with `render`, and `render_all` where one document holds many models.
-    """
-    if name == "json":
-        return "\n".join(machine.render(report) for report in reports)
-    if name == "text":
-        return "\n".join(_plain(report) for report in reports)
-    module = importlib.import_module(f"{__package__}.{name}")
+def rendered_all(reports: "list[Report]", name: str) -> str:
+    """Several reports in a format: one document where the format has one for all, else one text after the other."""
+    module = _module(name)
     if hasattr(module, "render_all"):
         return str(module.render_all(reports))
     return "\n".join(module.render(report) for report in reports)
 
 
-def rendered_gate(document: dict[str, Any], reports: list[Report], name: str) -> str:
-    """The reports of a gate in a format; `document` is what JSON holds."""
-    return machine.dump(document) if name == "json" else rendered_all(reports, name)
+def rendered_gate(document: dict[str, Any], reports: "list[Report]", last: tuple[str, ...], name: str) -> str:
+    """The reports of a gate in a format; `document` is what JSON holds, `last` what is said of all models."""
+    module = _module(name)
+    if hasattr(module, "render_gate"):
+        return str(module.render_gate(document, reports, last))
+    return rendered_all(reports, name)
 
 
-def _plain(report: Report) -> str:
-    page = io.StringIO()
-    text.render(report, Console(file=page, width=text.PIPE_WIDTH, no_color=True, highlight=False))
-    return page.getvalue()
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{MODULES[name]}")
 
 
-def console(color: str) -> Console:
+def console(color: str) -> "Console":
     """Standard output: as wide as the terminal; in a pipe one line per fact, whatever its length."""
+    from rich.console import Console
+
+    from kvdoctor.report.text import PIPE_WIDTH
+
     terminal = sys.stdout.isatty()
     colored = terminal or color == "always"
     return Console(
         force_terminal=colored,
         color_system=None if color == "never" else "auto",
-        width=None if terminal else LOG_WIDTH if colored else text.PIPE_WIDTH,
+        width=None if terminal else LOG_WIDTH if colored else PIPE_WIDTH,
         highlight=False,
         markup=False,
         emoji=False,

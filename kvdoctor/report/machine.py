@@ -1,6 +1,7 @@
 """The report as JSON."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from kvdoctor.report.diff_document import DiffReport
@@ -15,6 +16,11 @@ def render(report: Report) -> str:
 def render_diff(diff: DiffReport) -> str:
     """The document of `diff`."""
     return dump(diff.to_dict())
+
+
+def render_gate(document: dict[str, Any], _reports: Sequence[Report], _last: Sequence[str]) -> str:
+    """The document of `gate`."""
+    return dump(document)
 
 
 def render_contracts(report: Report) -> str:
@@ -57,4 +63,5 @@ def _items(value: Any) -> list[Any]:
 
 
 def _line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=True, allow_nan=False)
+    """One line. A `#` before another one is escaped: runners obey `##[...]` anywhere in a line (`safe.OBEYED`)."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False).replace("##", "#\\u0023")

@@ -1,5 +1,6 @@
 """The report as Markdown, to paste into an issue."""
 
+import re
 from collections.abc import Iterator
 
 from kvdoctor.findings import Finding
@@ -9,16 +10,54 @@ from kvdoctor.report.document import ExportRecord, RepairRecord, Report, StackFa
 from kvdoctor.report.safe import code, markdown, printable, shortened
 from kvdoctor.trace import Run
 
+MOST_CHARACTERS = 65_536
+"""What an issue of GitHub takes."""
+SPARE = 600
+
 
 def render(report: Report) -> str:
-    """The whole report as one Markdown text."""
+    """The report as one Markdown text that an issue takes: sections that do not fit are left out, and named."""
+    return within(MOST_CHARACTERS, report)
+
+
+def whole(report: Report) -> str:
+    """The report as one Markdown text, of any length."""
     return "\n".join(_lines(report)) + "\n"
+
+
+def within(most: int, report: Report) -> str:
+    """The report in at most so many characters."""
+    text = whole(report)
+    if len(text) <= most:
+        return text
+    first, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    kept, left = _cut(first, most - SPARE), most - SPARE - len(first)
+    dropped = []
+    for section in sections:
+        title = section.partition("\n")[0].removeprefix("## ")
+        if len(section) <= left:
+            kept, left = kept + section, left - len(section)
+        elif title == "Findings" and left > SPARE:
+            kept, left = kept + _cut(section, left), 0
+            dropped.append("the last findings")
+        else:
+            dropped.append(title[:100])
+    named = "; ".join(dropped[:4]) + (f" and {len(dropped) - 4} more" if len(dropped) > 4 else "")
+    note = f"\nLeft out, since an issue takes {MOST_CHARACTERS} characters: {named}. `--format json` has all of it.\n"
+    return kept.rstrip("\n") + "\n" + note
+
+
+def _cut(text: str, most: int) -> str:
+    """The first lines of a text that are whole and fit."""
+    return text if len(text) <= most else text[: text.rfind("\n", 0, max(most, 1)) + 1]
 
 
 def _lines(report: Report) -> Iterator[str]:
     yield f"# kvdoctor {report.command}: {report.verdict}"
     yield ""
-    yield f"Model {code(report.model.path)}; " + ", ".join(f"{k} {markdown(v)}" for k, v in report.environment.items())
+    yield f"Model {code(report.model.path)}; " + ", ".join(
+        f"{markdown(name)} {markdown(version)}" for name, version in report.environment.items()
+    )
     if report.repair is not None:
         yield from _repair(report, report.repair)
     if made := wording.reproducer_line(report):
@@ -120,7 +159,7 @@ def findings(report: Report) -> Iterator[str]:
     yield ""
     yield from _findings(report.findings)
     for entry in report.not_checked:
-        yield f"- not checked: {entry.code} {markdown(shortened(entry.reason, 600))}"
+        yield f"- not checked: {markdown(entry.code)} {markdown(shortened(entry.reason, 600))}"
 
 
 def _findings(found: tuple[Finding, ...]) -> Iterator[str]:
@@ -140,7 +179,7 @@ def _stack(stack: StackFacts, runs: list[Run]) -> Iterator[str]:
     done = [run for run in runs if run.outcome != "skipped"]
     if done:
         yield ""
-        rows = [[run.experiment, wording.outcome(run), code(wording.detail(run))] for run in done]
+        rows = [[markdown(run.experiment), wording.outcome(run), code(wording.detail(run))] for run in done]
         yield from table(["experiment", "outcome", ""], rows)
     for run in done:
         if run.experiment in ("plain-loop", "held-loop") and run.steps and stack.contract:
@@ -148,7 +187,7 @@ def _stack(stack: StackFacts, runs: list[Run]) -> Iterator[str]:
             yield ""
             yield f"Steps of {run.experiment}:"
             yield ""
-            yield from table(header, rows)
+            yield from table(header, in_code(rows))
             yield from _differences(run)
 
 
@@ -158,7 +197,7 @@ def _targets(report: Report, stack: str) -> Iterator[str]:
         yield ""
         yield "Under each target:"
         yield ""
-        yield from table(header, rows)
+        yield from table([code(title) for title in header], in_code(rows))
         for line in matrix.legend(report):
             yield ""
             yield markdown(line)
@@ -171,7 +210,7 @@ def _differences(run: Run) -> Iterator[str]:
     yield ""
     yield f"{run.experiment} against the reference run:"
     yield ""
-    yield from table(*found)
+    yield from table(found[0], in_code(found[1]))
     for label, text in parity_text.facts(run):
         yield ""
         yield f"{label}: {markdown(text)}"
@@ -187,10 +226,15 @@ def _plan(plan: MemoryPlan) -> Iterator[str]:
     for found in (plan_text.alternatives(plan), plan_text.paged(plan)):
         if found is not None:
             yield ""
-            yield from table(*found)
+            yield from table(found[0], in_code(found[1]))
     if assumptions := [[label, code(text)] for label, text in plan_text.assumptions(plan)]:
         yield ""
         yield from table(["", ""], assumptions)
+
+
+def in_code(rows: list[list[str]]) -> list[list[str]]:
+    """Plain cells as Markdown: shapes and numbers stay readable in the source, and names are harmless."""
+    return [[code(cell) for cell in row] for row in rows]
 
 
 def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:

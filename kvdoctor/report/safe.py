@@ -4,6 +4,14 @@ import re
 import unicodedata
 
 BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C}
+COMMANDS = (
+    *("add-mask", "add-matcher", "add-path", "debug", "echo", "endgroup", "error", "group", "notice", "remove-matcher"),
+    *("save-state", "set-env", "set-output", "stop-commands", "warning"),
+)
+OBEYED = re.compile(rf"^(?=\s*::)\s*:|:(?=:\s*(?:{'|'.join(COMMANDS)}))|#(?=#[a-z]*\[)", re.IGNORECASE)
+"""What a runner of workflows might obey: `::error::` where a line begins, also one that a terminal broke, and
+`##[error]`, `##vso[...]` anywhere in a line (GitHub's runner, ActionCommand; Azure Pipelines, logging commands)."""
+
 LONGEST = 400
 LONGEST_QUOTED = 1200
 
@@ -11,14 +19,11 @@ LONGEST_QUOTED = 1200
 def printable(text: str) -> str:
     """One line without control, format or direction characters, which are written as escapes.
 
-    A first `::` or `##[` is written as an escape too: at the start of a line, runners of workflows obey them.
+    So are the first characters of what a runner of workflows would obey (`OBEYED`).
     """
     if not (text.isascii() and text.isprintable()):
         text = "".join(c if _harmless(c) else _escaped(c) for c in text)
-    start = len(text) - len(text.lstrip())
-    if text.startswith(("::", "##["), start):
-        text = text[:start] + _escaped(text[start]) + text[start + 1 :]
-    return text
+    return OBEYED.sub(lambda found: found[0][:-1] + _escaped(found[0][-1]), text)
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
@@ -30,8 +35,14 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 
 
 def markdown(text: str) -> str:
-    """Text in which Markdown and HTML see nothing to act on, links and mentions included."""
-    return re.sub(r"([\\`*_{}\[\]#!|<>&~@]|:(?=//))", r"\\\1", printable(shortened(text, LONGEST_QUOTED)))
+    """Text in which Markdown and HTML see nothing to act on, not even GitHub, which looks for links once more.
+
+    A mention, an address or the number of an issue is found in what was rendered, where a backslash is gone: a comment
+    between its characters hides it. Math is found before.
+    """
+    text = re.sub(r"([\\`*_{}\[\]#!|<>&~@$^]|:(?=//)|(?<=www)\.)", r"\\\1", printable(shortened(text, LONGEST_QUOTED)))
+    text = re.sub(r"(\\[@#]|\bGH-)(?=\w)", r"\1<!-- -->", text, flags=re.IGNORECASE)
+    return re.sub(r"^(\s*)([-+=])|^(\s*\d+)([.)])", r"\1\3\\\2\4", text)
 
 
 def code(text: str) -> str:

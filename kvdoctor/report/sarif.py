@@ -1,24 +1,30 @@
 """The report as SARIF 2.1.0 (OASIS), for code scanning.
 
-A model is no text: a result has no region, but names the node or value as a logical location. GitHub knows a finding
-again by `partialFingerprints`, shows 5,000 results of a run and takes 25,000 (Code scanning, SARIF support).
+A model is no text: the place of a finding is told by logical locations (file, graph and node, values). Code scanning
+takes no result without a region, so line 1 stands for the whole file. GitHub knows a finding again by
+`primaryLocationLineHash` together with rule and path; other tools find the same fingerprint under kvdoctor's own name.
+Its limits: 25,000 results, rules and 10 MB (compressed) a run, of which it shows 5,000 results, 10 tags a rule, 1,024
+characters of a description (GitHub Docs, SARIF support for code scanning; SARIF results exceed one or more limits).
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from kvdoctor import __version__
-from kvdoctor.findings import Check, Finding, NotChecked, all_checks
+from kvdoctor.findings import SEVERITIES, Check, Finding, NotChecked, all_checks
 from kvdoctor.report import machine, wording
-from kvdoctor.report.document import Report
+from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code
 from kvdoctor.report.places import path_of, uri
 from kvdoctor.report.safe import printable, shortened
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 HOME = "https://github.com/kvdoctor/kvdoctor"
-MOST_RESULTS = 25_000
-LONGEST_NAME, LONGEST_TEXT = 200, 4000
-FINGERPRINT = "kvdoctorFinding/v1"
+MOST_RESULTS, MOST_IN_FULL = 25_000, 2_500
+MOST_NAMES, MOST_NOTICES = 64, 1_000
+LONGEST_NAME, LONGEST_LINE, LONGEST_MESSAGE, LONGEST_DESCRIPTION = 200, 900, 4000, 1024
+FINGERPRINT, GITHUB_FINGERPRINT = "kvdoctorFinding/v1", "primaryLocationLineHash"
+LABEL = re.compile(r"^(What it means|Reproduce|Repair|Source)([^:\n]*):", re.MULTILINE)
 
 
 def render(report: Report) -> str:
@@ -29,8 +35,11 @@ def render(report: Report) -> str:
 def render_all(reports: list[Report]) -> str:
     """One run with the findings of all models: code scanning takes few runs in a file, and many results in a run."""
     known = {check.code: check for check in all_checks()}
-    found = [(report, finding) for report in reports for finding in report.findings][:MOST_RESULTS]
-    codes = sorted({finding.code for _, finding in found})
+    found = [(report, finding) for report in reports for finding in report.findings if finding.code in known]
+    if len(found) > MOST_RESULTS:
+        found.sort(key=lambda entry: -SEVERITIES.index(entry[1].severity))
+    kept = found[:MOST_RESULTS]
+    codes = sorted({finding.code for _, finding in kept})
     run = {
         "tool": {
             "driver": {
@@ -40,44 +49,60 @@ def render_all(reports: list[Report]) -> str:
                 "rules": [_rule(known[code]) for code in codes],
             }
         },
-        "automationDetails": {"id": f"kvdoctor/{reports[0].command if reports else 'gate'}"},
+        "automationDetails": {"id": f"kvdoctor/{_text(reports[0].command) if reports else 'gate'}/"},
         "columnKind": "unicodeCodePoints",
-        "invocations": [_invocation(reports)],
+        "invocations": [_invocation(reports, len(found) - len(kept))],
         "results": _suppressed(
-            [_result(report, finding, codes.index(finding.code)) for report, finding in found],
-            [finding for _, finding in found],
+            [
+                _result(report, finding, codes.index(finding.code), at < MOST_IN_FULL)
+                for at, (report, finding) in enumerate(kept)
+            ],
+            [finding for _, finding in kept],
         ),
     }
     return machine.dump({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
 
 
 def _rule(check: Check) -> dict[str, Any]:
+    summary = shortened(check.summary, LONGEST_DESCRIPTION)
+    body = check.documentation.partition("\n")[2].strip() or summary
+    meaning = re.search(r"^What it means[^:\n]*:\s*(.+?)(?:\n\n|\Z)", body, re.MULTILINE | re.DOTALL)
+    full = " ".join(meaning[1].split()) if meaning else summary
     return {
         "id": check.code,
         "name": "".join(word.capitalize() for word in check.name.split("-")),
-        "shortDescription": {"text": check.summary},
-        "fullDescription": {"text": check.summary},
-        "help": {"text": check.documentation},
+        "shortDescription": {"text": summary},
+        "fullDescription": {"text": shortened(full[:1].upper() + full[1:], LONGEST_DESCRIPTION)},
+        "help": {"text": check.documentation, "markdown": _markdown(check, body)},
+        "helpUri": f"{HOME}/blob/v{__version__}/docs/checks.md",
         "properties": {"tags": ["onnx", "kv-cache", check.name]},
     }
 
 
-def _result(report: Report, finding: Finding, rule: int) -> dict[str, Any]:
+def _markdown(check: Check, body: str) -> str:
+    """The documentation of a check with its labels in bold."""
+    return f"# {check.code} {check.name}\n\n{check.summary}\n\n" + LABEL.sub(r"**\1\2:**", body)
+
+
+def _result(report: Report, finding: Finding, rule: int, in_full: bool) -> dict[str, Any]:
+    """One finding; of a flood of them not all are told in full, since a file has a limit."""
     words = [wording.headline(finding)]
-    words += [f"{label}: {text}" if label else text for label, text in wording.evidence(finding)]
-    subjects = list(dict.fromkeys((finding.where, *finding.subject)))
+    if in_full:
+        words += [f"{label}: {text}" if label else text for label, text in wording.evidence(finding)]
+    place = {
+        "physicalLocation": {
+            "artifactLocation": {"uri": uri(path_of(report, finding)), **_base(path_of(report, finding))},
+            "region": {"startLine": 1},
+        },
+        "logicalLocations": list(_logical(finding, MOST_NAMES if in_full else 1)),
+    }
     return {
         "ruleId": finding.code,
         "ruleIndex": rule,
         "level": finding.severity,
-        "message": {"text": "\n".join(_text(line, LONGEST_TEXT) for line in words)},
-        "locations": [
-            {
-                "physicalLocation": {"artifactLocation": {"uri": uri(path_of(report, finding))}},
-                "logicalLocations": [{"fullyQualifiedName": _text(name)} for name in subjects],
-            }
-        ],
-        "partialFingerprints": {FINGERPRINT: f"{uri(path_of(report, finding))}:{finding.fingerprint}"},
+        "message": {"text": shortened("\n".join(_text(line, LONGEST_LINE) for line in words), LONGEST_MESSAGE)},
+        "locations": [place],
+        "partialFingerprints": {FINGERPRINT: finding.fingerprint, GITHUB_FINGERPRINT: f"{finding.fingerprint}:1"},
         "properties": {"confidence": finding.confidence, "stack": _text(finding.stack or "")},
     }
 
@@ -94,26 +119,51 @@ def _suppressed(results: list[dict[str, Any]], findings: list[Finding]) -> list[
 
 
 def _suppression(reason: str) -> dict[str, Any]:
-    return {"kind": "external", "status": "accepted", "justification": _text(reason, LONGEST_TEXT)}
+    return {"kind": "external", "status": "accepted", "justification": _text(reason, 1000)}
 
 
-def _invocation(reports: list[Report]) -> dict[str, Any]:
-    """What could not be checked is no result, and must not be lost: it is told as a notification of the tool."""
+def _base(path: str) -> dict[str, str]:
+    """Paths that the user wrote relative are taken to be relative to the repository."""
+    return {} if uri(path).startswith("file:") else {"uriBaseId": "%SRCROOT%"}
+
+
+def _logical(finding: Finding, most: int) -> Iterator[dict[str, str]]:
+    """The place in the graph, then the values and nodes that the finding is about, each with its file before it."""
+    file = _text(finding.file or "")
+    names = dict.fromkeys([(finding.where, "member"), *((name, "variable") for name in finding.subject)])
+    for name, kind in list(names)[:most]:
+        short = _text(name)
+        yield {"name": short, "fullyQualifiedName": f"{file}/{short}" if file else short, "kind": kind}
+
+
+def _invocation(reports: list[Report], left_out: int) -> dict[str, Any]:
+    """How it ended. What could not be checked is no result, and must not be lost: it is a notification of the tool."""
+    codes = {exit_code(report, report.arguments.get("fail_on", "error")) for report in reports}
+    code = next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in codes), EXIT_HEALTHY)
+    notices = [(report, entry) for report in reports for entry in report.not_checked]
+    notices.sort(key=lambda notice: not notice[1].essential)
+    told = [_notification(report, entry) for report, entry in notices[:MOST_NOTICES]]
+    if left_out:
+        told.append(_notice("warning", f"{left_out} more findings are left out: a run takes {MOST_RESULTS} results"))
+    if len(notices) > MOST_NOTICES:
+        told.append(_notice("note", f"{len(notices) - MOST_NOTICES} more things could not be checked"))
     return {
         "executionSuccessful": not any(entry.essential for report in reports for entry in report.not_checked),
-        "toolExecutionNotifications": [
-            note for report in reports for entry in report.not_checked for note in _notifications(report, entry)
-        ],
+        "exitCode": code,
+        "toolExecutionNotifications": told,
     }
 
 
-def _notifications(report: Report, entry: NotChecked) -> Iterator[dict[str, Any]]:
+def _notification(report: Report, entry: NotChecked) -> dict[str, Any]:
     stack = f" ({entry.stack})" if entry.stack else ""
-    yield {
-        "level": "warning" if entry.essential else "note",
-        "message": {"text": _text(f"not checked: {entry.code}{stack}: {entry.reason}", LONGEST_TEXT)},
-        "locations": [{"physicalLocation": {"artifactLocation": {"uri": uri(path_of(report))}}}],
-    }
+    notice = _notice("warning" if entry.essential else "note", f"not checked: {entry.code}{stack}: {entry.reason}")
+    path = path_of(report)
+    location = {"uri": uri(path), **_base(path)}
+    return {**notice, "locations": [{"physicalLocation": {"artifactLocation": location}}]}
+
+
+def _notice(level: str, text: str) -> dict[str, Any]:
+    return {"level": level, "message": {"text": _text(text, LONGEST_LINE)}}
 
 
 def _text(text: str, longest: int = LONGEST_NAME) -> str:

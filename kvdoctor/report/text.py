@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvdoctor.findings import Finding
 from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import cure_text, export_text, matrix, parity_text, plan_text, wording
+from kvdoctor.report import cure_text, export_text, layout, matrix, parity_text, plan_text, wording
 from kvdoctor.report.document import RepairRecord, Report, StackFacts
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.trace import Run
@@ -41,6 +41,29 @@ def render(report: Report, console: Console, verbosity: int = 0, show_diff: bool
     page.line(wording.verdict_line(report), VERDICTS[report.verdict])
 
 
+def render_gate(reports: list[Report], last: tuple[str, ...], console: Console, verbosity: int = 0) -> None:
+    """Print the reports of a gate: of several models the healthy ones in a line each, the others in full.
+
+    `last` are the lines that are said of all models.
+    """
+    page = _Page(console, verbosity)
+    behind_one_in_full = False
+    for report in reports:
+        in_short = len(reports) > 1 and verbosity <= 0 and report.verdict == "healthy"
+        if report is not reports[0] and (behind_one_in_full or not in_short):
+            page.line("")
+        if in_short:
+            page.line(wording.verdict_line(report), VERDICTS[report.verdict])
+            page.known(report)
+        else:
+            render(report, console, verbosity)
+        behind_one_in_full = not in_short
+    if last:
+        page.line("")
+    for line in last:
+        page.line(printable(line), "bold")
+
+
 def _style(finding: Finding) -> str:
     return "dim" if finding.known is not None else STYLES[finding.severity]
 
@@ -57,10 +80,15 @@ class _Page:
     def __init__(self, console: Console, verbosity: int) -> None:
         self.console, self.verbosity = console, verbosity
 
-    def line(self, text: str, style: str = "") -> None:
-        """One line; only a terminal wraps it."""
+    def line(self, text: str, style: str = "", hang: int = 2) -> None:
+        """One line; only a terminal wraps it, and indents what follows by `hang` more than it begins with."""
         short = printable(shortened(text, LONGEST_QUOTED))
-        self.console.print(Text(short, style), soft_wrap=not self.console.is_terminal)
+        if not self.console.is_terminal:
+            self.console.print(Text(short, style), soft_wrap=True)
+            return
+        body = short.lstrip(" ")
+        for part in layout.wrapped(self.console, Text(body, style), len(short) - len(body), hang):
+            self.console.print(part, soft_wrap=True)
 
     def pairs(self, rows: "Iterable[tuple[str, str]]", indent: int = 2) -> None:
         """Label and text, the text wrapped under itself."""
@@ -76,17 +104,14 @@ class _Page:
         self.console.print(grid)
 
     def table(self, header: list[str], rows: list[list[str]], styled: int = -1) -> None:
-        """A table without lines, indented by two."""
-        grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        grid.add_column("")
-        for column, title in enumerate(header):
-            grid.add_column(title, overflow="fold", no_wrap=column < len(header) - 1 and len(header) < 5)
-        for row in rows:
-            texts = [Text(printable(shortened(cell))) for cell in row]
-            if styled >= 0:
-                texts[styled].stylize(STYLES.get(row[styled].partition(" ")[0], ""))
-            grid.add_row("", *texts)
-        self.console.print(grid)
+        """A table without rules, indented by two."""
+        cells = [[layout.Cell(printable(shortened(cell))) for cell in row] for row in rows]
+        if styled >= 0:
+            for row in cells:
+                text = row[styled].text
+                row[styled] = layout.Cell(text, STYLES.get(text.partition(" ")[0], ""))
+        for line in layout.rows(self.console, header, cells):
+            self.console.print(line, soft_wrap=True)
 
     def head(self, report: Report) -> None:
         versions = ", ".join(f"{name} {version}" for name, version in report.environment.items())
@@ -100,6 +125,13 @@ class _Page:
             self.table(["file", "role", "size", "IR", "opsets", "producer"], rows)
             for line in matrix.limits(report):
                 self.line(f"  {line}", "dim")
+
+    def known(self, report: Report) -> None:
+        """Known findings in short: what a team lives with stays in sight."""
+        for finding in report.findings:
+            if (reason := wording.known_reason(finding)) is not None:
+                self.line(f"  {shortened(wording.headline(finding), 600)}", "dim")
+                self.pairs([("known", shortened(reason, 900))], 4)
 
     def stack(self, stack: StackFacts, report: Report) -> None:
         self.line("")
@@ -223,7 +255,9 @@ class _Page:
             for entry in record.proof:
                 detail = f": {entry.detail}" if entry.detail else ""
                 style = "green" if entry.holds else "red"
-                self.line(f"  {'holds' if entry.holds else 'FAILS'}  {entry.stack}: {entry.claim}{detail}", style)
+                self.line(
+                    f"  {'holds' if entry.holds else 'FAILS'}  {entry.stack}: {entry.claim}{detail}", style, hang=7
+                )
             for line in cure_text.cost_lines(report):
                 self.line(f"  {line}", "dim")
         for unmended in record.unmended:

@@ -1,10 +1,10 @@
 """What reports say, in words and rows; where it stands on a page is the renderers' business."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvdoctor.case import first_and_count
 from kvdoctor.contract import CacheContract, Slot, describe
-from kvdoctor.findings import Finding
+from kvdoctor.findings import SEVERITIES, Finding
 from kvdoctor.report import contract_words
 from kvdoctor.report.document import FileFacts, Report, StackFacts
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
@@ -223,14 +223,38 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.2f} ms"
 
 
+def counts(report: Report) -> str:
+    """`1 error, 2 notes, 1 known`; empty where nothing was found."""
+    found = {
+        severity: sum(f.severity == severity for f in report.findings) for severity in ("error", "warning", "note")
+    }
+    told = [f"{number} {severity}{'s' * (number > 1)}" for severity, number in found.items() if number]
+    known = sum(finding.known is not None for finding in report.findings)
+    return ", ".join([*told, *([f"{known} known"] if known else [])])
+
+
+def gate_line(verdict: str, reports: Sequence[Report]) -> str:
+    """The verdict over all models, how many have which, how many findings are known, how many were not run again."""
+    known = [sum(finding.known is not None for finding in report.findings) for report in reports]
+    pairs = list(zip(reports, known, strict=True))
+    healthy = sum(report.verdict == "healthy" and not count for report, count in pairs)
+    only = sum(report.verdict == "healthy" and count > 0 for report, count in pairs)
+    words = {"unhealthy": "unhealthy", "incomplete": "not diagnosed", "nothing-found": "not run"}
+    numbers = {word: sum(report.verdict == name for report in reports) for name, word in words.items()}
+    kept = sum(bool(report.measured.get("cached")) for report in reports)
+    return "".join(
+        [
+            f"gate: {verdict}; {healthy} of {len(reports)} model{'s' * (len(reports) != 1)} healthy",
+            f", {only} with nothing but what is known" if only else "",
+            *(f", {number} {word}" for word, number in numbers.items() if number),
+            f"; {sum(known)} known finding{'s' * (sum(known) > 1)}" if any(known) else "",
+            f"; {kept} unchanged and not run again" if kept else "",
+        ]
+    )
+
+
 def verdict_line(report: Report) -> str:
     """The last line: verdict and counts."""
-    counts = [
-        f"{number} {severity}{'s' if number > 1 else ''}"
-        for severity in ("error", "warning", "note")
-        if (number := sum(finding.severity == severity for finding in report.findings))
-    ]
-    counts += [f"{number} known" for number in [sum(f.known is not None for f in report.findings)] if number]
     known = any(finding.known is not None for finding in report.findings)
     words = {
         "healthy": "nothing but what is known" if known else "healthy",
@@ -238,14 +262,17 @@ def verdict_line(report: Report) -> str:
         "incomplete": "not diagnosed: what could not be checked is listed above",
         "nothing-found": "nothing found without running it; step-test runs decode steps",
     }
-    return f"{report.model.path}: {words[report.verdict]}" + (f" ({', '.join(counts)})" if counts else "")
+    found = counts(report)
+    return f"{report.model.path}: {words[report.verdict]}" + (f" ({found})" if found else "")
 
 
 def in_short(report: Report) -> str:
-    """Verdict, findings that are no notes, and what could not be checked: what `--quiet` prints, but for the notes."""
+    """Verdict, the findings that count by the `fail_on` that was asked for, and what could not be checked."""
+    fail_on = report.arguments.get("fail_on")
+    lowest = SEVERITIES.index(fail_on) if fail_on in SEVERITIES else len(SEVERITIES) - 1
     lines = [verdict_line(report)]
     for finding in report.findings:
-        if finding.severity != "note" or report.arguments.get("fail_on") == "note":
+        if SEVERITIES.index(finding.severity) >= lowest:
             lines += ["", headline(finding), *(f"  {label:<11}{text}" for label, text in evidence(finding))]
     for entry in report.not_checked:
         stack = f" ({entry.stack})" if entry.stack else ""

@@ -1,0 +1,114 @@
+"""Where results go: standard output, and the files asked for with `--output`."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvdoctor.report.formats import FORMATS
+
+if TYPE_CHECKING:
+    from kvdoctor.gating import Judged
+    from kvdoctor.report.document import Report
+
+NEVER_OVERWRITTEN = {".onnx", ".ort", ".data", ".safetensors"}
+
+
+def outputs(given: dict[str, Any]) -> list[tuple[str, Path]]:
+    """The files asked for with `--output`: (format, file), refused before any work is done.
+
+    Raises:
+        UsageError: one of them cannot be written, or would be written twice.
+    """
+    asked: list[tuple[str, Path]] = []
+    for target in given["outputs"]:
+        name, _, file = target.partition("=")
+        if name not in FORMATS or not file:
+            raise click.UsageError(f"--output takes FORMAT=FILE with a format of {', '.join(FORMATS)}; got {target!r}")
+        path = Path(file)
+        if problem := _refused(file, path, [one for _, one in asked]):
+            raise click.UsageError(f"--output {name}: {problem}")
+        asked.append((name, path))
+    return asked
+
+
+def _refused(file: str, path: Path, others: list[Path]) -> str | None:
+    """Why a file cannot be written, as far as that is known beforehand."""
+    if file == "-":
+        return "standard output is what --format fills; give a FILE"
+    if path.is_dir():
+        return f"{file!r} is a folder; give a file in it"
+    if not path.parent.is_dir():
+        return f"the folder of {file!r} does not exist; make it first"
+    if any(os.path.realpath(path) == os.path.realpath(other) for other in others) and not path.is_char_device():
+        return f"{file!r} is given twice; give each format a file of its own"
+    if path.suffix.lower() in NEVER_OVERWRITTEN:
+        return f"{file!r} has the name of a model or its weights, which are never written to"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"{file!r} is not writable"
+    return None
+
+
+def show(report: "Report", given: dict[str, Any], **more: Any) -> None:
+    """Print a report in the format asked for, and write the files asked for.
+
+    Raises:
+        UsageError: a file cannot be written; what goes to standard output was printed all the same.
+    """
+    from kvdoctor.report import formats
+
+    texts = [(file, formats.rendered(report, name)) for name, file in outputs(given)]
+    if given["format_"] == "text":
+        from kvdoctor.report import text
+
+        text.render(report, formats.console(given["color"]), _verbosity(given), **more)
+    else:
+        sys.stdout.write(formats.rendered(report, given["format_"]))
+    sys.stdout.flush()
+    _write(texts)
+
+
+def show_gate(done: "Judged", given: dict[str, Any], last: tuple[str, ...]) -> None:
+    """The same for the reports of a gate; `last` are the lines that are said of all models.
+
+    In a GitHub workflow, annotations and a summary come with the text. Where standard output holds a document, what is
+    to be told of the baseline goes to standard error.
+
+    Raises:
+        UsageError: a file or the summary cannot be written; what goes to standard output was printed all the same.
+    """
+    from kvdoctor.report import formats
+    from kvdoctor.report.safe import printable
+
+    reports, document = list(done.reports), done.to_dict()
+    texts = [(file, formats.rendered_gate(document, reports, last, name)) for name, file in outputs(given)]
+    in_workflow = os.environ.get("GITHUB_ACTIONS") == "true"
+    if given["format_"] == "text":
+        from kvdoctor.report import text
+
+        text.render_gate(reports, last, formats.console(given["color"]), _verbosity(given))
+        if in_workflow:
+            sys.stdout.write(formats.rendered_gate(document, reports, last, "github"))
+    else:
+        sys.stdout.write(formats.rendered_gate(document, reports, last, given["format_"]))
+        for line in done.baseline.lines() if done.baseline is not None else ():
+            click.echo(f"kvdoctor: baseline {printable(line)}", err=True)
+    sys.stdout.flush()
+    _write(texts)
+    if in_workflow:
+        from kvdoctor.report import step_summary
+
+        step_summary.write(done.verdict, reports)
+
+
+def _write(texts: list[tuple[Path, str]]) -> None:
+    from kvdoctor.out_folder import write_whole
+
+    for file, content in texts:
+        write_whole(file, content)
+
+
+def _verbosity(given: dict[str, Any]) -> int:
+    return -1 if given["quiet"] else 1 if given["verbose"] else 0

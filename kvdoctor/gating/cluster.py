@@ -1,0 +1,275 @@
+"""Calls carried out on an existing Dask cluster: an executor of the standard kind. The only door to `distributed`.
+
+Each call is pinned to one worker, and no worker has more calls than threads. Otherwise the scheduler would hand a model
+that takes its worker down to three more before it said a word (its `allowed-failures`), and would count the loss
+against every call that waited there.
+"""
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+from uuid import uuid4
+
+from kvdoctor.errors import KvdoctorError
+from kvdoctor.gating.jobs import Gone, Lost
+from kvdoctor.gating.keys import software
+from kvdoctor.gating.slots import Slots
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+POLL_SECONDS = 0.5
+CONNECT_SECONDS = 10
+FAREWELL_SECONDS = 1.5
+PATIENCE_SECONDS = 60
+"""How long a cluster may be without a worker, or not answer."""
+MUST_AGREE = ("kvdoctor", "source", "onnxruntime", "onnx", "numpy")
+
+LOST = "the worker of the cluster that ran it was lost"
+MOST_THREADS = 256
+"""More than a worker has threads: how many calls it gets is decided by who submits them."""
+IDLE_SECONDS = 120
+"""After so long without a call a worker ends the processes of a gate, which may have been killed."""
+
+
+@dataclass
+class _Call:
+    """A call, who waits for it, and where it is."""
+
+    function: Callable[..., Any]
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+    answer: "Future[Any]"
+    worker: str = ""
+    task: Any = None
+
+
+class Cluster(Executor):
+    """The workers of a Dask scheduler that runs already.
+
+    Raises:
+        KvdoctorError: distributed is not installed, the scheduler does not answer, or what its workers have installed
+            would give other reports.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._client = _connected(address)
+        self._address = address
+        self._waiting: list[_Call] = []
+        self._running: list[_Call] = []
+        self._news = threading.Condition()
+        self._closed = False
+        self._gate = uuid4().hex
+        self._thread = threading.Thread(target=self._hand_out, daemon=True)
+        try:
+            self._refuse_others(self._software_there())
+        except BaseException:
+            self._client.close(timeout=1)
+            raise
+        self._thread.start()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        """Carry out a function of a module on one of the workers."""
+        answer: Future[T] = Future()
+        with self._news:
+            self._waiting.append(_Call(fn, args, kwargs, answer))
+            self._news.notify()
+        return answer
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002 - both are done
+        """Take back what is not done, and let the cluster go. The cluster itself goes on."""
+        with self._news:
+            self._closed = True
+            calls = [*self._waiting, *self._running]
+            self._waiting, self._running = [], []
+            self._news.notify()
+        for call in calls:
+            call.answer.cancel()
+        # A cluster that is gone does not answer, and nobody waits for that.
+        tasks = [call.task for call in calls if call.task is not None]
+        farewell = threading.Thread(target=self._take_leave, args=(tasks,), daemon=True)
+        farewell.start()
+        farewell.join(FAREWELL_SECONDS)
+
+    def _take_leave(self, tasks: list[Any]) -> None:
+        with contextlib.suppress(Exception):
+            self._client.cancel(tasks, force=True)
+            self._client.run(end_slots, self._gate)
+        self._client.close(timeout=1)
+
+    def _hand_out(self) -> None:
+        heard = time.monotonic()
+        while True:
+            with self._news:
+                self._news.wait(POLL_SECONDS)
+                if self._closed:
+                    return
+            try:
+                workers: dict[str, int] = self._client.nthreads()
+                heard = time.monotonic() if workers else heard
+            except Exception:  # whatever a connection that is gone raises
+                workers = {}
+                if self._client.status != "running":
+                    heard = min(heard, time.monotonic() - PATIENCE_SECONDS)
+            if time.monotonic() - heard > PATIENCE_SECONDS:
+                self._give_up()
+                return
+            if workers:
+                self._collect(workers)
+                self._fill(workers)
+
+    def _collect(self, workers: dict[str, int]) -> None:
+        """Answer what is done, and what was lost with its worker."""
+        with self._news:
+            running, self._running = self._running, []
+        for call in running:
+            if call.task.done():
+                _answer(call)
+            elif call.worker not in workers:
+                call.task.cancel(force=True)
+                call.answer.set_exception(Lost(LOST))
+            else:
+                with self._news:
+                    self._running.append(call)
+
+    def _fill(self, workers: dict[str, int]) -> None:
+        """Give each worker as many calls as it has threads; with every round another one begins."""
+        with self._news:
+            busy = [call.worker for call in self._running]
+            free = {worker: threads - busy.count(worker) for worker, threads in workers.items()}
+            while self._waiting and max(free.values()) > 0:
+                call = self._waiting.pop(0)
+                if not call.answer.set_running_or_notify_cancel():
+                    continue
+                call.worker = max(free, key=lambda worker: free[worker])
+                free[call.worker] -= 1
+                given = (self._gate, software_here(), call.function, call.given, call.named)
+                call.task = self._client.submit(
+                    carried_out, *given, workers=[call.worker], allow_other_workers=False, pure=False, retries=0
+                )
+                call.task.add_done_callback(lambda _: self._wake())
+                self._running.append(call)
+
+    def _wake(self) -> None:
+        with self._news:
+            self._news.notify()
+
+    def _give_up(self) -> None:
+        with self._news:
+            calls, self._waiting, self._running = [*self._waiting, *self._running], [], []
+        for call in calls:
+            reason = f"the cluster at {self._address} has no worker any more, or does not answer"
+            call.answer.set_exception(Gone(reason))
+
+    def _software_there(self) -> dict[str, dict[str, Any]]:
+        try:
+            found: dict[str, dict[str, Any]] = self._client.run(software)
+        except Exception as error:  # whatever loading a package raises
+            told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise KvdoctorError(f"a worker of the cluster cannot run kvdoctor ({told}); install it there") from None
+        return found
+
+    def _refuse_others(self, there: dict[str, dict[str, Any]]) -> None:
+        if not there:
+            raise KvdoctorError(f"the cluster at {self._address} has no workers; start some, as with `dask worker`")
+        for worker, versions in there.items():
+            if problem := _disagreement(versions):
+                raise KvdoctorError(f"worker {worker} of the cluster {problem}")
+
+
+def _connected(address: str) -> Any:
+    try:
+        from distributed import Client
+        from distributed.comm.addressing import resolve_address
+    except ImportError:
+        raise KvdoctorError("--cluster needs distributed: pip install 'kvdoctor[dask]'") from None
+    try:
+        resolve_address(address)
+        make: Any = Client
+        return make(address, timeout=CONNECT_SECONDS, set_as_default=False)
+    except (OSError, ValueError) as error:
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise KvdoctorError(f"no Dask scheduler answers at {address!r} ({told}); see that it runs") from None
+
+
+def _answer(call: _Call) -> None:
+    from distributed import CancelledError
+    from distributed.scheduler import KilledWorker
+
+    try:
+        call.answer.set_result(call.task.result(timeout=PATIENCE_SECONDS))
+    except (KilledWorker, CancelledError):
+        call.answer.set_exception(Lost(LOST))
+    except Exception as error:  # what a call raises is its answer
+        call.answer.set_exception(error)
+
+
+def _disagreement(versions: dict[str, Any]) -> str | None:
+    """What on a worker would make another report than here."""
+    mine = software()
+    for name in MUST_AGREE:
+        if versions.get(name) != mine[name]:
+            what = {"source": "the source of kvdoctor"}.get(name, name)
+            shown = f" ({versions.get(name)} there, {mine[name]} here)" if isinstance(mine[name], str) else ""
+            shown = "" if name == "source" else shown
+            return f"has another version of {what}{shown}; install the same on all of them, and here"
+    return None
+
+
+def software_here() -> dict[str, Any]:
+    """What a worker must have as well."""
+    return {name: software()[name] for name in MUST_AGREE}
+
+
+@dataclass
+class _Kept:
+    """On a worker of the cluster: the processes of a gate, and when they were last given something."""
+
+    slots: Slots
+    used: float = 0.0
+
+
+_KEPT: dict[str, _Kept] = {}
+_LOCK = threading.Lock()
+
+
+def carried_out(
+    gate: str, asked_for: dict[str, Any], function: Callable[..., T], given: tuple[Any, ...], named: dict[str, Any]
+) -> T:
+    """On a worker of the cluster: carry out a call in a process of its own, which a model may take down.
+
+    Raises:
+        KvdoctorError: this worker joined later, with other versions.
+        Lost: the process ended before it answered.
+    """
+    if any(software()[name] != version for name, version in asked_for.items()):
+        raise KvdoctorError("a worker that joined the cluster has other versions; install the same on all of them")
+    with _LOCK:
+        kept = _KEPT.get(gate) or _KEPT.setdefault(gate, _Kept(Slots(MOST_THREADS)))
+        kept.used = math.inf
+    try:
+        return kept.slots.submit(function, *given, **named).result()
+    finally:
+        kept.used = time.monotonic()
+        timer = threading.Timer(IDLE_SECONDS, _end_if_idle, [gate])
+        timer.daemon = True
+        timer.start()
+
+
+def end_slots(gate: str) -> None:
+    """On a worker of the cluster: end the processes of a gate."""
+    with _LOCK:
+        kept = _KEPT.pop(gate, None)
+    if kept is not None:
+        kept.slots.shutdown(wait=False)
+
+
+def _end_if_idle(gate: str) -> None:
+    kept = _KEPT.get(gate)
+    if kept is not None and time.monotonic() - kept.used >= IDLE_SECONDS:
+        end_slots(gate)

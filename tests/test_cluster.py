@@ -1,0 +1,198 @@
+"""`gate --cluster` against a real Dask scheduler and real workers on loopback, one of them killed halfway."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import bad_models as bad
+import psutil
+import pytest
+from bad_models import call, saved
+from test_gate_many import OPTIONS, registry
+from test_kill import assert_gone, started
+
+pytest.importorskip("distributed")
+
+from distributed import Client
+
+from kvdoctor.gating.cluster import _disagreement
+from kvdoctor.gating.keys import software
+
+slow = pytest.mark.slow
+
+
+class Loopback:
+    """A scheduler, and workers of one thread each with a nanny."""
+
+    def __init__(self, folder: Path, workers: int = 2) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.folder, self.address = folder, f"tcp://127.0.0.1:{port}"
+        self.scheduler = self._start("dask_scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard")
+        self.nannies = [self._worker() for _ in range(workers)]
+        with self.client() as client:
+            client.wait_for_workers(workers, timeout=60)
+
+    def client(self) -> Client:
+        end = time.monotonic() + 30
+        while True:
+            try:
+                return Client(self.address, timeout=5, set_as_default=False)
+            except OSError:
+                if time.monotonic() > end:
+                    raise
+
+    def stop(self) -> None:
+        for process in (*self.nannies, self.scheduler):
+            with contextlib.suppress(psutil.Error):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+            process.kill()
+            process.wait()
+
+    def _worker(self) -> "subprocess.Popen[bytes]":
+        local = ("--local-directory", str(self.folder))
+        return self._start("dask_worker", self.address, "--nthreads", "1", "--no-dashboard", *local)
+
+    def _start(self, module: str, *arguments: str) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", f"distributed.cli.{module}", *arguments]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        # Elsewhere, so that paths as the user wrote them mean nothing to the workers.
+        return subprocess.Popen(command, cwd=self.folder, **quiet)
+
+
+@pytest.fixture
+def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
+    cluster = Loopback(tmp_path_factory.mktemp("dask"))
+    yield cluster
+    cluster.stop()
+
+
+def worker_of(nanny: "subprocess.Popen[bytes]") -> psutil.Process:
+    """The process that a nanny watches."""
+    for child in psutil.Process(nanny.pid).children():
+        if any("gating.slots" in " ".join(below.cmdline()) for below in child.children(recursive=True)):
+            return child
+    raise AssertionError("this worker has nothing to do")
+
+
+def reports(output: str) -> list[str]:
+    return [json.dumps({**report, "measured": None}) for report in json.loads(output)["reports"]]
+
+
+@slow
+def test_the_same_reports_as_locally_though_a_worker_is_killed(loopback: Loopback, tmp_path: Path) -> None:
+    expected = registry(tmp_path, 300)
+    command = [sys.executable, "-m", "kvdoctor", "gate", *expected, *OPTIONS]
+    elsewhere = subprocess.Popen(
+        [*command, "--cluster", loopback.address],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(12)
+    assert elsewhere.poll() is None, elsewhere.communicate()
+    worker_of(loopback.nannies[0]).kill()
+    output, error = elsewhere.communicate(timeout=400)
+    assert not error
+    assert elsewhere.returncode == 1
+    local = subprocess.run([*command, "--jobs", "2"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert local.returncode == 1
+    assert reports(output) == reports(local.stdout)
+    assert len(reports(output)) == 300
+
+
+@slow
+def test_a_model_whose_worker_is_lost_twice_is_a_finding(loopback: Loopback, tmp_path: Path) -> None:
+    sick = saved(bad.decoder(*bad.looping_for_ever()), tmp_path / "sick")
+    well = saved(bad.decoder(), tmp_path / "well")
+    with started("gate", sick, well, "--no-cache", "--format", "json", "--cluster", loopback.address) as process:
+        killed: set[int] = set()
+        end = time.monotonic() + 60
+        while len(killed) < 2 and time.monotonic() < end:
+            time.sleep(0.2)
+            for nanny in loopback.nannies:
+                with contextlib.suppress(AssertionError, psutil.Error):
+                    worker = worker_of(nanny)
+                    below = worker.children(recursive=True)
+                    if worker.pid not in killed and any(child.cpu_times().user > 3 for child in below):
+                        worker.kill()
+                        killed.add(worker.pid)
+                        assert_gone(below, 5)
+        output, error = process.communicate(timeout=60)
+    assert not error
+    assert process.returncode == 3
+    lost, other = json.loads(output)["reports"]
+    assert other["verdict"] == "healthy"
+    (finding,) = lost["findings"]
+    assert finding["name"] == "worker-died"
+    assert finding["observed"].endswith("lost 2 times; the last time, the worker of the cluster that ran it was lost")
+
+
+@slow
+def test_an_interrupted_gate_leaves_the_cluster_free(loopback: Loopback, tmp_path: Path) -> None:
+    import signal
+
+    sick = saved(bad.decoder(*bad.looping_for_ever()), tmp_path / "sick")
+    with started("gate", sick, "--no-cache", "--cluster", loopback.address) as process:
+        end = time.monotonic() + 30
+        below: list[psutil.Process] = []
+        while not any(child.cpu_times().user > 1.5 for child in below) and time.monotonic() < end:
+            time.sleep(0.2)
+            for nanny in loopback.nannies:
+                with contextlib.suppress(AssertionError, psutil.Error):
+                    below = worker_of(nanny).children(recursive=True)
+        assert below
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=10)
+        assert time.monotonic() - begun < 2
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    assert_gone([child for child in below if "kvdoctor" in " ".join(_command(child))], 5)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@slow
+def test_no_cluster_is_wrong_usage(tmp_path: Path) -> None:
+    model = saved(bad.decoder(), tmp_path / "model")
+    for address in ("tcp://127.0.0.1:9", "nonsense://", "127.0.0.1:9"):
+        result = call("gate", model, "--no-cache", "--cluster", address)
+        assert result.code == 2
+        assert "no Dask scheduler answers" in result.err
+    both = call("gate", model, "--jobs", "2", "--cluster", "tcp://127.0.0.1:9")
+    assert both.code == 2
+    assert "--jobs is for this machine" in both.err
+
+
+def test_other_versions_are_refused() -> None:
+    mine = software()
+    assert _disagreement(mine) is None
+    for name in ("kvdoctor", "onnx", "numpy"):
+        assert f"{name} (0.0.1 there, {mine[name]} here)" in str(_disagreement({**mine, name: "0.0.1"}))
+    assert "source of kvdoctor;" in str(_disagreement({**mine, "source": "0"}))
+    assert "onnxruntime" in str(_disagreement({**mine, "onnxruntime": []}))
+
+
+def test_what_is_lacking_is_said(tmp_path: Path) -> None:
+    """Where distributed is not installed: a module of that name that cannot be loaded."""
+    (tmp_path / "distributed.py").write_text("raise ImportError('not here')\n")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    model = saved(bad.decoder(), tmp_path / "model")
+    result = call("gate", model, "--no-cache", "--cluster", "tcp://127.0.0.1:9", env={**os.environ, "PYTHONPATH": path})
+    assert result.code == 2
+    assert "pip install 'kvdoctor[dask]'" in result.err

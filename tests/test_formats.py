@@ -1,0 +1,302 @@
+"""The formats: each valid for its readers, harmless whatever names come, and the same when it is rendered again."""
+
+import json
+import re
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import jsonschema
+import junitparser
+import pytest
+import xmlschema
+from hostile import TEXTS, any_text, hostile_report
+from hypothesis import HealthCheck, given, settings
+from markdown_it import MarkdownIt
+from rich.console import Console
+
+from kvdoctor.findings import NotChecked, all_checks
+from kvdoctor.report import formats, github, junit, markdown, sarif, step_summary, text
+from kvdoctor.report.document import Report
+from kvdoctor.report.places import uri
+from kvdoctor.report.safe import code
+from kvdoctor.report.safe import markdown as escaped
+from kvdoctor.report.schema import schemas
+
+SCHEMAS = Path(__file__).parent / "schemas"
+SARIF = jsonschema.Draft4Validator(json.loads((SCHEMAS / "sarif-2.1.0.json").read_text(encoding="utf-8")))
+JUNIT = xmlschema.XMLSchema(str(SCHEMAS / "junit-10.xsd"))
+GATE = jsonschema.Draft202012Validator(schemas()["gate"])
+MARKDOWN = MarkdownIt("gfm-like", {"html": True, "linkify": True})
+OBEYED = re.compile(r"^\s*::\s*[a-z-]+[^\n]*::|##[a-z]*\[", re.IGNORECASE | re.MULTILINE)
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def controls(page: str) -> set[str]:
+    """Characters of a page that a terminal or an editor would act on."""
+    found = {c for c in page if not (c.isprintable() or c in "\n\u3000")}
+    return found | {c for c in page if 0x202A <= ord(c) <= 0x202E or 0x2066 <= ord(c) <= 0x2069}
+
+
+def healthy() -> Report:
+    report = hostile_report("plain")
+    return replace(report, verdict="healthy", findings=(), not_checked=(), repair=None, command="gate")
+
+
+# ---- hostile names -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+@QUICK
+@given(hostile=any_text)
+def test_no_name_acts_on_who_reads_it(name: str, hostile: str) -> None:
+    report = hostile_report(hostile)
+    page = formats.rendered_gate("unhealthy", [report, healthy()], name)
+    assert not controls(page)
+    page.encode("utf-8")
+    own = page.splitlines() if name != "github" else [line for line in page.splitlines() if not line.startswith("::")]
+    assert not [line for line in own if OBEYED.search(line)]
+    assert page == formats.rendered_gate("unhealthy", [hostile_report(hostile), healthy()], name)
+
+
+@pytest.mark.parametrize("length", [100_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [name for name in formats.FORMATS if name != "json"])
+def test_a_name_of_ten_megabytes_is_shortened(name: str, length: int) -> None:
+    report = hostile_report("<|`x\u202e\n" * (length // 6))
+    assert len(formats.rendered_gate("unhealthy", [report], name)) < 400_000
+
+
+@QUICK
+@given(hostile=any_text)
+def test_a_terminal_gets_colours_and_nothing_else(hostile: str) -> None:
+    for width in (60, 80, 200):
+        page = StringIO()
+        console = Console(file=page, width=width, force_terminal=True, color_system="standard", highlight=False)
+        text.render_gate("unhealthy", [hostile_report(hostile), healthy()], console, 1)
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", page.getvalue())
+        assert not controls(plain)
+        assert not [line for line in plain.splitlines() if OBEYED.search(line)]
+
+
+@QUICK
+@given(hostile=any_text)
+def test_json_keeps_every_name_as_it_is(hostile: str) -> None:
+    document = json.loads(formats.rendered_gate("unhealthy", [hostile_report(hostile)], "json"))
+    GATE.validate(document)
+    assert document["reports"][0]["findings"][0]["subject"] == [hostile, f"x{hostile}"]
+
+
+@QUICK
+@given(hostile=any_text)
+def test_sarif_is_valid(hostile: str) -> None:
+    document = json.loads(sarif.render(hostile_report(hostile)))
+    SARIF.validate(document)
+    for result in document["runs"][0]["results"]:
+        where = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+        assert re.fullmatch(r"(?:file://)?(?:[A-Za-z0-9._~/:-]|%[0-9A-F]{2})*", where)
+
+
+@QUICK
+@given(hostile=any_text)
+def test_junit_is_valid(hostile: str) -> None:
+    page = junit.render(hostile_report(hostile))
+    JUNIT.validate(page)
+    read = junitparser.JUnitXml.fromstring(page.encode("utf-8"))
+    assert read.failures >= 1
+    assert read.errors >= 1
+    assert read.tests == sum(1 for suite in read for _ in suite)
+
+
+@QUICK
+@given(hostile=any_text)
+def test_markdown_renders_names_as_text(hostile: str) -> None:
+    tokens = MARKDOWN.parse(markdown.render(hostile_report(hostile)))
+    inner = [child for token in tokens for child in token.children or ()]
+    assert not {"link_open", "image"} & {token.type for token in inner}
+    assert {token.content for token in inner if token.type == "html_inline"} <= {"<!-- -->"}
+    assert not [token for token in tokens if token.type in ("html_block", "fence", "blockquote_open", "hr")]
+    calm = MARKDOWN.parse(markdown.render(hostile_report("x")))
+    assert _shape(tokens) == _shape(calm) or not hostile.strip()
+
+
+def _shape(tokens: list[Any]) -> list[str]:
+    return [f"{token.type} {token.level}" for token in tokens if token.type.startswith(("heading", "t", "list_item"))]
+
+
+@pytest.mark.parametrize("hostile", [one for one in TEXTS if one.strip() and one.isprintable()])
+def test_markdown_says_what_the_name_is(hostile: str) -> None:
+    (inline,) = [token for token in MARKDOWN.parse(f"x {escaped(hostile)}") if token.type == "inline"]
+    said = "".join(token.content for token in inline.children or () if token.type != "html_inline")
+    assert said.replace("\\x3a", ":").replace("\\x23", "#") == f"x {hostile}".rstrip()
+    (inline,) = [token for token in MARKDOWN.parse(f"x {code(hostile)}") if token.type == "inline"]
+    spans = [token.content for token in inline.children or () if token.type == "code_inline"]
+    assert [span.replace("\\x3a", ":").replace("\\x23", "#") for span in spans] == [hostile.replace("|", "\u00a6")]
+
+
+def test_what_github_looks_for_in_rendered_text_is_parted() -> None:
+    page = markdown.render(hostile_report("@someone #123 a@b.example"))
+    spans_gone = re.sub(r"(`+).+?\1|^    .*$", "", page, flags=re.MULTILINE)
+    assert not re.search(r"@\w|#\d", spans_gone)
+
+
+# ---- the same again ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in formats.FORMATS if name != "json"])
+def test_the_order_of_arguments_and_measurements_tells_nothing(name: str) -> None:
+    report = hostile_report("x")
+    one = replace(report, arguments={"fail_on": "error", "seed": 1}, measured={"x": {"seconds": {"a": 1.0}}, "y": {}})
+    two = replace(report, arguments={"seed": 1, "fail_on": "error"}, measured={"y": {}, "x": {"seconds": {"a": 1.0}}})
+    assert formats.rendered(one, name) == formats.rendered(two, name)
+
+
+# ---- SARIF ---------------------------------------------------------------------------------------------------------
+
+
+def test_sarif_tells_rules_places_and_how_it_ended() -> None:
+    run = json.loads(sarif.render(hostile_report("a b#c.onnx")))["runs"][0]
+    rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
+    assert list(rules) == sorted(rules)
+    assert "Repair" in rules["KV203"]["help"]["text"]
+    assert "**Repair:**" in rules["KV203"]["help"]["markdown"]
+    assert [rules[result["ruleId"]]["id"] for result in run["results"]] == ["KV203", "KV005"]
+    for result in run["results"]:
+        assert list(rules)[result["ruleIndex"]] == result["ruleId"]
+        place = result["locations"][0]
+        assert place["physicalLocation"]["artifactLocation"]["uri"] == "a%20b%23c.onnx"
+        assert place["physicalLocation"]["region"] == {"startLine": 1}
+        assert place["logicalLocations"][0]["fullyQualifiedName"] == "a b#c.onnx/a b#c.onnx"
+        assert result["partialFingerprints"]["primaryLocationLineHash"] == "0123456789abcdef:1"
+    (invocation,) = run["invocations"]
+    assert (invocation["exitCode"], invocation["executionSuccessful"]) == (1, False)
+    assert len(invocation["toolExecutionNotifications"]) == 3
+
+
+def test_every_rule_of_sarif_fits_what_github_takes() -> None:
+    for check in all_checks():
+        rule = sarif._rule(check)
+        assert len(rule["name"]) <= 255
+        assert len(rule["shortDescription"]["text"]) <= 1024
+        assert len(rule["fullDescription"]["text"]) <= 1024
+        assert len(rule["properties"]["tags"]) <= 10
+        assert len(rule["help"]["text"]) > 200
+
+
+@pytest.mark.slow
+def test_sarif_keeps_to_what_github_takes() -> None:
+    """More than 25,000 findings: the worst are kept, and 10 MB compressed are not reached."""
+    import gzip
+
+    report = hostile_report("decoder_model_merged")
+    error, note = report.findings[0], replace(report.findings[1], severity="note")
+    many = [replace(report, findings=(note, error) * 50, not_checked=report.not_checked * 3) for _ in range(300)]
+    page = sarif.render_all(many)
+    run = json.loads(page)["runs"][0]
+    assert len(run["results"]) == 25_000
+    assert sum(result["level"] == "error" for result in run["results"]) == 15_000
+    assert "5000 more findings" in run["invocations"][0]["toolExecutionNotifications"][-1]["message"]["text"]
+    assert len(gzip.compress(page.encode())) < 10_000_000
+
+
+def test_paths_are_references_that_cannot_be_misread() -> None:
+    assert uri("models/a b.onnx") == "models/a%20b.onnx"
+    assert uri("a:b/c?d#e%f") == "a%3Ab/c%3Fd%23e%25f"
+    assert uri("/srv/m.onnx") == "file:///srv/m.onnx"
+    assert uri("C:/m.onnx") == "file:///C:/m.onnx"
+    assert uri("x\udcff.onnx") == "x%FF.onnx"
+
+
+# ---- JUnit ---------------------------------------------------------------------------------------------------------
+
+
+def test_junit_never_makes_green_what_was_not_checked() -> None:
+    report = replace(healthy(), not_checked=(NotChecked("plain", "KV301", "why", essential=True),))
+    read = junitparser.JUnitXml.fromstring(junit.render(report).encode())
+    errors = {case.name: r.message for suite in read for case in suite for r in case.result if r._tag == "error"}
+    assert errors["KV301 cached-differs"] == "why"
+
+
+def test_junit_says_why_a_check_was_skipped() -> None:
+    report = replace(healthy(), runs=(), command="step-test")
+    cases = [case for suite in ET.fromstring(junit.render(report)) for case in suite]  # noqa: S314 - our own
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    assert "KV301 cached-differs" in {case.get("name") for case in skipped}
+    assert {case.find("skipped").get("message") for case in skipped} == {"no decode step was run"}  # type: ignore[union-attr]
+
+
+# ---- GitHub --------------------------------------------------------------------------------------------------------
+
+
+def test_annotations_are_as_many_as_a_step_may_have() -> None:
+    report = hostile_report("x")
+    many = replace(report, findings=report.findings[:1] * 40)
+    lines = github.render(many).splitlines()
+    errors = [line for line in lines if line.startswith("::error ")]
+    assert len(errors) == 10
+    assert errors[-1].endswith("::31 more of these; the summary of the step and its log have them all")
+
+
+def test_an_annotation_is_one_command() -> None:
+    first = github.render(hostile_report("a,b:c%d\n::error::e")).splitlines()[0]
+    kind, properties, *message = first.removeprefix("::").split("::", 1)[0].partition(" ")
+    assert kind == "error"
+    assert "a%2Cb%3Ac%25d" in message[0]
+    assert first.count("\n") == 0
+    assert properties == " "
+
+
+def test_the_summary_fits_and_names_every_model() -> None:
+    long = hostile_report("w" * 300)
+    report = replace(long, findings=long.findings[:1] * 60)
+    many = [replace(report, model=replace(report.model, path=f"models/{n}")) for n in range(60)]
+    page = step_summary.page("unhealthy", [*many, healthy()])
+    assert len(page.encode()) <= 1 << 20
+    assert all(f"`models/{n}`" in page for n in range(60))
+    assert "1 of 61 models healthy." in page
+    assert "reports did not fit here" in page
+    assert step_summary.page("unhealthy", many, 100) == ""
+
+
+# ---- Markdown and text ---------------------------------------------------------------------------------------------
+
+
+def test_markdown_fits_into_an_issue() -> None:
+    report = hostile_report("w" * 300)
+    long = replace(report, findings=report.findings[:1] * 200)
+    page = markdown.render(long)
+    assert len(page) <= 65_536
+    assert "Left out, since an issue takes 65536 characters: " in page
+    assert page.count("## Findings") == 1
+    assert len(markdown.whole(long)) > 65_536
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_a_terminal_gets_whole_words_and_the_words_of_the_pipe(width: int) -> None:
+    report = hostile_report("decoder_model: the past length is fixed at one")
+    page = StringIO()
+    console = Console(file=page, width=width, force_terminal=True, color_system=None, highlight=False)
+    text.render(report, console)
+    lines = page.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    plain = formats.rendered(report, "text")
+    assert set(page.getvalue().split()) <= set(re.sub(r"([:,]) ", r"\1 ", plain).split()) | _joined(page.getvalue())
+    wrapped = [line for line in lines if line.startswith(("  holds", "  FAILS"))]
+    if width == 60:
+        after = lines[lines.index(wrapped[0]) + 1]
+        assert after.startswith(" " * 9)
+
+
+def _joined(page: str) -> set[str]:
+    """Words of rows that became lines: a comma or a colon was added to them."""
+    return {word for word in page.split() if word.endswith((",", ":"))}
+
+
+def test_a_gate_tells_healthy_models_in_a_line(tmp_path: Path) -> None:
+    reports = [healthy(), hostile_report("sick"), healthy()]
+    lines = formats.rendered_gate("unhealthy", reports, "text").splitlines()
+    assert lines[0] == lines[-3] == "plain: healthy"
+    assert lines[-1] == "gate: unhealthy; 2 of 3 models healthy, 1 unhealthy"
+    assert sum("cross-cache-emptied" in line for line in lines) >= 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,387 @@
+"""How `gate` runs many models: side by side, again only what has changed, and whole or not at all."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import bad_models as bad
+import psutil
+import pytest
+from bad_models import GPT2, MARIAN, as_json, call, copied, saved
+from test_kill import assert_gone, started
+
+from kvdoctor.gating import Job, capacity
+from kvdoctor.gating.cache import Cache
+from kvdoctor.gating.contents import Contents
+from kvdoctor.gating.keys import key_of, source
+from kvdoctor.model_folder import looked_at
+from kvdoctor.options import Options
+from kvdoctor.plain import from_plain, to_plain
+from kvdoctor.report.document import Report
+from kvdoctor.sessions import SIDE_BY_SIDE
+
+
+def without_measured(report: dict[str, Any]) -> str:
+    return json.dumps({**report, "measured": None})
+
+
+# --- side by side ---
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A healthy one, a sick one, one that cannot be read, and one that kills its worker."""
+    folder = tmp_path_factory.mktemp("models")
+    killer = saved(bad.decoder(*bad.dividing_out_of_range()), folder / "killer")
+    return [saved(b"", folder / "empty"), copied(GPT2, folder / "gpt2"), killer, copied(MARIAN, folder / "marian")]
+
+
+@pytest.fixture(scope="module")
+def first(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[bad.Result, Path]:
+    cache = tmp_path_factory.mktemp("cache")
+    return as_json("gate", *models, "--jobs", "3", "--cache-dir", cache), cache
+
+
+def test_every_report_is_what_the_model_alone_gives(first: tuple[bad.Result, Path], models: list[Path]) -> None:
+    result = first[0]
+    assert result.code == 1
+    assert [report["model"]["path"] for report in result.report["reports"]] == [str(path) for path in models]
+    for path, report in zip(models, result.report["reports"], strict=True):
+        alone = as_json("gate", path, "--no-cache").report["reports"][0]
+        assert without_measured(alone) == without_measured(report)
+
+
+def test_what_has_not_changed_is_not_run_again(first: tuple[bad.Result, Path], models: list[Path]) -> None:
+    """Only what was diagnosed to the end: not what killed its worker, and not what could not be read."""
+    result, cache = first
+    again = as_json("gate", *models, "--cache-dir", cache)
+    kept = [bool(report["measured"].get("cached")) for report in again.report["reports"]]
+    assert kept == [False, True, False, True]
+    assert list(map(without_measured, again.report["reports"])) == list(map(without_measured, result.report["reports"]))
+    assert (cache / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
+    assert (cache / ".gitignore").read_text() == "*\n"
+    text = call("gate", models[1], models[3], "--cache-dir", cache, "-q").out
+    assert text.splitlines()[-1].endswith("1 of 2 models healthy; 2 unchanged and not run again")
+
+
+@pytest.mark.slow
+def test_a_script_needs_no_guard(tmp_path: Path) -> None:
+    """The processes do not load the caller's own module again."""
+    one, other = (saved(bad.decoder(), tmp_path / name) for name in ("one", "other"))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from kvdoctor import gating\nfrom kvdoctor.options import Options\n"
+        f"done = gating.gate([gating.Job({str(one)!r}, Options()), gating.Job({str(other)!r}, Options())])\n"
+        "print(done.verdict, done.exit_code)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("healthy 0\n", "")
+
+
+def test_nothing_is_run_where_one_path_is_wrong(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    result = call("gate", GPT2, tmp_path / "nothing", "--no-cache")
+    assert result.code == 2
+    assert "does not exist" in result.err
+    assert time.monotonic() - begun < 5
+
+
+# --- processes that end ---
+
+
+def slots(process: subprocess.Popen[str], count: int, but: tuple[int, ...] = ()) -> list[psutil.Process]:
+    """Wait until that many slots run, each with its worker."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        children = [child for child in psutil.Process(process.pid).children() if child.pid not in but]
+        if len(children) >= count and all(child.children() for child in children):
+            return children
+        time.sleep(0.05)
+    raise AssertionError("the slots were not started")
+
+
+@contextmanager
+def gate_that_never_ends(tmp_path: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    folders = [saved(bad.decoder(*bad.looping_for_ever()), tmp_path / f"model{number}") for number in range(3)]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with started("gate", *folders, "--no-cache", "--jobs", "2", *more, scratch=scratch) as process:
+        yield process
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_it_ends_at_once_and_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    with gate_that_never_ends(tmp_path, "--output", f"json={report}") as process:
+        running = slots(process, 2)
+        below = [child for slot in running for child in (slot, *slot.children(recursive=True))]
+        time.sleep(0.5)
+        begun = time.monotonic()
+        process.send_signal(number)
+        _, error = process.communicate(timeout=10)
+        assert time.monotonic() - begun < 2
+        assert_gone(below, 2)
+    assert process.returncode == code
+    assert "Traceback" not in error
+    assert not report.exists()
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.slow
+def test_a_lost_process_costs_its_own_model(tmp_path: Path) -> None:
+    """Given to another once; after the second loss it is a finding, and the verdict stays open."""
+    sick = saved(bad.decoder(*bad.looping_for_ever()), tmp_path / "sick")
+    well = [saved(bad.decoder(), tmp_path / name) for name in ("one", "other")]
+    with started("gate", sick, *well, "--no-cache", "--jobs", "2", "--format", "json") as process:
+        seen: tuple[int, ...] = ()
+        for _ in range(2):
+            # The process with the sick model is the one that stays.
+            end = time.monotonic() + 20
+            while time.monotonic() < end and (busy := _burning(process, seen)) is None:
+                time.sleep(0.1)
+            assert busy is not None
+            seen = (*seen, busy.pid)
+            busy.kill()
+        output, error = process.communicate(timeout=20)
+    assert not error
+    assert process.returncode == 3
+    lost, *others = json.loads(output)["reports"]
+    assert [report["verdict"] for report in others] == ["healthy", "healthy"]
+    assert lost["verdict"] == "incomplete"
+    (finding,) = lost["findings"]
+    assert (finding["code"], finding["name"]) == ("KV011", "worker-died")
+    assert "lost 2 times; the last time, signal SIGKILL ended it" in finding["observed"]
+
+
+def _burning(process: subprocess.Popen[str], but: tuple[int, ...]) -> psutil.Process | None:
+    """The slot whose worker has computed for longer than a healthy model takes."""
+    for slot in psutil.Process(process.pid).children():
+        if slot.pid not in but and any(child.cpu_times().user > 2.5 for child in slot.children()):
+            return slot
+    return None
+
+
+# --- the cache ---
+
+
+@pytest.fixture
+def kept(first: tuple[bad.Result, Path], models: list[Path], tmp_path: Path) -> tuple[Cache, Job, Report]:
+    """A report of a copy of the healthy model, in a cache of its own."""
+    job = Job(str(models[1]), Options())
+    document = dict(first[0].report["reports"][1])
+    for run in document["runs"]:
+        run.setdefault("node_names", [])
+    report = from_plain(Report, {name: document[name] for name in to_plain(_blank(job))})
+    cache = Cache(tmp_path / "cache")
+    cache.keep(cache.key(job), job, report)
+    found = cache.find(cache.key(job), job)
+    assert found is not None
+    assert found.measured.pop("cached")
+    assert found == report
+    return cache, job, report
+
+
+def _blank(job: Job) -> Report:
+    from kvdoctor.gating.lost import not_diagnosed
+
+    return not_diagnosed(job, "")
+
+
+def entry(cache: Cache) -> Path:
+    (file,) = (cache._folder / "reports").glob("*/*.json")
+    return file
+
+
+def forged(line: bytes, body: dict[str, Any]) -> bytes:
+    """An entry with another body, and the head that fits it."""
+    content = json.dumps(body).encode()
+    return json.dumps({**json.loads(line), "sha256": hashlib.sha256(content).hexdigest()}).encode() + b"\n" + content
+
+
+BROKEN = {
+    "empty": lambda *_: b"",
+    "cut short": lambda head, body: head + b"\n" + body[:-10],
+    "a byte changed": lambda head, body: head + b"\n" + body.replace(b'"seed": 0', b'"seed": 1'),
+    "no JSON": lambda *_: b"\xff\x00" * 50,
+    "a list": lambda *_: b"[]\n[]",
+    "deep": lambda _, body: b"[" * 100_000 + b"\n" + body,
+    "another key": lambda head, body: head.replace(b'"key": "', b'"key": "0') + b"\n" + body,
+    "another schema": lambda head, body: head.replace(b"cache/1", b"cache/9") + b"\n" + body,
+    "a field more": lambda head, body: forged(head, {**json.loads(body), "more": 1}),
+    "a field of another type": lambda head, body: forged(head, {**json.loads(body), "seed": "0"}),
+    "of another model": lambda head, body: forged(
+        head, {**json.loads(body), "model": {**json.loads(body)["model"], "path": "other"}}
+    ),
+    "another verdict": lambda head, body: forged(head, {**json.loads(body), "verdict": "unhealthy"}),
+    "not complete": lambda head, body: forged(
+        head,
+        {**json.loads(body), "not_checked": [{"stack": None, "code": "*", "reason": "", "essential": True}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_entry_is_a_miss(how: str, kept: tuple[Cache, Job, Report]) -> None:
+    cache, job, report = kept
+    file = entry(cache)
+    head, _, body = file.read_bytes().partition(b"\n")
+    file.write_bytes(BROKEN[how](head, body))
+    assert cache.find(cache.key(job), job) is None
+    cache.keep(cache.key(job), job, report)
+    assert cache.find(cache.key(job), job) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "other"),
+    [
+        (lambda folder: (folder / "model.onnx").write_bytes(b"x"), True),
+        (lambda folder: (folder / "config.json").write_text("{}"), True),
+        (lambda folder: (folder / "genai_config.json").write_text("{}"), True),
+        (lambda folder: (folder / "model_fp16.onnx").write_bytes(b""), True),
+        (lambda folder: (folder / "README.md").write_text("about"), False),
+    ],
+    ids=["model", "config", "new side-car", "new variant", "readme"],
+)
+def test_what_a_key_depends_on(change: Any, other: bool, tmp_path: Path) -> None:
+    folder = copied(GPT2, tmp_path / "model")
+    job = Job(str(folder), Options())
+
+    def key() -> str | None:
+        return key_of(job, Contents(tmp_path / "none"), elsewhere=False)
+
+    before = key()
+    assert before == key()
+    change(folder)
+    assert (key() != before) == other
+
+
+def test_options_that_matter_are_part_of_the_key(tmp_path: Path) -> None:
+    contents = Contents(tmp_path)
+    options = [Options(), Options(seed=1), Options(consumer="held"), Options(thorough=True), Options(fail_on="warning")]
+    keys = {key_of(Job(str(GPT2), given), contents, elsewhere=False) for given in options}
+    assert len(keys) == len(options)
+    shown = Options(progress=print)
+    assert key_of(Job(str(GPT2), shown), contents, elsewhere=False) in keys
+    assert key_of(Job(str(GPT2), Options(reference="CHECKPOINT")), contents, elsewhere=False) is None
+    assert re.fullmatch("[0-9a-f]{64}", source())
+
+
+def test_weights_outside_the_graph_count(tmp_path: Path) -> None:
+    folder = bad.with_external_data(tmp_path / "model")
+    cache = tmp_path / "cache"
+    arguments = ("gate", folder, "--cache-dir", cache)
+    assert "cached" not in as_json(*arguments).report["reports"][0]["measured"]
+    assert as_json(*arguments).report["reports"][0]["measured"]["cached"]
+    weights = folder / "weights.bin"
+    content = bytearray(weights.read_bytes())
+    content[0] ^= 1
+    times = weights.stat()
+    weights.write_bytes(content)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))  # size and time as before
+    assert "cached" not in as_json(*arguments).report["reports"][0]["measured"]
+
+
+def test_every_file_that_a_diagnosis_opens_is_part_of_its_key(models: list[Path]) -> None:
+    """What it reads, and what it lists: seen by an audit hook, so that a new reader of files cannot be forgotten."""
+    script = """
+import os, sys
+from pathlib import Path
+folder, opened = sys.argv[1], set()
+def hook(event, arguments):
+    if event == "open" and isinstance(arguments[0], (str, os.PathLike)):
+        opened.add(os.path.abspath(arguments[0]))
+sys.addaudithook(hook)
+from kvdoctor.doctor import step_test
+from kvdoctor.options import Options
+step_test(folder, Options())
+print(*sorted(name for name in opened if name.startswith(folder + os.sep)), sep="\\n")
+"""
+    folder = models[3]
+    command = [sys.executable, "-c", script, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    opened = {Path(line) for line in done.stdout.splitlines()}
+    assert opened
+    assert opened <= set(looked_at(folder)[1])
+
+
+def test_a_model_that_changes_while_it_is_diagnosed_is_not_kept(
+    kept: tuple[Cache, Job, Report], tmp_path: Path
+) -> None:
+    _, _, report = kept
+    folder = copied(GPT2, tmp_path / "model")
+    job, cache = Job(str(folder), Options()), Cache(tmp_path / "other")
+    key = cache.key(job)
+    (folder / "model.onnx").write_bytes((folder / "model.onnx").read_bytes())
+    cache.keep(key, job, report)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_fresh_change_is_not_trusted_to_its_time(tmp_path: Path) -> None:
+    """As git does: a digest is remembered only once the file has rested."""
+    file = tmp_path / "file"
+    file.write_bytes(b"a")
+    contents = Contents(tmp_path)
+    contents.digest(file)
+    contents.save()
+    assert not (tmp_path / "contents.json").exists()
+    assert contents.digest(tmp_path / "nothing") is None
+    assert contents.digest(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": [[1], "x"]}', b"\xff", b'{"a": {"b": 1}}', b"[" * 100_000])
+def test_a_broken_memory_of_digests_is_forgotten(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "contents.json").write_bytes(content)
+    assert Contents(tmp_path).digest(GPT2 / "model.onnx") == Contents(tmp_path / "none").digest(GPT2 / "model.onnx")
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "reports").write_text("in the way")
+    assert call("gate", saved(bad.decoder(), tmp_path / "model"), "--cache-dir", tmp_path / "cache").code == 0
+    refused = call("gate", GPT2, "--cache-dir", tmp_path / "cache" / "reports")
+    assert refused.code == 2
+    assert "is no folder" in refused.err
+
+
+# --- what the machine allows ---
+
+
+def test_limits_of_a_container_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{1 << 29}\n")
+    monkeypatch.setattr(capacity, "_groups", lambda _: iter([tmp_path]))
+    assert capacity.cores() == 1
+    assert capacity.memory() <= (1 << 29) * 0.8
+    assert capacity.side_by_side(8, 300, None) == 2
+    assert capacity.side_by_side(8, 300, 300) == 1
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert capacity.cores() == len(os.sched_getaffinity(0))
+    assert capacity.side_by_side(2, 1, None) == 1
+
+
+def test_a_large_model_is_not_run_beside_others(tmp_path: Path) -> None:
+    folder = saved(b"", tmp_path / "model")
+    with (folder / "weights.bin").open("wb") as file:
+        file.truncate(1 << 40)
+    assert capacity.needed(folder, None) > 1 << 42
+    assert capacity.needed(folder, 100) == capacity.RESTING_BYTES + 100 * capacity.MIB
+    assert capacity.needed(folder / "model.onnx", None) == capacity.RESTING_BYTES
+
+
+def test_both_sides_have_one_word() -> None:
+    from kvdoctor.gating.slots import ASIDE
+
+    assert ASIDE == SIDE_BY_SIDE

@@ -1,0 +1,116 @@
+"""`--output FORMAT=FILE`, and the gate in a GitHub workflow: through the command line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import junitparser
+import pytest
+from click.testing import CliRunner
+
+from kvdoctor.cli import cli
+from kvdoctor.report.formats import FORMATS
+from kvdoctor.report.schema import schemas
+
+EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
+SARIF = json.loads((Path(__file__).parent / "schemas" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
+HOSTILE = "x\n::add-mask::y ##[error]z"
+
+
+def run(*words: str, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GITHUB_")} | more
+    call = [sys.executable, "-m", "kvdoctor", *words]
+    return subprocess.run(call, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+
+
+@pytest.fixture(scope="module")
+def workflow(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A gate over a sick model, a healthy one and one whose name is hostile, in a workflow, with every format."""
+    folder = tmp_path_factory.mktemp("repository")
+    shutil.copytree(EXPORTS / "t5", folder / "sick")
+    shutil.copytree(EXPORTS / "gpt2", folder / "well")
+    (folder / HOSTILE).mkdir()
+    (folder / HOSTILE / "model.onnx").write_bytes(b"no model")
+    (folder / "summary.md").write_text("before\n", encoding="utf-8")
+    outputs = [word for name in FORMATS for word in ("--output", f"{name}=report.{name}")]
+    variables = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(folder / "summary.md")}
+    return run("gate", "sick", "well", HOSTILE, *outputs, cwd=folder, **variables), folder
+
+
+def test_a_gate_writes_every_format_in_one_run(
+    workflow: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    done, folder = workflow
+    assert done.returncode == 1, done.stderr
+    read = {name: (folder / f"report.{name}").read_text(encoding="utf-8") for name in FORMATS}
+    document = json.loads(read["json"])
+    jsonschema.Draft202012Validator(schemas()["gate"]).validate(document)
+    assert [report["verdict"] for report in document["reports"]] == ["unhealthy", "healthy", "incomplete"]
+    log = json.loads(read["sarif"])
+    jsonschema.Draft4Validator(SARIF).validate(log)
+    wanted = {f["fingerprint"] for report in document["reports"] for f in report["findings"]}
+    assert {result["partialFingerprints"]["kvdoctorFinding/v1"] for result in log["runs"][0]["results"]} == wanted
+    assert log["runs"][0]["invocations"][0]["exitCode"] == 1
+    suites = junitparser.JUnitXml.fromstring(read["junit"].encode("utf-8"))
+    assert {suite.name for suite in suites if suite.failures} == {"sick (merged)"}
+    assert sum(suite.errors for suite in suites) == 1
+    assert not {path.name for path in folder.iterdir() if "partial" in path.name}
+
+
+def test_a_workflow_gets_annotations_and_a_summary(workflow: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, folder = workflow
+    lines = done.stdout.splitlines()
+    commands = [line for line in lines if line.lstrip().startswith("::")]
+    kinds = [line.split(" ")[0] for line in commands]
+    assert "::error file=sick/decoder_model_merged.onnx,title=kvdoctor KV203 cross-cache-emptied::" in done.stdout
+    assert kinds == sorted(kinds, key=["::error", "::warning", "::notice"].index)
+    assert "##[" not in done.stdout + done.stderr
+    assert "well: healthy" in lines
+    assert "gate: unhealthy; 1 of 3 models healthy, 1 unhealthy, 1 not diagnosed" in lines
+    summary = (folder / "summary.md").read_text(encoding="utf-8")
+    assert summary.startswith("before\n## kvdoctor: unhealthy\n\n1 of 3 models healthy.\n")
+    assert "| `well` | healthy |  |" in summary
+    assert "KV203" in summary
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        (["json=-"], "standard output is what --format fills"),
+        (["json=folder"], "is a folder"),
+        (["json=missing/x.json"], "does not exist"),
+        (["json=a.out", "junit=./a.out"], "is given twice"),
+        (["json=model.onnx"], "never written to"),
+        (["yaml=x"], "with a format of text, json"),
+        (["json="], "FORMAT=FILE"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_any_work(
+    outputs: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    asked = [word for one in outputs for word in ("--output", one)]
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["inspect", "no-such-model", *asked])
+    assert done.exit_code == 2
+    assert words in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_told_and_what_was_printed_stays() -> None:
+    done = run("inspect", str(EXPORTS / "gpt2"), "--output", "sarif=/dev/full")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "kvdoctor: cannot write '/dev/full': No space left on device"
+    assert "nothing found" in done.stdout
+
+
+def test_an_argument_cannot_command_the_runner(tmp_path: Path) -> None:
+    for words in (("gate", f"--{HOSTILE}"), ("inspect", HOSTILE)):
+        done = run(*words, cwd=tmp_path)
+        assert done.returncode == 2
+        assert not [line for line in done.stderr.splitlines() if line.lstrip().startswith("::") or "##[" in line]
