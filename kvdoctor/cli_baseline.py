@@ -7,7 +7,7 @@ import click
 
 from kvdoctor.cli_gate import baseline_file, jobs_of
 from kvdoctor.cli_options import offline_option, run_options, shared_options, target_options
-from kvdoctor.cli_policy import policy_options, ruled
+from kvdoctor.cli_policy import policy_options, refuse_formats, ruled
 from kvdoctor.cli_running import gate_options, how_given
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def baseline(paths: tuple[str, ...], out: str | None, check: bool, **given: Any)
     from kvdoctor.out_folder import write_whole
     from kvdoctor.progress import on_terminal
 
+    refuse_formats("baseline", given, ("text",))
     wish = _wish(given, check)
     known = _baseline(out or baseline_file({}) or USUAL_NAME)
     with on_terminal(given["quiet"]) as told:

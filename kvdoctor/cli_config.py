@@ -7,7 +7,7 @@ import click
 
 from kvdoctor.cli_gate import baseline_option, origins
 from kvdoctor.cli_options import offline_option, run_options, shared_options, target_options
-from kvdoctor.cli_policy import policy_of, policy_options
+from kvdoctor.cli_policy import policy_of, policy_options, refuse_formats
 from kvdoctor.cli_running import gate_options
 
 SCHEMA = "kvdoctor/config/1"
@@ -27,8 +27,7 @@ def config(paths: tuple[str, ...], **given: Any) -> None:
 
     Without PATH: for the models of the policy; where it names none, for a model that no override fits.
     """
-    if given["format_"] not in ("text", "json"):
-        raise click.UsageError("config is printed as --format text or json")
+    refuse_formats("config", given, ("text", "json"))
     policy = policy_of()
     named: tuple[str | None, ...] = paths or policy.models() or (None,)
     found = [(model, origins(model, given)) for model in named]

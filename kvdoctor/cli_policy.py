@@ -87,14 +87,26 @@ def models_of(paths: tuple[str, ...]) -> tuple[str, ...]:
     Raises:
         UsageError: there are neither.
     """
+    from kvdoctor.errors import UsageError
+
     if paths:
         return paths
     policy = policy_of()
     found = policy.models()
     if not found:
         where = f"{policy.place} names no models" if policy.file else "no policy was found (kvdoctor.toml)"
-        raise click.UsageError(f"give the PATH of a model; {where}")
+        raise UsageError(f"give the PATH of a model; {where}")
     return found
+
+
+def refuse_formats(command: str, given: dict[str, Any], formats: tuple[str, ...]) -> None:
+    """Refuse formats that a command does not print, and files that it does not write.
+
+    Raises:
+        UsageError: one was asked for.
+    """
+    if given["format_"] not in formats or given["outputs"]:
+        raise click.UsageError(f"{command} is printed as --format {' or '.join(formats)}, and writes no --output")
 
 
 def _kept(context: click.Context, option: click.Parameter, value: Any) -> Any:

@@ -65,6 +65,10 @@ class Known:
     reason: str
     until: str | None = None
 
+    def __str__(self) -> str:
+        """Both in one line."""
+        return self.reason if self.until is None else f"until {self.until}: {self.reason}"
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

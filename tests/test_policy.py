@@ -218,6 +218,10 @@ def test_models_are_named_as_seen_from_the_working_folder(tree: Path, monkeypatc
     assert find_policy().baseline() == "../b.json"
     assert find_policy().relative("t5/model.onnx") == "exports/t5/model.onnx"
     assert find_policy().relative("../../elsewhere") is None
+    (tree.parent / "link").symlink_to(tree)
+    there = read_policy(str(tree.parent / "link" / "kvdoctor.toml"))
+    assert there is not None
+    assert there.relative("t5") == "exports/t5"
 
 
 # What weighs more
@@ -340,6 +344,8 @@ def test_wrong_calls_name_what_to_do(project: Path) -> None:
     (project / "pyproject.toml").write_text("[project]\n")
     other = kvdoctor(project, "gate", "--config", "pyproject.toml")
     assert (other.returncode, "has no [tool.kvdoctor]" in other.stderr) == (2, True)
+    page = kvdoctor(project, "config", "--output", "json=x.json")
+    assert (page.returncode, (project / "x.json").exists()) == (2, False)
     none = kvdoctor(project, "gate", "--no-config")
     assert (none.returncode, "give the PATH of a model; no policy was found" in none.stderr) == (2, True)
     (project / "kvdoctor.toml").write_text("sed = 1\n")

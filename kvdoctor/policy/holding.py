@@ -90,8 +90,12 @@ class Policy:
 
     def relative(self, model: str) -> str | None:
         """A path as patterns see it, relative to the policy's folder; None where it lies elsewhere."""
-        path = _relative(os.path.abspath(model), self.folder)  # noqa: PTH100 - links keep the names that people know
-        return None if path is None or path.startswith("../") or path == ".." else path
+        given = os.path.abspath(model)  # noqa: PTH100 - links keep the names that people know
+        followed = os.path.realpath(model), Path(os.path.realpath(self.folder))
+        for path in (_relative(given, self.folder), _relative(*followed)):
+            if path is not None and path != ".." and not path.startswith("../"):
+                return path
+        return None
 
     def unfitting(self, models: tuple[str, ...]) -> Iterator[Override]:
         """Overrides that fit none of the models."""

@@ -28,11 +28,18 @@ def render_all(reports: list[Report]) -> str:
     for report in reports:
         for finding in report.findings:
             if finding.known is None:
-                lines[KINDS[finding.severity]].append(_finding(report, finding))
+                lines[KINDS[finding.severity]].append(_finding(report, finding, KINDS[finding.severity]))
         for entry in report.not_checked:
             if entry.essential:
                 title, text = f"kvdoctor {entry.code}", f"not checked: {entry.reason}"
                 lines["warning"].append(_line("warning", path_of(report), title, text))
+    # What is known is no news: it stays in sight behind all that is.
+    lines[KINDS["note"]] += [
+        _finding(report, finding, KINDS["note"])
+        for report in reports
+        for finding in report.findings
+        if finding.known is not None
+    ]
     return "".join(f"{line}\n" for kind, told in lines.items() for line in _fitting(kind, told))
 
 
@@ -44,11 +51,11 @@ def _fitting(kind: str, lines: list[str]) -> list[str]:
     return [*lines[: MOST_OF_A_KIND - 1], f"::{kind} title=kvdoctor::{words}"]
 
 
-def _finding(report: Report, finding: Finding) -> str:
+def _finding(report: Report, finding: Finding, kind: str) -> str:
     title = f"kvdoctor {finding.code} {finding.name}"
     words = [wording.headline(finding)]
     words += [f"{label}: {text}" if label else text for label, text in wording.evidence(finding)]
-    return _line(KINDS[finding.severity], path_of(report, finding), title, *words)
+    return _line(kind, path_of(report, finding), title, *words)
 
 
 def _line(kind: str, path: str, title: str, *words: str) -> str:

@@ -52,10 +52,13 @@ def render_all(reports: list[Report]) -> str:
         "automationDetails": {"id": f"kvdoctor/{_text(reports[0].command) if reports else 'gate'}/"},
         "columnKind": "unicodeCodePoints",
         "invocations": [_invocation(reports, len(found) - len(kept))],
-        "results": [
-            _result(report, finding, codes.index(finding.code), at < MOST_IN_FULL)
-            for at, (report, finding) in enumerate(kept)
-        ],
+        "results": _suppressed(
+            [
+                _result(report, finding, codes.index(finding.code), at < MOST_IN_FULL)
+                for at, (report, finding) in enumerate(kept)
+            ],
+            [finding for _, finding in kept],
+        ),
     }
     return machine.dump({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
 
@@ -93,7 +96,6 @@ def _result(report: Report, finding: Finding, rule: int, in_full: bool) -> dict[
         },
         "logicalLocations": list(_logical(finding, MOST_NAMES if in_full else 1)),
     }
-    known = None if finding.known is None else wording.known(finding.known)
     return {
         "ruleId": finding.code,
         "ruleIndex": rule,
@@ -101,13 +103,23 @@ def _result(report: Report, finding: Finding, rule: int, in_full: bool) -> dict[
         "message": {"text": shortened("\n".join(_text(line, LONGEST_LINE) for line in words), LONGEST_MESSAGE)},
         "locations": [place],
         "partialFingerprints": {FINGERPRINT: finding.fingerprint, GITHUB_FINGERPRINT: f"{finding.fingerprint}:1"},
-        **(
-            {}
-            if known is None
-            else {"suppressions": [{"kind": "external", "status": "accepted", "justification": _text(known, 1000)}]}
-        ),
         "properties": {"confidence": finding.confidence, "stack": _text(finding.stack or "")},
     }
+
+
+def _suppressed(results: list[dict[str, Any]], findings: list[Finding]) -> list[dict[str, Any]]:
+    """Results with their suppressions: where one of a run has some, all must say whether they have (SARIF 3.27.23)."""
+    reasons = [wording.known_reason(finding) for finding in findings]
+    if not any(reason is not None for reason in reasons):
+        return results
+    return [
+        {**result, "suppressions": [] if reason is None else [_suppression(reason)]}
+        for result, reason in zip(results, reasons, strict=True)
+    ]
+
+
+def _suppression(reason: str) -> dict[str, Any]:
+    return {"kind": "external", "status": "accepted", "justification": _text(reason, 1000)}
 
 
 def _base(path: str) -> dict[str, str]:

@@ -54,6 +54,7 @@ def render_gate(reports: list[Report], last: tuple[str, ...], console: Console, 
             page.line("")
         if in_short:
             page.line(wording.verdict_line(report), VERDICTS[report.verdict])
+            page.known(report)
         else:
             render(report, console, verbosity)
         behind_one_in_full = not in_short
@@ -124,6 +125,13 @@ class _Page:
             self.table(["file", "role", "size", "IR", "opsets", "producer"], rows)
             for line in matrix.limits(report):
                 self.line(f"  {line}", "dim")
+
+    def known(self, report: Report) -> None:
+        """Known findings in short: what a team lives with stays in sight."""
+        for finding in report.findings:
+            if (reason := wording.known_reason(finding)) is not None:
+                self.line(f"  {shortened(wording.headline(finding), 600)}", "dim")
+                self.pairs([("known", shortened(reason, 900))], 4)
 
     def stack(self, stack: StackFacts, report: Report) -> None:
         self.line("")

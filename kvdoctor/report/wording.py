@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from kvdoctor.case import first_and_count
 from kvdoctor.contract import CacheContract, Slot, describe
-from kvdoctor.findings import SEVERITIES, Finding, Known
+from kvdoctor.findings import SEVERITIES, Finding
 from kvdoctor.report import contract_words
 from kvdoctor.report.document import FileFacts, Report, StackFacts
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
@@ -24,8 +24,8 @@ def evidence(finding: Finding) -> Iterator[tuple[str, str]]:
     where = (
         finding.where if finding.file is None or finding.file in finding.where else f"{finding.file}, {finding.where}"
     )
-    if finding.known is not None:
-        yield "known", known(finding.known)
+    if (reason := known_reason(finding)) is not None:
+        yield "known", reason
     yield "where", where
     yield "promised", finding.promised
     yield "observed", finding.observed
@@ -42,9 +42,9 @@ def evidence(finding: Finding) -> Iterator[tuple[str, str]]:
         yield "repair", finding.repair.text
 
 
-def known(entry: Known) -> str:
-    """Why a finding does not count, in one line."""
-    return f"until {entry.until}: {entry.reason}" if entry.until is not None else entry.reason
+def known_reason(finding: Finding) -> str | None:
+    """Why a finding is known and does not count, by the baseline; None for one that counts."""
+    return None if finding.known is None else str(finding.known)
 
 
 def outcome(run: Run) -> str:
