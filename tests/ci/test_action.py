@@ -42,7 +42,8 @@ def installed(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Runne
 
 @pytest.mark.slow
 def test_a_sick_model_fails_the_step_and_every_output_is_there(installed: Runner) -> None:
-    done = installed.step("gate", paths="exports/the *\n", sarif_file="kvdoctor.sarif", junit_file="kvdoctor.xml")
+    files = {"sarif_file": "kvdoctor.sarif", "junit_file": "kvdoctor.xml", "html_file": "kvdoctor.html"}
+    done = installed.step("gate", paths="exports/the *\n", **files)
     assert done.returncode == 1, done.stdout + done.stderr
     outputs = installed.outputs["gate"]
     assert (outputs["verdict"], outputs["exit-code"]) == ("unhealthy", "1")
@@ -51,6 +52,9 @@ def test_a_sick_model_fails_the_step_and_every_output_is_there(installed: Runner
     models = json.loads(Path(outputs["json"]).read_text(encoding="utf-8"))["reports"]
     assert [report["verdict"] for report in models] == ["healthy", "unhealthy"]
     assert (installed.workspace / "kvdoctor.xml").read_text(encoding="utf-8").startswith("<?xml")
+    assert "<html" in (installed.workspace / "kvdoctor.html").read_text(encoding="utf-8")
+    assert "::error file=exports/the marian-4.46.3/" in done.stdout
+    assert "KV203" in installed.summary.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
