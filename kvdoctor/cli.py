@@ -26,7 +26,7 @@ from kvdoctor.cli_running import from_cache, gate_options, how_given
 from kvdoctor.errors import KvdoctorError
 
 if TYPE_CHECKING:
-    from kvdoctor.doctor import Options
+    from kvdoctor.options import Options
     from kvdoctor.progress import Told
     from kvdoctor.report.document import Report
     from kvdoctor.uses import Required
@@ -274,9 +274,9 @@ def _step_test(path: str, given: dict[str, Any]) -> "Report":
 
 def _options(given: dict[str, Any], told: "Told | None" = None) -> "Options":
     from kvdoctor.child import Limits
-    from kvdoctor.doctor import Options
     from kvdoctor.findings import Selection
     from kvdoctor.kept import Load
+    from kvdoctor.options import Options
     from kvdoctor.targets import parse_targets
 
     _outputs(given)
