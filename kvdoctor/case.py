@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.findings import Advice
@@ -13,12 +13,10 @@ from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.targets import Target
 from kvdoctor.targets.stay import Stay
 from kvdoctor.trace import Run, Seen, Step
-from kvdoctor.uses import Required
+from kvdoctor.uses import Consumer, Required
 
 if TYPE_CHECKING:
     from kvdoctor.caller.holding import Held
-
-Consumer = Literal["plain", "held"]
 
 CAUSE_OF = {"chunk": "why-chunk", "batch": "why-batch", "long-past": "why-long"}
 """Experiments with other sizes than the judged loop, and what looks for the cause of their differences."""

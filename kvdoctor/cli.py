@@ -30,7 +30,7 @@ from kvdoctor.cli_running import gate_options, how_given
 from kvdoctor.errors import KvdoctorError
 
 if TYPE_CHECKING:
-    from kvdoctor.doctor import Options
+    from kvdoctor.options import Options
     from kvdoctor.progress import Told
     from kvdoctor.report.document import Report
 

@@ -4,14 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvdoctor.case import Consumer
 from kvdoctor.child import Limits
 from kvdoctor.findings import Selection
 from kvdoctor.kept import Load
 from kvdoctor.plain import to_plain
 from kvdoctor.report.document import FailOn
 from kvdoctor.targets import Target
-from kvdoctor.uses import Required
+from kvdoctor.uses import Consumer, Required
 
 
 @dataclass(frozen=True, slots=True)

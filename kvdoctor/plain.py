@@ -6,6 +6,7 @@ it is not one of the libraries that do the same (msgspec, pydantic, cattrs).
 
 import dataclasses
 import functools
+import marshal
 import types
 import typing
 from collections.abc import Callable
@@ -150,7 +151,7 @@ def _union_reviver(choices: tuple[Any, ...], newer: bool) -> Callable[[Any], Any
 def _dataclass_reviver(kind: Any, newer: bool) -> Callable[[Any], Any]:
     # Resolved with the first value: a type may hold values of its own type.
     fields: dict[str, tuple[Any, Callable[[Any], Any]]] = {}
-    same: dict[Any, Any] = {}
+    same: dict[bytes, Any] = {}
     shared = _may_be_shared(kind)
 
     def revive(data: Any) -> Any:
@@ -158,15 +159,14 @@ def _dataclass_reviver(kind: Any, newer: bool) -> Callable[[Any], Any]:
             raise _unfit("an object", data)
         if not fields:
             fields.update((name, (hint, _reviver(hint, newer))) for name, hint in _hints(kind).items())
-        given = _revived(data, fields, newer)
-        return _shared(given) if shared else _made(kind, given)
-
-    def _shared(given: dict[str, Any]) -> Any:
-        identity = tuple(given.items())
+        if not shared:
+            return _made(kind, _revived(data, fields, newer))
+        # The quickest exact identity that Python has; version 2 writes equal values alike.
+        identity = marshal.dumps(data, 2)
         if identity not in same:
             if len(same) >= MOST_SHARED:
                 same.clear()
-            same[identity] = _made(kind, given)
+            same[identity] = _made(kind, _revived(data, fields, newer))
         return same[identity]
 
     return revive
@@ -198,7 +198,7 @@ def _made(kind: Any, given: dict[str, Any]) -> Any:
 def _may_be_shared(kind: Any) -> bool:
     """Whether equal values of a dataclass may be one: it is frozen, and so is all that it holds, down to the bit.
 
-    A report holds thousands of shapes, and few that differ. No floats: 0.0 equals -0.0.
+    A report holds thousands of shapes, and few that differ.
     """
     frozen = kind.__dataclass_params__.frozen
     return frozen and all(hint in (str, int, bool) or hint == tuple[int, ...] for hint in _hints(kind).values())

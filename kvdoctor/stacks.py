@@ -18,16 +18,13 @@ from kvdoctor.errors import UnreadableError
 from kvdoctor.external_data import ExternalFile, ExternalProblem
 from kvdoctor.flow import TooLarge, flow_of
 from kvdoctor.graph import GraphView
+from kvdoctor.listing import STEM
 from kvdoctor.onnx_schema import GraphProto, ModelProto
 from kvdoctor.skeleton import Skeleton
 
 FileRole = Literal["encoder", "decoder", "decoder-with-past", "decoder-merged", "generator", "other", "unreadable"]
 StackKind = Literal["merged", "pair", "decoder-only", "unpaired", "operator"]
 
-STEM = re.compile(
-    r"(?P<stem>encoder_model|decoder_model_merged|decoder_with_past_model|decoder_model|model)(?P<suffix>_\w+)?",
-    re.ASCII,
-)
 NAMED_ROLES: dict[str, FileRole] = {
     "encoder_model": "encoder",
     "decoder_model_merged": "decoder-merged",

@@ -23,7 +23,7 @@ from kvdoctor.gating import Job, capacity
 from kvdoctor.gating.cache import Cache
 from kvdoctor.gating.contents import Contents
 from kvdoctor.gating.keys import key_of, source
-from kvdoctor.model_folder import looked_at
+from kvdoctor.listing import looked_at
 from kvdoctor.options import Options
 from kvdoctor.plain import from_plain, to_plain
 from kvdoctor.report.document import Report

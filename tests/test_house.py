@@ -16,6 +16,7 @@ ROOMS = (
     *("sessions", "examination", "trials", "replaying", "worker", "child", "runtimes"),
     *(
         "out_folder",
+        "listing",
         "wire",
         "onnx_schema",
         "skeleton",

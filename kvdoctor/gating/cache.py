@@ -16,7 +16,7 @@ from kvdoctor.errors import KvdoctorError
 from kvdoctor.gating.contents import Contents
 from kvdoctor.gating.jobs import Job
 from kvdoctor.gating.keys import digests, external_state, key_of, places
-from kvdoctor.model_folder import looked_at
+from kvdoctor.listing import looked_at
 from kvdoctor.out_folder import write_whole
 from kvdoctor.plain import from_plain, to_plain
 from kvdoctor.report.document import Report, decide, is_open

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor import __version__
+from kvdoctor.child import Limits
 from kvdoctor.gating.contents import Contents
 from kvdoctor.gating.jobs import Job
-from kvdoctor.model_folder import MODEL_SUFFIXES, looked_at
+from kvdoctor.listing import MODEL_SUFFIXES, looked_at
 from kvdoctor.options import Options
 from kvdoctor.plain import to_plain
 from kvdoctor.report.document import SCHEMA, Report
@@ -110,9 +111,14 @@ def machine(options: Options) -> dict[str, Any]:
         "platform": f"{sys.platform} {platform.machine()}",
         "processor": _processor(),
         "threads": thread_count(),
-        "memory": options.limits.memory_limit() // GIB,
+        "memory": _memory(options.limits),
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("ORT_", "MLAS_"))},
     }
+
+
+@cache
+def _memory(limits: Limits) -> int:
+    return limits.memory_limit() // GIB
 
 
 @cache
@@ -148,6 +154,7 @@ def _runtime() -> list[Any]:
     return [hashlib.sha256(home.read_bytes()).hexdigest(), sizes]
 
 
+@cache
 def _processor() -> str:
     """The first processor, with its features: the runtime picks its kernels by them."""
     try:

@@ -330,7 +330,9 @@ def exit_code(report: Report, fail_on: FailOn) -> int:
 
 def is_open(findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...]) -> bool:
     """Whether anything without which a model is not called healthy could not be checked."""
-    return any(means_incomplete(finding.code) for finding in findings) or any(entry.essential for entry in not_checked)
+    if any(entry.essential for entry in not_checked):
+        return True
+    return any(means_incomplete(finding.code) for finding in findings)
 
 
 def means_incomplete(code: str) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from kvdoctor.case import growth_words, rounding_words
 from kvdoctor.trace import Difference, Run, Step
 
 HEADER = ["step", "max diff", "of spread", "1 - cos", "KL, nats", "top 1", "top 5"]
@@ -20,6 +19,9 @@ def differences_table(run: Run) -> tuple[list[str], list[list[str]]] | None:
 
 def facts(run: Run) -> Iterator[tuple[str, str]]:
     """What the steps show together: how the error goes, and how the cache ends, as label and text."""
+    # Here: a report of a model that was not read again is shown without what reads graphs.
+    from kvdoctor.case import growth_words, rounding_words
+
     if text := growth_words(run):
         yield "error", text
     if run.unrounded is not None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvdoctor.case import first_and_count
 from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.findings import SEVERITIES, Finding
 from kvdoctor.report import contract_words
@@ -194,6 +193,8 @@ def file_row(file: FileFacts) -> list[str]:
 
 def port_rows(file: FileFacts, everything: bool) -> Iterator[list[str]]:
     """Inputs and outputs: direction, name, type. Cache tensors that look alike are one row unless all are asked for."""
+    from kvdoctor.case import first_and_count  # here: a kept report is shown without what reads graphs
+
     for direction, ports in (("in", file.inputs), ("out", file.outputs)):
         groups: dict[str, list[str]] = {}
         for port in ports:

@@ -5,7 +5,7 @@ from kvdoctor.checks.side_cars import numbers
 from kvdoctor.checks.side_cars.claims import Claim, claims
 from kvdoctor.checks.side_cars.disagreement import Disagreement
 from kvdoctor.configs import decoder_config
-from kvdoctor.stacks import STEM
+from kvdoctor.listing import STEM
 
 
 def config_json(case: Case) -> list[Disagreement]:
