@@ -4,9 +4,9 @@ The commands as functions: `inspect`, `step_test`, `re_export`, `gate`, `diff` a
 Importing this loads none of them: what they need (onnx, numpy, rich) comes with the first call.
 """
 
-from typing import TYPE_CHECKING
-
 __version__ = "0.1.0"
+
+TYPE_CHECKING = False  # type checkers take it for that of typing, which is slow to load
 
 if TYPE_CHECKING:
     from kvdoctor.api import diff, gate, inspect, re_export, read_report, step_test

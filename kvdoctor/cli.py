@@ -177,7 +177,7 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     known = baseline_of(given)
     with on_terminal(given["quiet"]) as told:
         jobs = jobs_of(paths, given, told)
-        how = how_given(given, told)
+        how = how_given(ruled(None, given), told)
         done = gating.gate(jobs, how, static=given["static"], baseline=known)
     done = replace(done, policy=policy_of().file)
     cli_output.show_gate(done, given, tuple(last_lines(done)))

@@ -7,7 +7,8 @@ import click
 
 from kvdoctor.cli_gate import baseline_file, jobs_of
 from kvdoctor.cli_options import offline_option, run_options, shared_options, target_options
-from kvdoctor.cli_policy import policy_options
+from kvdoctor.cli_policy import policy_options, ruled
+from kvdoctor.cli_running import gate_options, how_given
 
 if TYPE_CHECKING:
     from kvdoctor.baseline import Baseline
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 @shared_options
 @run_options
 @policy_options
+@gate_options
 def baseline(paths: tuple[str, ...], out: str | None, check: bool, **given: Any) -> None:
     """Run the gate, and write what it found into its baseline: the findings that a team lives with.
 
@@ -42,7 +44,7 @@ def baseline(paths: tuple[str, ...], out: str | None, check: bool, **given: Any)
     wish = _wish(given, check)
     known = _baseline(out or baseline_file({}) or USUAL_NAME)
     with on_terminal(given["quiet"]) as told:
-        done = gating.gate(jobs_of(paths, given, told))
+        done = gating.gate(jobs_of(paths, given, told), how_given(ruled(None, given), told))
     found = recorded(known, compared(known, done.reports, today()), wish)
     changed = found.entries != known.entries
     if changed and not check:

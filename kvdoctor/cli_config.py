@@ -8,6 +8,7 @@ import click
 from kvdoctor.cli_gate import baseline_option, origins
 from kvdoctor.cli_options import offline_option, run_options, shared_options, target_options
 from kvdoctor.cli_policy import policy_of, policy_options
+from kvdoctor.cli_running import gate_options
 
 SCHEMA = "kvdoctor/config/1"
 
@@ -20,6 +21,7 @@ SCHEMA = "kvdoctor/config/1"
 @shared_options
 @run_options
 @policy_options
+@gate_options
 def config(paths: tuple[str, ...], **given: Any) -> None:
     """Print what holds for each PATH and where it comes from: default, policy, override or command line.
 

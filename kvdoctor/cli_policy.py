@@ -54,6 +54,8 @@ def in_effect(policy: "Policy", model: str | None, given: dict[str, Any]) -> "di
     from kvdoctor.policy import KEYS
 
     said = {key.name: given[key.parameter] for key in KEYS if key.parameter in given and _was_said(key.parameter)}
+    if _was_said("no_cache"):
+        said["cache"] = False
     return policy.effective(model, {name: list(v) if isinstance(v, tuple) else v for name, v in said.items()})
 
 

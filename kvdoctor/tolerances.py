@@ -43,7 +43,7 @@ TOLERANCES = {
 the mistakes that a loop or an exporter makes on them; those of static quantisation from 25 seeds on each of eleven
 decoders with QDQ, QOperator and 4- and 8-bit weights (MatMulNBits), and with caches of 8 and 4 bits."""
 
-FACTOR = 10
+MOST_TIGHT, MOST_LOOSE = 100, 10
 MOST_FAILS = 1.0
 """Logits that lie apart by their whole spread have nothing to do with each other, whatever rounds them."""
 
@@ -53,11 +53,11 @@ _asked: ContextVar[Mapping[str, float]] = ContextVar("asked", default={})  # noq
 def bounds(exactness: str) -> tuple[float, float]:
     """The smallest and the largest share of the spread that may be asked to pass.
 
-    A tenth and ten times of the table's; what is not yet a failure goes with it, and stays below the whole spread.
+    A hundredth and ten times of the table's; what is not yet a failure goes with it, and never beyond the spread.
     """
     own = TOLERANCES[exactness]
-    most = min(FACTOR * own.passes, MOST_FAILS * own.passes / own.fails)
-    return float(f"{own.passes / FACTOR:.3g}"), math.floor(most * 1000 + 1e-9) / 1000 if most >= 0.01 else most
+    most = min(MOST_LOOSE * own.passes, MOST_FAILS * own.passes / own.fails)
+    return own.passes / MOST_TIGHT, math.floor(most * 1000 + 1e-6) / 1000
 
 
 def why_not(exactness: str, passes: object) -> str | None:

@@ -53,7 +53,6 @@ ROOMS = (
         "cli_examples",
         "cli_running",
         "cli_policy",
-        "cli_printing",
         "cli_gate",
         "cli_config",
         "cli_baseline",

@@ -11,6 +11,7 @@ from kvdoctor.comparing.grouping import grouped
 from kvdoctor.comparing.logits import CannotCompare, is_less, logits_of_both
 from kvdoctor.comparing.outcomes import HERE, outcomes
 from kvdoctor.comparing.sides import Seen, both
+from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding, Selection
 from kvdoctor.options import Options
 from kvdoctor.report.diff_document import (
@@ -63,6 +64,8 @@ def compare(request: Request, options: Options) -> DiffReport:
         UsageError: there is nothing at a path, or a report cannot be read, or was made for another loop.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
+    if request.static and request.agree is not None:
+        raise UsageError("--agree asks for logits, and with --static nothing is run: leave one of them out")
     with both(request.a, request.b, options, request.static) as (a, b):
         pair = _Pair(a, b, request, options)
         pairs = list(paired(a.report.stacks, b.report.stacks))

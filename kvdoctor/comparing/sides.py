@@ -16,8 +16,10 @@ from kvdoctor.report.document import Report
 from kvdoctor.report.stored import is_report, read_report
 from kvdoctor.runtimes import Runtime
 
-ASKED_ALIKE = ("consumer", "require")
-"""Options of which the findings depend, and which a report does not let one change afterwards."""
+ASKED_ALIKE = ("consumer", "require", "thorough", "target")
+"""Options that say what is looked for: with others, findings come and go that are no change of the model."""
+NOT_TAKEN = ("contract", "trace", "reference", "inputs", "prompt_ids")
+"""The same of the step test, which a diff does not take."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ def both(a: str, b: str, options: Options, static: bool) -> Iterator[tuple[Seen,
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
     stored = {path: _stored(path, options) for path in dict.fromkeys((a, b)) if is_report(path)}
+    _refuse_other_questions(stored.get(a), stored.get(b), (a, b))
     for path in (a, b):
         if path not in stored and not Path(path).exists():
             open_folder(path)  # refuses it, before the other side is run
@@ -74,10 +77,26 @@ def _stored(path: str, options: Options) -> Report:
         theirs, ours = (_words(arguments.get(name)) for arguments in (report.arguments, mine))
         if theirs != ours:
             raise UsageError(
-                f"{path!r} was written with --{name} {theirs or '(none)'}, and this is asked with {ours or '(none)'}: "
-                f"their findings cannot be compared; give the same --{name}"
+                f"{path!r} was written {_with(name, theirs)}, and this is asked {_with(name, ours)}: their findings "
+                f"cannot be compared; ask for both in the same way"
             )
     return report
+
+
+def _refuse_other_questions(a: Report | None, b: Report | None, paths: tuple[str, str]) -> None:
+    """Refuse reports in which more was asked than of the other side."""
+    for name in NOT_TAKEN:
+        asked = [None if report is None else report.arguments.get(name) for report in (a, b)]
+        if asked[0] != asked[1]:
+            path = paths[0] if asked[0] is not None else paths[1]
+            option = name.replace("_", "-")
+            raise UsageError(f"{path!r} was written with --{option}, which the other side was not; leave it out there")
+
+
+def _with(name: str, value: str) -> str:
+    if not value:
+        return f"without --{name}"
+    return f"with --{name}" + ("" if value == "True" else f" {value}")
 
 
 def _words(value: object) -> str:

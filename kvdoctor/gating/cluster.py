@@ -185,7 +185,7 @@ class Cluster(Executor):
 def _connected(address: str) -> Any:
     try:
         from distributed import Client
-        from distributed.comm import resolve_address
+        from distributed.comm.addressing import resolve_address
     except ImportError:
         raise KvdoctorError("--cluster needs distributed: pip install 'kvdoctor[dask]'") from None
     try:

@@ -109,7 +109,7 @@ class _Reader:
     def policy(self, file: Path, document: dict[str, Any]) -> Policy:
         overrides = document.pop(OVERRIDES, [])
         if not isinstance(overrides, list) or not all(isinstance(one, dict) for one in overrides):
-            self.refuse(OVERRIDES, "it takes tables, as in [[overrides]]")
+            self.refuse(OVERRIDES, f"{OVERRIDES} takes tables, as in [[overrides]]")
         self.check(document, 0)
         made = tuple(self.override(number, one) for number, one in enumerate(overrides, 1))
         return Policy(self.shown, file.absolute().parent, self.table, document, made)

@@ -40,7 +40,8 @@ def render(diff: DiffReport, console: Console, verbosity: int = 0) -> None:
         page.line(note, "dim")
     if len(diff.reasons) > 1:
         page.line("worse, because", "bold red")
-        page.rows(Row(" ", "", reason) for reason in diff.reasons)
+        for reason in diff.reasons:
+            page.line(f"  {reason}")
     page.line(diff_words.verdict_line(diff), VERDICTS.get(diff.verdict, "bold yellow"))
 
 

@@ -102,11 +102,11 @@ def measured_lines(diff: DiffReport) -> Iterator[str]:
         if not (isinstance(old, dict) and isinstance(new, dict)):
             continue
         parts = []
-        lengths = _lengths(old) & _lengths(new)
-        if lengths:
-            label = f"cached:{max(lengths)}"
-            before, after = (side["step_seconds"][label] * 1000 for side in (old, new))
-            parts.append(f"a step at {max(lengths)} tokens {before:.2f} ms -> {after:.2f} ms")
+        before, after = _seconds(old), _seconds(new)
+        if lengths := before.keys() & after.keys():
+            longest = max(lengths)
+            milliseconds = " -> ".join(f"{side[longest] * 1000:.2f} ms" for side in (before, after))
+            parts.append(f"a step at {longest} tokens {milliseconds}")
         peaks = [side.get("peak_bytes") for side in (old, new)]
         if all(isinstance(peak, int) and peak > 0 for peak in peaks):
             parts.append(f"peak memory {' -> '.join(wording.in_bytes(peak) for peak in peaks if peak)}")
@@ -143,7 +143,8 @@ def _graph(stack: StackDiff, everything: bool) -> Iterator[Row]:
         yield Row("=", "graph", "versions, operators and initializers")
     fields: dict[str, list[str]] = {}
     operators: dict[str, list[str]] = {}
-    for delta in stack.graph:
+    # An operator that is new or gone says more than one that is there more often.
+    for delta in sorted(stack.graph, key=lambda one: one.before is not None and one.after is not None):
         subject = first_and_count(delta.subject)
         if delta.what == "operator":
             operators.setdefault(delta.field, []).append(f"{subject} {delta.before or 0} -> {delta.after or 0}")
@@ -221,7 +222,12 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(found[:MOST_NAMED]) + more
 
 
-def _lengths(measured: dict[str, Any]) -> set[int]:
-    seconds = measured.get("step_seconds")
-    labels = [label.partition(":") for label in seconds] if isinstance(seconds, dict) else []
-    return {int(length) for kind, _, length in labels if kind == "cached" and length.isdigit()}
+def _seconds(measured: dict[str, Any]) -> dict[int, float]:
+    """Seconds of a step with the cache, by the length of the sequence; a report may hold anything under `measured`."""
+    found: dict[int, float] = {}
+    taken = measured.get("step_seconds")
+    for label, seconds in taken.items() if isinstance(taken, dict) else ():
+        kind, _, length = label.partition(":")
+        if kind == "cached" and length.isdecimal() and isinstance(seconds, float):
+            found[int(length)] = seconds
+    return found

@@ -43,7 +43,7 @@ def read_report(path: str) -> Report:
     except ValueError:
         raise UsageError(f"{path!r} is no report: it is no text in UTF-8; {ADVICE}") from None
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path!r} is no JSON ({str(error)[:120]}); {ADVICE}") from None
     return report_of(_single(document, path), path)
@@ -62,9 +62,34 @@ def report_of(document: Any, called: str) -> Report:
         hint = "another version of kvdoctor wrote it: write it again with this one" if other else ADVICE
         raise UsageError(f"{called!r} is no {SCHEMA} ({said[:120]}); {hint}")
     try:
-        return from_plain(Report, document, newer=True)
+        report = from_plain(Report, document, newer=True)
+        _refuse_contradictions(report)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{called!r} does not fit {SCHEMA}: {str(error)[:300]}; {ADVICE}") from None
+    return report
+
+
+def _refuse_contradictions(report: Report) -> None:
+    """Refuse what has the types of a report, and that no report holds.
+
+    Raises:
+        ValueError: the message names the place.
+    """
+    for name in ("select", "ignore"):
+        codes = report.arguments.get(name, [])
+        if not isinstance(codes, list) or not all(isinstance(code, str) for code in codes):
+            raise ValueError(f"Report.arguments.{name}: expected a list of codes, got {codes!r}")
+    for name, contract in ((stack.name, stack.contract) for stack in report.stacks):
+        served = [] if contract is None else [phase.graph for phase in contract.phases.values()]
+        if contract is not None and (
+            not {"prefill", "decode"} <= set(contract.phases) or not set(served) <= set(contract.graphs)
+        ):
+            raise ValueError(f"the contract of {name!r} has a phase that none of its graphs serves")
+
+
+def _refuse(word: str) -> None:
+    """What Python's JSON reads, and JSON has not: NaN and the infinities."""
+    raise ValueError(f"{word} is no number of JSON")
 
 
 def _single(document: Any, path: str) -> Any:

@@ -116,6 +116,8 @@ class _Page:
         versions = ", ".join(f"{name} {version}" for name, version in report.environment.items())
         self.line(f"kvdoctor {report.command} {report.model.path}", "bold")
         self.line(versions, "dim")
+        if report.command != "gate" and report.arguments.get("policy") is not None:
+            self.line(f"policy {report.arguments['policy']}", "dim")
         if report.command == "inspect":
             self.line("")
             rows = [wording.file_row(file) for file in report.model.files]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from kvdoctor.case import first_and_count
 from kvdoctor.contract import CacheContract, Slot, describe
-from kvdoctor.findings import Finding, Known
+from kvdoctor.findings import SEVERITIES, Finding, Known
 from kvdoctor.report import contract_words
 from kvdoctor.report.document import FileFacts, Report, StackFacts
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
@@ -267,10 +267,12 @@ def verdict_line(report: Report) -> str:
 
 
 def in_short(report: Report) -> str:
-    """Verdict, findings that are no notes, and what could not be checked: what `--quiet` prints, but for the notes."""
+    """Verdict, the findings that count by the `fail_on` that was asked for, and what could not be checked."""
+    fail_on = report.arguments.get("fail_on")
+    lowest = SEVERITIES.index(fail_on) if fail_on in SEVERITIES else len(SEVERITIES) - 1
     lines = [verdict_line(report)]
     for finding in report.findings:
-        if finding.severity != "note" or report.arguments.get("fail_on") == "note":
+        if SEVERITIES.index(finding.severity) >= lowest:
             lines += ["", headline(finding), *(f"  {label:<11}{text}" for label, text in evidence(finding))]
     for entry in report.not_checked:
         stack = f" ({entry.stack})" if entry.stack else ""

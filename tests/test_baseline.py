@@ -1,0 +1,440 @@
+"""The baseline of a gate: what is known, whose it is, until when, and what of it is to be mended."""
+
+import datetime as dt
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import jsonschema
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text_fixtures import load_all
+
+from kvdoctor.baseline import Baseline, Entry, document, read_baseline
+from kvdoctor.cli import cli
+from kvdoctor.doctor import step_test
+from kvdoctor.errors import UsageError
+from kvdoctor.findings import NotChecked
+from kvdoctor.gating import Job
+from kvdoctor.gating.judging import judged
+from kvdoctor.gating.knowing import Compared, compared
+from kvdoctor.gating.recording import Wish, recorded
+from kvdoctor.options import Options
+from kvdoctor.report import formats
+from kvdoctor.report.document import Report
+from kvdoctor.report.schema import schemas
+
+DAY = dt.date(2026, 6, 1)
+SICK = "cross-cache-emptied"
+
+
+@pytest.fixture(scope="module")
+def sick(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The report of a model with one error."""
+    model = load_all()[SICK].write(tmp_path_factory.mktemp("sick"))
+    report = replace(step_test(str(model)), command="gate")
+    assert [finding.code for finding in report.findings if finding.severity == "error"] == ["KV203"]
+    return report
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder with the folders of two models."""
+    for name in ("a", "b"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def at(report: Report, path: str) -> Report:
+    """The report as that of a model at another place, with the same graph."""
+    return replace(report, model=replace(report.model, path=path))
+
+
+def found(report: Report) -> tuple[Any, ...]:
+    """What a baseline holds of a report: all its errors."""
+    return tuple(finding for finding in report.findings if finding.severity == "error")
+
+
+def known(*reports: Report, until: str | None = None, file: str = "baseline.json") -> Baseline:
+    """A baseline with the errors of some reports."""
+    empty = Baseline(file)
+    wish = Wish("we hold it in our loop", until)
+    return Baseline(file, recorded(empty, compared(empty, reports, DAY), wish).entries)
+
+
+def codes(result: Compared) -> list[list[str]]:
+    """What counts still, by report."""
+    return [[f.code for f in found(report) if f.known is None] for report in result.reports]
+
+
+# Whose it is
+
+
+def test_a_known_finding_does_not_count_and_stays_in_sight(sick: Report, here: Path) -> None:
+    a = at(sick, "models/a")
+    result = compared(known(a, until="2026-06-01"), [a], DAY)
+    (report,) = result.reports
+    assert (a.verdict, report.verdict) == ("unhealthy", "healthy")
+    (finding,) = found(report)
+    assert (finding.known.reason, finding.known.until) == ("we hold it in our loop", "2026-06-01")
+    assert replace(finding, known=None) == found(a)[0]
+    assert (result.told.known, list(result.told.lines())) == (1, [])
+    assert judged([Job("models/a", Options())], result.reports).exit_code == 0
+    assert judged([Job("models/a", Options())], [a]).exit_code == 1
+
+
+def test_the_entry_of_one_model_hides_nothing_of_another_with_the_same_fault(sick: Report, here: Path) -> None:
+    a, b = at(sick, "models/a"), at(sick, "models/b")
+    assert found(a)[0].fingerprint == found(b)[0].fingerprint
+    for reports in ([a, b], [b, a]):
+        result = compared(known(a), reports, DAY)
+        counting = dict(zip((r.model.path for r in reports), codes(result), strict=True))
+        assert counting == {"models/a": [], "models/b": ["KV203"]}
+    alone = compared(known(a), [b], DAY)
+    assert codes(alone) == [["KV203"]]
+    assert list(alone.told.lines()) == []  # `a` was no part of this run
+
+
+def test_a_model_that_was_renamed_is_known_by_its_shape(sick: Report, here: Path) -> None:
+    baseline = known(at(sick, "models/a"))
+    (here / "models" / "a").rename(here / "models" / "c")
+    c, b = at(sick, "models/c"), at(sick, "models/b")
+    result = compared(baseline, [c], DAY)
+    assert codes(result) == [[]]
+    (line,) = result.told.lines()
+    assert line.startswith("KV203 of models/a was taken for models/c")
+    assert [entry.model for entry in recorded(baseline, result, Wish(prune=True)).entries] == ["models/c"]
+    # One entry stands for one model: the second of the same shape counts.
+    assert sorted(map(len, codes(compared(baseline, [b, c], DAY)))) == [0, 1]
+    # Of another shape it is another model.
+    files = (replace(c.model.files[0], inputs=c.model.files[0].inputs[:-1]), *c.model.files[1:])
+    other = replace(c, model=replace(c.model, files=files))
+    assert codes(compared(baseline, [other], DAY)) == [["KV203"]]
+
+
+def test_other_names_of_files_are_no_other_shape(sick: Report, here: Path) -> None:
+    baseline = known(at(sick, "models/a/model.onnx"))
+    files = tuple(replace(file, path=f"other-{file.path}", bytes=1) for file in reversed(sick.model.files))
+    renamed = replace(sick, model=replace(sick.model, path="models/a/other.onnx", files=files))
+    assert codes(compared(baseline, [renamed], DAY)) == [[]]
+
+
+def test_a_folder_and_the_file_in_it_are_one_model(sick: Report, here: Path) -> None:
+    folder, file, deeper = at(sick, "models/a"), at(sick, "models/a/m.onnx"), at(sick, "./models/a/onnx/m.onnx")
+    for entry in (folder, file, deeper):
+        for report in (folder, entry):
+            assert codes(compared(known(entry), [report], DAY)) == [[]]
+    assert codes(compared(known(folder), [at(sick, "models/b/m.onnx")], DAY)) == [["KV203"]]
+    assert codes(compared(known(folder), [at(sick, "models")], DAY)) == [["KV203"]]
+
+
+def test_paths_are_those_from_the_folder_of_the_baseline(
+    sick: Report, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "ci").mkdir()
+    baseline = known(at(sick, "models/a"), file="ci/baseline.json")
+    assert [entry.model for entry in baseline.entries] == ["../models/a"]
+    monkeypatch.chdir(here / "models")
+    assert codes(compared(replace(baseline, file="../ci/baseline.json"), [at(sick, "a")], DAY)) == [[]]
+
+
+# Until when
+
+
+@pytest.mark.parametrize(("until", "counts"), [("2026-06-01", False), ("2026-05-31", True), (None, False)])
+def test_an_expired_entry_counts_again(until: str | None, counts: bool, sick: Report, here: Path) -> None:
+    a = at(sick, "models/a")
+    result = compared(known(a, until=until), [a], DAY)
+    assert codes(result) == [["KV203"] if counts else []]
+    assert [entry.until for entry in result.told.expired] == ([until] if counts else [])
+    if counts:
+        assert result.reports[0].verdict == "unhealthy"
+        (line,) = result.told.lines()
+        assert line.startswith("KV203 of models/a was known until 2026-05-31; it counts again")
+        renewed = recorded(known(a, until=until), result, Wish("still so", "2027-01-01"))
+        assert [(entry.reason, entry.until) for entry in renewed.entries] == [("still so", "2027-01-01")]
+        kept = recorded(known(a, until=until), result, Wish(prune=True))
+        assert kept.entries == known(a, until=until).entries
+
+
+# What is to be mended
+
+
+def test_an_entry_is_stale_only_where_it_would_have_shown(sick: Report, here: Path) -> None:
+    a = at(sick, "models/a")
+    well = replace(a, findings=(), verdict="healthy")
+
+    def stale(report: Report) -> list[str]:
+        return [entry.code for entry in compared(known(a), [report], DAY).told.stale]
+
+    assert stale(well) == ["KV203"]
+    assert stale(a) == []
+    assert stale(at(well, "models/b")) == []
+    assert stale(at(well, "models/a/m.onnx")) == []
+    assert stale(replace(well, arguments={**a.arguments, "ignore": ["KV2"]})) == []
+    assert stale(replace(well, arguments={**a.arguments, "select": ["KV3"]})) == []
+    assert stale(replace(well, not_checked=(NotChecked(None, "KV203", "no power"),))) == []
+    assert stale(replace(well, not_checked=(NotChecked(None, "KV2*", "no power"),))) == []
+    assert stale(replace(well, not_checked=(NotChecked(None, "KV301", "no power"),))) == ["KV203"]
+    assert stale(replace(well, not_checked=(NotChecked(None, "KV2-KV3", "died", essential=True),))) == []
+
+
+def test_pruning_takes_out_what_is_no_more_and_nothing_else(sick: Report, here: Path) -> None:
+    a, b, gone = at(sick, "models/a"), at(sick, "models/b"), at(sick, "models/gone")
+    baseline = known(a, b, gone)
+    well = replace(a, findings=(), verdict="healthy")
+    result = compared(baseline, [well], DAY)
+    looked = recorded(baseline, result, Wish())
+    assert looked.entries == baseline.entries
+    assert [line.partition(":")[0] for line in looked.left] == ["stale", "stale"]
+    pruned = recorded(baseline, result, Wish(prune=True))
+    assert [entry.model for entry in pruned.entries] == ["models/b"]
+    assert pruned.changes == (
+        "taken out: KV203 of models/a: not found any more",
+        "taken out: KV203 of models/gone: the model is gone",
+    )
+
+
+def test_nothing_is_taken_in_silently_and_reasons_stay(sick: Report, here: Path) -> None:
+    a, b = at(sick, "models/a"), at(sick, "models/b")
+    baseline = known(a, until="2026-12-31")
+    result = compared(baseline, [a, b], DAY)
+    asked = recorded(baseline, result, Wish(prune=True))
+    assert asked.entries == baseline.entries
+    assert [line[:25] for line in asked.left] == ["counts: models/b: error[K"]
+    taken = recorded(baseline, result, Wish("new in the last release"))
+    assert [(entry.model, entry.reason, entry.until) for entry in taken.entries] == [
+        ("models/a", "we hold it in our loop", "2026-12-31"),
+        ("models/b", "new in the last release", None),
+    ]
+    assert [line[:18] for line in taken.changes] == ["taken in: models/b"]
+
+
+def test_what_could_not_be_checked_is_never_known(sick: Report, here: Path) -> None:
+    a = at(sick, "models/a")
+    died = replace(found(a)[0], code="KV001", name="unreadable", fingerprint="other")
+    broken = replace(a, findings=(died,), verdict="incomplete")
+    assert recorded(Baseline("b"), compared(Baseline("b"), [broken], DAY), Wish("let it be")).entries == ()
+    baseline = known(a)
+    entry = replace(baseline.entries[0], fingerprint="other")
+    result = compared(replace(baseline, entries=(entry,)), [broken], DAY)
+    assert result.reports[0] == broken
+    assert judged([Job("models/a", Options())], result.reports).exit_code == 3
+    assert recorded(baseline, result, Wish(prune=True)).open == ("models/a",)
+
+
+# The file
+
+WORDS = st.text(min_size=1, max_size=8).filter(str.strip)
+ENTRIES = st.lists(
+    st.builds(
+        Entry,
+        *(WORDS, st.sampled_from(["KV203", "KV301"]), st.text(max_size=8), WORDS),
+        *(st.none() | st.dates().map(dt.date.isoformat), st.text("0123456789abcdef", min_size=4, max_size=16), WORDS),
+    ),
+    unique_by=lambda entry: (entry.model, entry.fingerprint),
+    max_size=5,
+)
+
+
+VALIDATOR = jsonschema.Draft202012Validator(schemas()["baseline"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(ENTRIES, st.randoms())
+def test_a_baseline_comes_back_as_it_was_in_one_order(
+    tmp_path_factory: pytest.TempPathFactory, entries: list[Entry], chance: Any
+) -> None:
+    text = document(entries)
+    assert text.isascii()
+    chance.shuffle(entries)
+    assert document(entries) == text
+    VALIDATOR.validate(json.loads(text))
+    file = tmp_path_factory.getbasetemp() / "round-trip.json"
+    file.write_text(text, encoding="utf-8")
+    assert sorted(read_baseline(str(file)).entries, key=str) == sorted(entries, key=str)
+
+
+ENTRY = {
+    "model": "a",
+    "code": "KV203",
+    "where": "w",
+    "reason": "r",
+    "until": None,
+    "fingerprint": "f",
+    "shape": "s",
+}
+
+
+def body(**changes: Any) -> str:
+    entry = {name: value for name, value in {**ENTRY, **changes}.items() if value is not ...}
+    return json.dumps({"schema": "kvdoctor/baseline/1", "entries": [entry]})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "cannot be read: Expecting value"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[]", "its schema is None, not 'kvdoctor/baseline/1'"),
+        ('{"schema": "kvdoctor/baseline/2"}', "upgrade kvdoctor, or write the baseline anew"),
+        ('{"schema": "kvdoctor/report/1"}', "its schema is 'kvdoctor/report/1', not"),
+        ('{"schema": "kvdoctor/baseline/1"}', "expected a list, got None"),
+        ('{"schema": "kvdoctor/baseline/1", "schema": 1}', "the key 'schema' stands twice"),
+        ('{"schema": "kvdoctor/baseline/1", "entries": [], "more": 1}', "a key that is unknown: 'more'"),
+        (body(reason=""), "entry 1 (KV203 of a) has no reason"),
+        (body(reason=" \n"), "has no reason"),
+        (body(reason=...), "[0]: field reason is missing"),
+        (body(reason=3), "[0].reason: expected str, got 3"),
+        (body(until="tomorrow"), "until takes a day, as in 2026-12-31, or null; got 'tomorrow'"),
+        (body(until="2026-02-30"), "until takes a day"),
+        (body(until="20261231"), "until takes a day"),
+        (body(code="KV001"), "unreadable says that the model could not be diagnosed"),
+        (body(why="x"), "unknown field 'why'"),
+        (body().replace('"r"', "NaN"), "NaN is no number"),
+        (json.dumps({"schema": "kvdoctor/baseline/1", "entries": [ENTRY, {**ENTRY, "reason": "2"}]}), "stands twice"),
+    ],
+)
+def test_what_is_no_baseline_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "baseline.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError) as caught:
+        read_baseline(str(file))
+    assert words in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"No such file or directory; `kvdoctor baseline` writes one"):
+        read_baseline(str(tmp_path / "lost.json"))
+    file = tmp_path / "baseline.json"
+    with file.open("wb") as sparse:
+        sparse.truncate(65 << 20)
+    with pytest.raises(UsageError, match="larger than 64 MiB"):
+        read_baseline(str(file))
+    file.write_bytes(b"\xef\xbb\xbf" + body().encode())
+    assert len(read_baseline(str(file)).entries) == 1
+    file.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_baseline(str(file))
+
+
+# Every format
+
+
+def test_every_format_shows_what_is_known(sick: Report, here: Path) -> None:
+    a, b = at(sick, "models/a"), at(sick, "models/b")
+    baseline = known(a, until="2026-12-31")
+    hostile = replace(baseline.entries[0], reason="<b>]]>\n::error::\x1b[31m it")
+    result = compared(replace(baseline, entries=(hostile,)), [a, b], DAY)
+    done = replace(judged([Job(p, Options()) for p in ("models/a", "models/b")], result.reports), baseline=result.told)
+    pages = {name: formats.rendered_gate(done.to_dict(), list(done.reports), name) for name in formats_of_a_gate()}
+    for name, page in pages.items():
+        assert "it" in page, name
+        assert "\x1b" not in page, name
+        assert "2026-12-31" in page, name
+    gate = json.loads(pages["json"])
+    jsonschema.validate(gate, schemas()["gate"])
+    assert [report["findings"][0]["known"] is not None for report in gate["reports"]] == [True, False]
+    assert gate["verdict"] == "unhealthy"
+    assert gate["baseline"]["known"] == 1
+    results = json.loads(pages["sarif"])["runs"][0]["results"]
+    errors = [result for result in results if result["level"] == "error"]
+    assert [[s["kind"] for s in one.get("suppressions", [])] for one in errors] == [["external"], []]
+    suites = ET.fromstring(pages["junit"])  # noqa: S314 - our own
+    cases = [case for case in suites.iter("testcase") if "KV203" in str(case.get("name"))]
+    assert [(case.get("classname", "")[:8], len(case.findall("failure"))) for case in cases] == [
+        ("models/a", 0),
+        ("models/b", 1),
+    ]
+    told = [line for line in pages["github"].splitlines() if "KV203" in line]
+    assert [line.split()[0] for line in told] == ["::notice", "::error"]
+
+
+def formats_of_a_gate() -> tuple[str, ...]:
+    from kvdoctor.cli_options import FORMATS
+
+    return FORMATS
+
+
+# The whole life, through the command line
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, arguments)
+    refused = isinstance(result.exception, UsageError)
+    return (2 if refused else result.exit_code), result.output + (str(result.exception) if refused else "")
+
+
+@pytest.fixture
+def project(here: Path) -> str:
+    """The one model of a project that has a policy, and no baseline yet."""
+    shutil.rmtree("models")
+    written = load_all()[SICK].write(here / "models" / "sick")
+    policy = "models = ['models/*']\nbaseline = 'known.json'\nselect = ['KV2']\ncache = false\n"
+    Path("kvdoctor.toml").write_text(policy)
+    return str((written if written.is_dir() else written.parent).relative_to(here))
+
+
+def test_a_finding_is_written_down_and_the_gate_is_green(project: str) -> None:
+    model = project
+    code, said = run("gate")
+    assert (code, "known.json cannot be read: No such file" in said) == (2, True)
+    code, said = run("baseline", "--reason", "held in our loop", "--until", "2199-12-31")
+    assert (code, said.splitlines()[-1]) == (0, "known.json: was written, 1 entry")
+    text = Path("known.json").read_text()
+    assert json.loads(text)["entries"][0]["model"] == model
+    code, said = run("gate", "-q")
+    assert code == 0
+    assert "  known      until 2199-12-31: held in our loop" in said
+    lines = said.splitlines()[-3:]
+    assert lines[0].startswith(f"{model}: nothing but what is known (1 error, ")
+    assert lines[1:] == [
+        "gate: healthy; 0 of 1 models healthy, 1 with nothing but what is known; 1 known finding",
+        "policy: kvdoctor.toml",
+    ]
+
+
+@pytest.mark.slow
+def test_the_life_of_a_known_finding(project: str) -> None:
+    model = project
+    assert run("baseline", "--reason", "held in our loop", "--until", "2199-12-31")[0] == 0
+    text = Path("known.json").read_text()
+    assert run("baseline", "--check") == (0, "known.json: up to date, 1 entry\n")
+    code, said = run("gate", "--ignore", "KV203", "--format", "json")
+    gate = json.loads(said)
+    assert (code, gate["policy"], gate["baseline"]["stale"]) == (0, "kvdoctor.toml", [])
+    Path("known.json").write_text(text.replace("2199-12-31", "2020-01-01"))
+    code, said = run("gate", "-q")
+    assert code == 1
+    assert f"baseline known.json: KV203 of {model} was known until 2020-01-01; it counts again" in said
+    shutil.rmtree(model)
+    shutil.copytree(Path(__file__).parent.parent / "fixtures" / "exports" / "gpt2", model)
+    code, said = run("baseline", "--check")
+    assert (code, said.splitlines()[0]) == (1, f"stale: KV203 of {model}: not found any more")
+    assert run("baseline", "--prune")[0] == 0
+    assert Path("known.json").read_text() == document(())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "--reason TEXT takes in what counts"),
+        (("--reason", " "), "--reason takes the reason"),
+        (("--until", "2199-01-01", "--prune"), "--until goes with --reason TEXT"),
+        (("--until", "2020-01-01", "--reason", "r"), "--until 2020-01-01 is over already"),
+        (("--until", "soon", "--reason", "r"), "--until takes a day, as in 2026-12-31; got 'soon'"),
+        (("--prune", "-o", "no/where.json"), "the folder of 'no/where.json' does not exist"),
+    ],
+)
+def test_wrong_calls_write_nothing(arguments: tuple[str, ...], words: str, here: Path) -> None:
+    code, said = run("baseline", "models/a", *arguments)
+    assert (code, words in " ".join(said.split())) == (2, True), said
+    assert sorted(path.name for path in here.iterdir()) == ["models"]
