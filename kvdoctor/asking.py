@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from kvdoctor.case import Consumer
 from kvdoctor.child import Limits
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import SEVERITIES, Selection, all_checks
@@ -18,7 +17,7 @@ from kvdoctor.options import Options
 from kvdoctor.report.document import FailOn
 from kvdoctor.targets import parse_targets
 from kvdoctor.tolerances import why_not
-from kvdoctor.uses import REQUIRED, Required
+from kvdoctor.uses import REQUIRED, Consumer, Required
 
 if TYPE_CHECKING:
     from kvdoctor.cure.converting import Fit

@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from kvdoctor import cli_output
 from kvdoctor.cli_options import offline_option, run_options, shared_options, target_options
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def diff(a: str, b: str, **given: Any) -> NoReturn:
     from kvdoctor import api
     from kvdoctor.progress import on_terminal
 
-    files = _files(given["outputs"])
+    files = cli_output.outputs(given, FORMATS)
     own = ("format_", "outputs", "quiet", "verbose", "color", "hash_files")
     asked = {name: value for name, value in given.items() if name not in own}
     with on_terminal(given["quiet"]) as told:
@@ -57,15 +57,11 @@ def diff(a: str, b: str, **given: Any) -> NoReturn:
     if given["format_"] == "text":
         from kvdoctor.report import diff_text, formats
 
-        verbosity = -1 if given["quiet"] else 1 if given["verbose"] else 0
-        diff_text.render(found, formats.console(given["color"]), verbosity)
+        diff_text.render(found, formats.console(given["color"]), cli_output.verbosity(given))
     else:
         sys.stdout.write(_renderer(given["format_"])(found))
-    for name, file in files:
-        from kvdoctor.out_folder import write_whole
-
-        write_whole(file, _renderer(name)(found))
     sys.stdout.flush()
+    cli_output.write([(file, _renderer(name)(found)) for name, file in files])
     raise SystemExit(found.exit_code)
 
 
@@ -73,16 +69,3 @@ def _renderer(name: str) -> "Callable[[DiffReport], str]":
     from kvdoctor.report import diff_markdown, diff_text, machine
 
     return {"text": diff_text.plain, "json": machine.render_diff, "markdown": diff_markdown.render}[name]
-
-
-def _files(outputs: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """The files asked for with `--output`, refused before any work is done."""
-    files = []
-    for target in outputs:
-        name, _, file = target.partition("=")
-        if name not in FORMATS or not file:
-            raise click.UsageError(f"--output takes FORMAT=FILE with a format of {', '.join(FORMATS)}; got {target!r}")
-        if not Path(file).parent.is_dir():
-            raise click.UsageError(f"the folder of {file!r} does not exist; make it first")
-        files.append((name, Path(file)))
-    return files

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 NEVER_OVERWRITTEN = {".onnx", ".ort", ".data", ".safetensors"}
 
 
-def outputs(given: dict[str, Any]) -> list[tuple[str, Path]]:
+def outputs(given: dict[str, Any], formats: tuple[str, ...] = FORMATS) -> list[tuple[str, Path]]:
     """The files asked for with `--output`: (format, file), refused before any work is done.
+
+    A command may have other `formats`.
 
     Raises:
         UsageError: one of them cannot be written, or would be written twice.
@@ -25,8 +27,8 @@ def outputs(given: dict[str, Any]) -> list[tuple[str, Path]]:
     asked: list[tuple[str, Path]] = []
     for target in given["outputs"]:
         name, _, file = target.partition("=")
-        if name not in FORMATS or not file:
-            raise click.UsageError(f"--output takes FORMAT=FILE with a format of {', '.join(FORMATS)}; got {target!r}")
+        if name not in formats or not file:
+            raise click.UsageError(f"--output takes FORMAT=FILE with a format of {', '.join(formats)}; got {target!r}")
         path = Path(file)
         if problem := _refused(file, path, [one for _, one in asked]):
             raise click.UsageError(f"--output {name}: {problem}")
@@ -63,11 +65,11 @@ def show(report: "Report", given: dict[str, Any], **more: Any) -> None:
     if given["format_"] == "text":
         from kvdoctor.report import text
 
-        text.render(report, formats.console(given["color"]), _verbosity(given), **more)
+        text.render(report, formats.console(given["color"]), verbosity(given), **more)
     else:
         sys.stdout.write(formats.rendered(report, given["format_"]))
     sys.stdout.flush()
-    _write(texts)
+    write(texts)
 
 
 def show_gate(done: "Judged", given: dict[str, Any], last: tuple[str, ...]) -> None:
@@ -88,7 +90,7 @@ def show_gate(done: "Judged", given: dict[str, Any], last: tuple[str, ...]) -> N
     if given["format_"] == "text":
         from kvdoctor.report import text
 
-        text.render_gate(reports, last, formats.console(given["color"]), _verbosity(given))
+        text.render_gate(reports, last, formats.console(given["color"]), verbosity(given))
         if in_workflow:
             sys.stdout.write(formats.rendered_gate(document, reports, last, "github"))
     else:
@@ -96,19 +98,25 @@ def show_gate(done: "Judged", given: dict[str, Any], last: tuple[str, ...]) -> N
         for line in done.baseline.lines() if done.baseline is not None else ():
             click.echo(f"kvdoctor: baseline {printable(line)}", err=True)
     sys.stdout.flush()
-    _write(texts)
+    write(texts)
     if in_workflow:
         from kvdoctor.report import step_summary
 
-        step_summary.write(done.verdict, reports)
+        step_summary.write(done.verdict, reports, last)
 
 
-def _write(texts: list[tuple[Path, str]]) -> None:
+def write(texts: list[tuple[Path, str]]) -> None:
+    """Write the files asked for, each whole or not at all.
+
+    Raises:
+        UsageError: one cannot be written.
+    """
     from kvdoctor.out_folder import write_whole
 
     for file, content in texts:
         write_whole(file, content)
 
 
-def _verbosity(given: dict[str, Any]) -> int:
+def verbosity(given: dict[str, Any]) -> int:
+    """-1 with `--quiet`, 1 with `--verbose`, else 0."""
     return -1 if given["quiet"] else 1 if given["verbose"] else 0

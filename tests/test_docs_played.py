@@ -1,5 +1,6 @@
 """What the pages show is what is printed today; what they tell to type exists; both READMEs say the same."""
 
+import itertools
 import os
 import re
 import shlex
@@ -43,15 +44,17 @@ def test_what_is_shown_is_what_is_printed(page: Path) -> None:
 
 def named(page: str) -> list[str]:
     """The calls of kvdoctor in code: whole lines of blocks, and words in the text."""
-    lines = [line for _, block in FENCE.findall(page) for line in TYPED.findall(block)]
+    blocks = (block.replace("\\\n", " ") for _, block in FENCE.findall(page))
+    lines = [line for block in blocks for line in TYPED.findall(block)]
     return lines + QUOTED.findall(FENCE.sub("", page))
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
 def test_every_command_and_option_that_is_named_exists(page: Path) -> None:
     for line in named(page.read_text(encoding="utf-8")):
-        call = line.replace("\\|", "|").partition(" | ")[0].partition(" #")[0].partition("; ")[0].partition(" && ")[0]
-        words = shlex.split(call)[1:]
+        parts = shlex.shlex(line.replace("\\|", "|"), posix=True, punctuation_chars="|;&>")
+        parts.whitespace_split = True  # a comment ends a line, as in a shell
+        words = list(itertools.takewhile(lambda word: word[0] not in "|;&>", filter(None, parts)))[1:]
         if len(words) == 1 and words[0].isupper():
             continue  # `kvdoctor COMMAND`, a word for any of them
         command = cli.commands.get(words[0])

@@ -18,7 +18,8 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from kvdoctor.findings import NotChecked, all_checks
-from kvdoctor.report import formats, gate_page, github, junit, markdown, sarif, text
+from kvdoctor.gating import Judged
+from kvdoctor.report import formats, gate_page, github, junit, markdown, sarif, text, wording
 from kvdoctor.report.document import Report
 from kvdoctor.report.places import uri
 from kvdoctor.report.safe import code
@@ -45,6 +46,13 @@ def healthy() -> Report:
     return replace(report, verdict="healthy", findings=(), not_checked=(), repair=None, command="gate")
 
 
+def rendered_gate(reports: list[Report], name: str) -> str:
+    """A gate over some reports in a format, with a hostile name among the lines that are said of all models."""
+    done = Judged("unhealthy", tuple(reports), 1)
+    last = (wording.gate_line(done.verdict, reports), f"policy: {reports[0].model.path}")
+    return formats.rendered_gate(done.to_dict(), reports, last, name)
+
+
 # ---- hostile names -------------------------------------------------------------------------------------------------
 
 
@@ -53,19 +61,19 @@ def healthy() -> Report:
 @given(hostile=any_text)
 def test_no_name_acts_on_who_reads_it(name: str, hostile: str) -> None:
     report = hostile_report(hostile)
-    page = formats.rendered_gate("unhealthy", [report, healthy()], name)
+    page = rendered_gate([report, healthy()], name)
     assert not controls(page)
     page.encode("utf-8")
     own = page.splitlines() if name != "github" else [line for line in page.splitlines() if not line.startswith("::")]
     assert not [line for line in own if OBEYED.search(line)]
-    assert page == formats.rendered_gate("unhealthy", [hostile_report(hostile), healthy()], name)
+    assert page == rendered_gate([hostile_report(hostile), healthy()], name)
 
 
 @pytest.mark.parametrize("length", [100_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in formats.FORMATS if name != "json"])
 def test_a_name_of_ten_megabytes_is_shortened(name: str, length: int) -> None:
     report = hostile_report("<|`x\u202e\n" * (length // 6))
-    assert len(formats.rendered_gate("unhealthy", [report], name)) < 400_000
+    assert len(rendered_gate([report], name)) < 400_000
 
 
 @QUICK
@@ -74,7 +82,7 @@ def test_a_terminal_gets_colours_and_nothing_else(hostile: str) -> None:
     for width in (60, 80, 200):
         page = StringIO()
         console = Console(file=page, width=width, force_terminal=True, color_system="standard", highlight=False)
-        text.render_gate("unhealthy", [hostile_report(hostile), healthy()], console, 1)
+        text.render_gate([hostile_report(hostile), healthy()], (hostile,), console, 1)
         plain = re.sub(r"\x1b\[[0-9;]*m", "", page.getvalue())
         assert not controls(plain)
         assert not [line for line in plain.splitlines() if OBEYED.search(line)]
@@ -83,7 +91,7 @@ def test_a_terminal_gets_colours_and_nothing_else(hostile: str) -> None:
 @QUICK
 @given(hostile=any_text)
 def test_json_keeps_every_name_as_it_is(hostile: str) -> None:
-    document = json.loads(formats.rendered_gate("unhealthy", [hostile_report(hostile)], "json"))
+    document = json.loads(rendered_gate([hostile_report(hostile)], "json"))
     GATE.validate(document)
     assert document["reports"][0]["findings"][0]["subject"] == [hostile, f"x{hostile}"]
 
@@ -252,13 +260,13 @@ def test_the_summary_fits_and_names_every_model() -> None:
     long = hostile_report("w" * 300)
     report = replace(long, findings=long.findings[:1] * 60)
     many = [replace(report, model=replace(report.model, path=f"models/{n}")) for n in range(60)]
-    page = gate_page.page("unhealthy", [*many, healthy()], 1 << 20)
+    page = gate_page.page("unhealthy", [*many, healthy()], ("1 of 61 models healthy.",), 1 << 20)
     assert len(page.encode()) <= 1 << 20
     assert all(f"`models/{n}`" in page for n in range(60))
     assert "1 of 61 models healthy." in page
     assert "reports did not fit here" in page
-    assert len(formats.rendered_gate("unhealthy", [*many, healthy()], "markdown")) <= 65_536
-    assert gate_page.page("unhealthy", many, 100) == ""
+    assert len(rendered_gate([*many, healthy()], "markdown")) <= 65_536
+    assert gate_page.page("unhealthy", many, (), 100) == ""
 
 
 # ---- Markdown and text ---------------------------------------------------------------------------------------------
@@ -297,7 +305,7 @@ def _joined(page: str) -> set[str]:
 
 def test_a_gate_tells_healthy_models_in_a_line(tmp_path: Path) -> None:
     reports = [healthy(), hostile_report("sick"), healthy()]
-    lines = formats.rendered_gate("unhealthy", reports, "text").splitlines()
+    lines = rendered_gate(reports, "text").splitlines()
     assert lines[0] == lines[-3] == "plain: healthy"
     assert lines[-1] == "gate: unhealthy; 2 of 3 models healthy, 1 unhealthy"
     assert sum("cross-cache-emptied" in line for line in lines) >= 1

@@ -70,7 +70,7 @@ def test_what_has_not_changed_is_not_run_again(first: tuple[bad.Result, Path], m
     assert (cache / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
     assert (cache / ".gitignore").read_text() == "*\n"
     text = call("gate", models[1], models[3], "--cache-dir", cache, "-q").out
-    assert text.splitlines()[-1].endswith("1 of 2 models healthy; 2 unchanged and not run again")
+    assert text.splitlines()[-1].endswith("1 of 2 models healthy, 1 unhealthy; 2 unchanged and not run again")
 
 
 @pytest.mark.slow

@@ -11,10 +11,13 @@ SHARE = 2
 SPARE = 200
 
 
-def page(verdict: str, reports: list[Report], room: int) -> str:
-    """The page, of at most `room` bytes; reports that do not fit are left out whole, and counted."""
-    healthy = sum(report.verdict == "healthy" for report in reports)
-    text = f"## kvdoctor: {verdict}\n\n{healthy} of {len(reports)} models healthy.\n\n"
+def page(verdict: str, reports: list[Report], last: tuple[str, ...], room: int) -> str:
+    """The page, of at most `room` bytes; reports that do not fit are left out whole, and counted.
+
+    `last` are the lines that are said of all models.
+    """
+    said = "".join(f"{escaped(line)}\n\n" for line in last)
+    text = f"## kvdoctor: {verdict}\n\n{said}"
     rows = [[code(report.model.path), report.verdict, escaped(wording.counts(report))] for report in reports]
     rows.sort(key=lambda row: row[1] == "healthy")
     table = list(markdown.table(["model", "verdict", "findings"], rows[:MOST_ROWS]))

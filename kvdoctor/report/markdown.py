@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from kvdoctor.findings import Finding
 from kvdoctor.memory import MemoryPlan
@@ -20,11 +21,13 @@ def render(report: Report) -> str:
     return within(MOST_CHARACTERS, report)
 
 
-def render_gate(verdict: str, reports: list[Report]) -> str:
+def render_gate(document: dict[str, Any], reports: list[Report], last: tuple[str, ...]) -> str:
     """Many models on one page: those that are healthy in a table, the others in full as long as an issue takes them."""
     from kvdoctor.report import gate_page
 
-    return render(reports[0]) if len(reports) == 1 else gate_page.page(verdict, reports, MOST_CHARACTERS)
+    if len(reports) == 1 and not last:
+        return render(reports[0])
+    return gate_page.page(document["verdict"], reports, last, MOST_CHARACTERS)
 
 
 def whole(report: Report) -> str:

@@ -16,15 +16,15 @@ ORDER = ("unhealthy", "incomplete", "nothing-found", "healthy")
 MEANS = {
     "unhealthy": "At least one model has findings that count as a failure.",
     "incomplete": "At least one model could not be diagnosed to the end, and none is unhealthy.",
+    "nothing-found": "Nothing was found in the files; no model was run.",
     "healthy": "Every model is healthy.",
 }
 MOST_LINKS = 60
 
 
-def render(reports: Sequence[Report]) -> str:
-    """The whole page."""
+def render(judged: str, reports: Sequence[Report], last: Sequence[str]) -> str:
+    """The whole page; `judged` is the verdict over all models, `last` are the lines that are said of all."""
     ordered = sorted(enumerate(reports), key=lambda pair: (ORDER.index(pair[1].verdict), pair[0]))
-    judged = next((v for v in ("unhealthy", "incomplete") if any(r.verdict == v for r in reports)), "healthy")
     codes = [exit_code(report, verdict.fail_on(report)) for report in reports]
     code_number = next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in codes), EXIT_HEALTHY)
     counts = [
@@ -32,12 +32,13 @@ def render(reports: Sequence[Report]) -> str:
         for name in ORDER
         if (number := sum(report.verdict == name for report in reports))
     ]
-    said = h("p", "Exit code ", h("strong", code_number), f": {verdict.EXITS[code_number]}.", class_="exit")
+    said = [h("p", line) for line in last]
+    said.append(h("p", "Exit code ", h("strong", code_number), f": {verdict.EXITS[code_number]}.", class_="exit"))
     top = h(
         "header",
         h("p", "kvdoctor gate", class_="eyebrow"),
         h("h1", counted(len(reports), "model")),
-        verdict.banner(judged, MEANS[judged], h("div", counts, class_="chips"), said),
+        verdict.banner(judged, MEANS[judged], h("div", counts, class_="chips"), *said),
         class_="report-head",
     )
     models = _models(ordered)
@@ -46,9 +47,9 @@ def render(reports: Sequence[Report]) -> str:
     links += [(f"m{n}", (_mark(r.verdict), _short(r.model.path))) for n, r in ordered[:MOST_LINKS] if n in told]
     untold = len(ordered) - len(models)
     rest = f"{counted(untold, 'model')} more, of the best verdicts: in the table above and in --format json alone."
-    last = h("p", rest, class_="hint") if untold else None
+    more = h("p", rest, class_="hint") if untold else None
     title = f"{judged}: kvdoctor gate of {counted(len(reports), 'model')}"
-    return page(title, links, top, _index(ordered, told), models, last)
+    return page(title, links, top, _index(ordered, told), models, more)
 
 
 def _index(ordered: Sequence[tuple[int, Report]], told: Collection[int]) -> Element:
