@@ -11,6 +11,9 @@ from xml.etree.ElementTree import Element
 
 import html5lib
 
+from kvdoctor.gating.jobs import Job
+from kvdoctor.gating.judging import judged
+from kvdoctor.options import Options
 from kvdoctor.plain import from_plain
 from kvdoctor.report import formats
 from kvdoctor.report.document import Report
@@ -59,7 +62,10 @@ def reports(path: Path) -> list[Report]:
 
 def rendered(*reports: Report) -> Page:
     """The page of reports; parsing it has found no error."""
-    return page(formats.rendered_all(list(reports), "html"))
+    if len(reports) == 1:
+        return page(formats.rendered(reports[0], "html"))
+    done = judged([Job(report.model.path, Options()) for report in reports], reports)
+    return page(formats.rendered_gate(done.to_dict(), list(reports), (), "html"))
 
 
 def assert_sound(page: Page) -> None:

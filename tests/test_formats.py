@@ -306,7 +306,7 @@ def _joined(page: str) -> set[str]:
 def test_a_gate_tells_healthy_models_in_a_line(tmp_path: Path) -> None:
     reports = [healthy(), hostile_report("sick"), healthy()]
     lines = rendered_gate(reports, "text").splitlines()
-    assert lines[0] == lines[-3] == "plain: healthy"
-    assert lines[-1] == "gate: unhealthy; 2 of 3 models healthy, 1 unhealthy"
+    assert lines[0] == lines[-4] == "plain: healthy"
+    assert lines[-2] == "gate: unhealthy; 2 of 3 models healthy, 1 unhealthy"
     assert sum("cross-cache-emptied" in line for line in lines) >= 1
     assert not list(tmp_path.iterdir())

@@ -72,7 +72,9 @@ def test_a_workflow_gets_annotations_and_a_summary(workflow: tuple[subprocess.Co
     assert "well: healthy" in lines
     assert "gate: unhealthy; 1 of 3 models healthy, 1 unhealthy, 1 not diagnosed" in lines
     summary = (folder / "summary.md").read_text(encoding="utf-8")
-    assert summary.startswith("before\n## kvdoctor: unhealthy\n\n1 of 3 models healthy.\n")
+    assert summary.startswith(
+        "before\n## kvdoctor: unhealthy\n\ngate: unhealthy; 1 of 3 models healthy, 1 unhealthy, 1 not diagnosed\n"
+    )
     assert "| `well` | healthy |  |" in summary
     assert "KV203" in summary
 

@@ -15,7 +15,9 @@ MOST_FILES, MOST_PORTS, MOST_NOTES = 100, 200, 100
 def environment(report: Report) -> Iterator[Content]:
     """Versions, and the options that held."""
     yield facts(report.environment.items())
-    options = [(name.replace("_", "-"), _asked(value)) for name, value in report.arguments.items() if value != []]
+    options = [
+        (name.replace("_", "-"), _asked(value)) for name, value in sorted(report.arguments.items()) if value != []
+    ]
     yield facts([*options, ("seed", str(report.seed))])
     if limits := list(matrix.limits(report)):
         yield listed(limits)
