@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Options", "inspect", "step_test")
 
+NOT_STARTED = "not started"
 HAS_OWN_RUN = "cross-cache-emptied"
 """The fault of the contract that leaves a loop to judge: the held one."""
 
@@ -127,7 +128,9 @@ def _step_tested(path: str, options: Options, runtime: Runtime, scratch: Path | 
         )
         _diagnose(case, options, verdicts, shown)
     report = _report("step-test", folder, options, verdicts, shown.stacks)
-    environment = {"onnxruntime": runtime.versions.get("onnxruntime", "not started"), **report.environment}
+    # A warm worker has told its version before it is needed; the report must not depend on who came before.
+    version = runtime.versions.get("onnxruntime", NOT_STARTED) if shown.runs else NOT_STARTED
+    environment = {"onnxruntime": version, **report.environment}
     notes = [*report.notes, *shown.told]
     if checkpoint is not None:
         checkpoint.close()

@@ -44,9 +44,6 @@ def diagnose(job: Job) -> Report:
     except Exception as error:  # a fault of ours must not cost the other models
         release()
         return not_diagnosed(job, f"the diagnosis crashed ({type(error).__name__}: {error}); please report it")
-    if not report.runs:
-        # A warm worker has told its version before it is needed; the report must not depend on who came before.
-        report = replace(report, environment={**report.environment, "onnxruntime": "not started"})
     if runtime.peak_bytes() > ROOMY_BYTES:
         release()
     return replace(report, command="gate")
