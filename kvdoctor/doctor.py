@@ -124,7 +124,6 @@ def _step_tested(path: str, options: Options, runtime: Runtime, scratch: Path | 
             thorough=options.thorough,
             caller=callers.get(stack.name),
             targets=options.targets,
-            here=runtime.versions.get("onnxruntime", ""),
         )
         _diagnose(case, options, verdicts, shown)
     report = _report("step-test", folder, options, verdicts, shown.stacks)
@@ -163,6 +162,7 @@ def _diagnose(case: Case, options: Options, verdicts: Verdicts, shown: _Shown) -
         kept = shown.scratch or (Path(calls) if options.targets else None)
         left = Left(kept / f"{stack.name}.npz" if kept else None, Path(calls))
         case, examined = examine(case, options, verdicts, shown.runtime, left)
+        case = replace(case, here=shown.runtime.versions.get("onnxruntime", ""))  # told when the worker answers
         case = _elsewhere(case, options, Here(shown.runtime, contract, left.logits), verdicts)
         case = held_against(case, shown.checkpoint, left.logits, verdicts)
         shown.stacks.append(stack_facts(stack, case.contract or contract, case.folder.side_cars))
