@@ -102,7 +102,8 @@ def gate(paths: "Path | Iterable[Path]", **options: "Unpack[asking.GateOptions]"
         raise UsageError("gate was given no model; give the path of one at least")
     file = options.get("baseline")
     known = None if file is None else read_baseline(os.fspath(file))
-    return gating.gate([gating.Job(os.fspath(path), shared) for path in models], baseline=known)
+    jobs = [gating.Job(os.fspath(path), shared) for path in models]
+    return gating.gate(jobs, asking.how_of(dict(options)), static=bool(options.get("static")), baseline=known)
 
 
 def diff(a: "Path", b: "Path", **options: "Unpack[asking.DiffOptions]") -> "DiffReport":

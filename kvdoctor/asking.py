@@ -21,6 +21,7 @@ from kvdoctor.uses import REQUIRED, Consumer, Required
 
 if TYPE_CHECKING:
     from kvdoctor.cure.converting import Fit
+    from kvdoctor.gating import How
 
     Path = str | os.PathLike[str]
     Words = str | Iterable[str]
@@ -78,9 +79,17 @@ class RunOptions(SharedOptions, total=False):
 
 
 class GateOptions(RunOptions, total=False):
-    """What `gate` takes; `baseline` is the file of the findings that are known."""
+    """What `gate` takes; `baseline` is the file of the findings that are known.
+
+    `jobs` is how many models run side by side. `cache_dir` is where the reports of unchanged models are kept; without
+    it every model is run. `cluster` is the address of a Dask scheduler. `static` runs nothing.
+    """
 
     baseline: "Path | None"
+    jobs: int | None
+    cache_dir: "Path | None"
+    cluster: str | None
+    static: bool
 
 
 class StepTestOptions(RunOptions, total=False):
@@ -144,16 +153,16 @@ def options_of(asked: dict[str, Any]) -> Options:
         selection=Selection(_codes(given.get("select", ())), _codes(given.get("ignore", ()))),
         seed=_whole("seed", given.get("seed", 0), 0),
         provider=str(given.get("provider", "CPUExecutionProvider")),
-        limits=limits_of(asked),
-        hash_files=bool(given.get("hash", False)),
+        limits=limits_of(given),
+        hash_files=_flag("hash", given.get("hash", False)),
         contract=_path(given.get("contract")),
         required=_uses(given.get("require", ())),
-        thorough=bool(given.get("thorough", False)),
+        thorough=_flag("thorough", given.get("thorough", False)),
         prompt=_ids(given.get("prompt_ids", ())),
         inputs=_path(given.get("inputs")),
         progress=given.get("progress"),
         reference=_path(given.get("reference")),
-        offline=bool(given.get("offline", False)),
+        offline=_flag("offline", given.get("offline", False)),
         trace=_path(given.get("trace")),
         targets=parse_targets(words(given.get("targets", ()))),
         tolerances=_tolerances(given.get("tolerances", {})),
@@ -204,6 +213,22 @@ def fit_of(asked: dict[str, Any]) -> "Fit":
     ir = None if ir is None else _whole("ir-version", ir, OLDEST_IR)
     opset = None if opset is None else _whole("opset", opset, *OPSETS)
     return Fit(asked.get("layout"), readable, ir, opset if asked.get("from_") is None else None)
+
+
+def how_of(asked: dict[str, Any]) -> "How":
+    """How the models of a gate are run. No report is kept where no folder is given for them.
+
+    Raises:
+        UsageError: a value is not one that the option takes.
+    """
+    from pathlib import Path
+
+    from kvdoctor.gating import How
+
+    jobs, kept = asked.get("jobs"), _path(asked.get("cache_dir"))
+    return How(
+        None if jobs is None else _whole("jobs", jobs, 1), None if kept is None else Path(kept), asked.get("cluster")
+    )
 
 
 def making_of(asked: dict[str, Any]) -> dict[str, Any]:
@@ -297,4 +322,15 @@ def _whole_or_none(option: str, value: Any, most: int) -> int | None:
 
 
 def _path(given: Any) -> str | None:
-    return None if given is None else os.fspath(given)
+    if given is None:
+        return None
+    try:
+        return os.fsdecode(given)
+    except TypeError:
+        raise UsageError(f"a path is a text or an os.PathLike; got {given!r}") from None
+
+
+def _flag(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"Invalid value for '--{option}': {value!r} is not a valid boolean.")
+    return value

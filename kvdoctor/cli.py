@@ -16,7 +16,7 @@ from kvdoctor import __version__, cli_examples, cli_output
 from kvdoctor.cli_baseline import baseline
 from kvdoctor.cli_config import config
 from kvdoctor.cli_diff import diff
-from kvdoctor.cli_gate import baseline_of, baseline_option, jobs_of, last_lines
+from kvdoctor.cli_gate import baseline_of, baseline_option, jobs_of
 from kvdoctor.cli_options import (
     afresh_options,
     load_options,
@@ -180,7 +180,7 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
         how = how_given(ruled(None, given), told)
         done = gating.gate(jobs, how, static=given["static"], baseline=known)
     done = replace(done, policy=policy_of().file)
-    cli_output.show_gate(done, given, tuple(last_lines(done)))
+    cli_output.show_gate(done, given)
     _exit(done.exit_code)
 
 

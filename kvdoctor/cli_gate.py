@@ -1,6 +1,5 @@
 """What the commands that judge many models share: which models, by which options, against which baseline."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,7 +8,7 @@ from kvdoctor.cli_policy import in_effect, models_of, policy_of, ruled
 
 if TYPE_CHECKING:
     from kvdoctor.baseline import Baseline
-    from kvdoctor.gating import Job, Judged
+    from kvdoctor.gating import Job
     from kvdoctor.options import Options
     from kvdoctor.progress import Told
 
@@ -49,18 +48,6 @@ def baseline_file(given: dict[str, Any]) -> str | None:
     """The name of the baseline's file, by the command line or the policy."""
     said: str | None = given.get("baseline")
     return said if said is not None else policy_of().baseline()
-
-
-def last_lines(done: "Judged") -> Iterator[str]:
-    """What is said of all models together, and of the baseline."""
-    from kvdoctor.report import wording
-
-    if len(done.reports) > 1 or any(finding.known for report in done.reports for finding in report.findings):
-        yield wording.gate_line(done.verdict, done.reports)
-    if done.policy is not None:
-        yield f"policy: {done.policy}"
-    if done.baseline is not None:
-        yield from (f"baseline {done.baseline.file}: {line}" for line in done.baseline.lines())
 
 
 def origins(model: str | None, given: dict[str, Any]) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def show(report: "Report", given: dict[str, Any], **more: Any) -> None:
     write(texts)
 
 
-def show_gate(done: "Judged", given: dict[str, Any], last: tuple[str, ...]) -> None:
-    """The same for the reports of a gate; `last` are the lines that are said of all models.
+def show_gate(done: "Judged", given: dict[str, Any]) -> None:
+    """The same for the reports of a gate.
 
     In a GitHub workflow, annotations and a summary come with the text. Where standard output holds a document, what is
     to be told of the baseline goes to standard error.
@@ -84,7 +84,7 @@ def show_gate(done: "Judged", given: dict[str, Any], last: tuple[str, ...]) -> N
     from kvdoctor.report import formats
     from kvdoctor.report.safe import printable
 
-    reports, document = list(done.reports), done.to_dict()
+    reports, document, last = list(done.reports), done.to_dict(), done.last_lines()
     texts = [(file, formats.rendered_gate(document, reports, last, name)) for name, file in outputs(given)]
     in_workflow = os.environ.get("GITHUB_ACTIONS") == "true"
     if given["format_"] == "text":
@@ -102,7 +102,8 @@ def show_gate(done: "Judged", given: dict[str, Any], last: tuple[str, ...]) -> N
     if in_workflow:
         from kvdoctor.report import step_summary
 
-        step_summary.write(done.verdict, reports, last)
+        if not step_summary.write(done.verdict, reports, last):
+            click.echo("kvdoctor: the summary of this step has no room for the report of the gate", err=True)
 
 
 def write(texts: list[tuple[Path, str]]) -> None:

@@ -23,6 +23,7 @@ from kvdoctor.out_folder import refuse_unfit, whole_folder
 from kvdoctor.repairs import load
 from kvdoctor.report.document import Report
 from kvdoctor.runtimes import Runtime
+from kvdoctor.tolerances import tolerating
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,11 @@ def re_export(request: Request, options: Options) -> Report:
     converting.refuse_unfit(request.path, request.fit)
     if request.out is not None and Path(request.path).exists():
         refuse_unfit(Path(request.out), Path(request.path), request.force)
-    with Runtime(options.limits) as runtime, tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
+    with (
+        tolerating(options.tolerances),
+        Runtime(options.limits) as runtime,
+        tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch,
+    ):
         logits = Path(scratch, "before")
         logits.mkdir()
         before = Side(step_test(request.path, options, runtime, logits), logits)

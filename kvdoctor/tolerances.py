@@ -78,7 +78,12 @@ def scaled(exactness: str, passes: float) -> Tolerance:
 
 def tolerance(exactness: str) -> Tolerance:
     """What holds for an arithmetic, for the model that is judged now."""
-    passes = _asked.get().get(exactness)
+    return tolerance_under(_asked.get(), exactness)
+
+
+def tolerance_under(asked: Mapping[str, float], exactness: str) -> Tolerance:
+    """What holds for an arithmetic where these shares were asked to pass."""
+    passes = asked.get(exactness)
     return TOLERANCES[exactness] if passes is None else scaled(exactness, passes)
 
 

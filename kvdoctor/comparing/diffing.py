@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kvdoctor.case import first_and_count
 from kvdoctor.comparing.contract_diff import contract_deltas
-from kvdoctor.comparing.findings_diff import findings_diff, means_incomplete, needs_no_run
+from kvdoctor.comparing.findings_diff import findings_diff, needs_no_run
 from kvdoctor.comparing.graph_diff import files_of, graph_deltas
 from kvdoctor.comparing.grouping import grouped
 from kvdoctor.comparing.logits import CannotCompare, is_less, logits_of_both
@@ -24,7 +24,7 @@ from kvdoctor.report.diff_document import (
     Numbers,
     StackDiff,
 )
-from kvdoctor.report.document import Report, StackFacts
+from kvdoctor.report.document import Report, StackFacts, means_incomplete
 
 NO_RUNS = ("inspect",)
 """Commands whose reports hold no runs."""
@@ -186,7 +186,7 @@ def _open_ends(pair: _Pair, name: str, report: Report) -> Iterator[NotCompared]:
         if entry.essential:
             yield NotCompared(entry.stack, entry.code, f"{name}: {entry.reason}", name == "B" and not static)
     for finding in _findings(pair, report):
-        if means_incomplete(finding):
+        if means_incomplete(finding.code):
             yield NotCompared(finding.stack, finding.code, f"{name}: {finding.cause}", essential=name == "B")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from kvdoctor.findings import SEVERITIES, Finding, Severity, all_checks
 from kvdoctor.report.diff_document import FindingDiff
-from kvdoctor.report.document import FailOn
+from kvdoctor.report.document import FailOn, means_incomplete
 
 STATIC = {"file", "contract"}
 
@@ -25,7 +25,7 @@ def findings_diff(a: list[Finding], b: list[Finding], stacks: dict[str, str], fa
         if old is None:
             yield _new(new, fail_on)
         elif SEVERITIES.index(new.severity) > SEVERITIES.index(old.severity) and _counts(new.severity, fail_on):
-            why = f"{new.code} {new.name} was a {old.severity}, and is an {new.severity}"
+            why = f"{new.code} {new.name} was of severity {old.severity}, and is of {new.severity}"
             yield FindingDiff("changed", old.fingerprint, new.fingerprint, new, "worse", why)
         elif len(new.subject) > len(old.subject) and _counts(new.severity, fail_on):
             why = f"{new.code} {new.name} concerns {len(new.subject)} tensors, not {len(old.subject)}"
@@ -43,11 +43,6 @@ def needs_no_run(finding: Finding) -> bool:
     """Whether an inspection can find it."""
     asks = next((check.asks for check in all_checks() if check.code == finding.code), ())
     return bool(STATIC.intersection(asks))
-
-
-def means_incomplete(finding: Finding) -> bool:
-    """Whether it says that a model could not be diagnosed, and nothing of the model."""
-    return any(check.incomplete for check in all_checks() if check.code == finding.code)
 
 
 def _paired(a: list[Finding], b: list[Finding], stacks: dict[str, str]) -> dict[int, Finding]:
@@ -72,7 +67,7 @@ def _same_fault(old: Finding, new: Finding, stacks: dict[str, str]) -> bool:
 
 
 def _new(finding: Finding, fail_on: FailOn) -> FindingDiff:
-    if means_incomplete(finding) or not _counts(finding.severity, fail_on):
+    if means_incomplete(finding.code) or not _counts(finding.severity, fail_on):
         return FindingDiff("new", None, finding.fingerprint, finding)
     return FindingDiff(
         "new", None, finding.fingerprint, finding, "worse", f"new {finding.severity} {finding.code} {finding.name}"

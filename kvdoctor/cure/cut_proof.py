@@ -19,7 +19,7 @@ from kvdoctor.layouts.encoders import RESULT, STATES
 from kvdoctor.onnx_schema import ValueInfoProto
 from kvdoctor.report.document import Proof
 from kvdoctor.skeleton import read_skeleton
-from kvdoctor.tolerances import TOLERANCES
+from kvdoctor.tolerances import tolerance
 
 if TYPE_CHECKING:
     from kvdoctor.feeds import Array
@@ -70,7 +70,7 @@ def _held(
         )
     apart = pair["relative"]
     text = "bit for bit" if apart == 0 else f"within {apart:.1e} of their spread" if apart > 0 else "not finite"
-    return Proof(claim.stack, claim.claim, 0 <= apart <= TOLERANCES[contract.exactness].passes, text)
+    return Proof(claim.stack, claim.claim, 0 <= apart <= tolerance(contract.exactness).passes, text)
 
 
 def _side(surgery: Surgery, path: Path, feeds: "Mapping[str, Array]", root: Path | None = None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from kvdoctor.errors import Unhealthy
 from kvdoctor.gating.jobs import Job
 from kvdoctor.gating.knowing import Told
+from kvdoctor.report import wording
 from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, GATE_SCHEMA, Report, exit_code
 
 
@@ -30,9 +31,22 @@ class Judged:
         more = {"policy": self.policy, "baseline": told}
         return {"schema": GATE_SCHEMA, "verdict": self.verdict, **more, "reports": reports}
 
+    def last_lines(self) -> tuple[str, ...]:
+        """What is said of all models together, of the policy, and of the baseline."""
+        lines = []
+        if len(self.reports) > 1 or any(finding.known for report in self.reports for finding in report.findings):
+            lines.append(wording.gate_line(self.verdict, self.reports))
+        if self.policy is not None:
+            lines.append(f"policy: {self.policy}")
+        if self.baseline is not None:
+            lines += [f"baseline {self.baseline.file}: {line}" for line in self.baseline.lines()]
+        return tuple(lines)
+
     def __str__(self) -> str:
         """The reports as the command line prints them into a pipe."""
-        return "\n".join(map(str, self.reports))
+        from kvdoctor.report import formats
+
+        return formats.rendered_gate(self.to_dict(), list(self.reports), self.last_lines(), "text")
 
     def raise_for_findings(self) -> None:
         """Do nothing where the command line would end with exit code 0.

@@ -78,6 +78,7 @@ def _counting(baseline: Baseline, found: Compared) -> list[tuple[Entry, str]]:
 
 
 def _gone(baseline: Baseline, found: Compared) -> list[Entry]:
-    """Entries of models that are nowhere any more."""
-    here = {*found.used, *found.told.stale}
+    """Entries of models that are nowhere any more; one whose other entry was found elsewhere has moved."""
+    moved = {entry.model for entry, _ in found.told.moved}
+    here = {*found.used, *found.told.stale, *(entry for entry in baseline.entries if entry.model in moved)}
     return [e for e in baseline.entries if e not in here and not os.path.lexists(baseline.folder / e.model)]

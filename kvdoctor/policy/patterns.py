@@ -4,12 +4,14 @@
 are matched by patterns that say the dot. Links to folders are not followed by `**`, so that no loop of links is walked.
 """
 
+import functools
 import os
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 MAGIC = frozenset("*?[")
+DEEP = "**"
 
 
 def parts_of(pattern: str) -> tuple[str, ...]:
@@ -24,7 +26,7 @@ def leads_out(pattern: str) -> bool:
 
 def fits(path: str, pattern: str) -> bool:
     """Whether a pattern means a path: it matches the path, or a folder that the path lies in."""
-    parts, wanted = parts_of(path), parts_of(pattern)
+    parts, wanted = parts_of(path), _once(parts_of(pattern))
     return any(_match(parts[:stop], wanted) for stop in range(len(parts) + 1))
 
 
@@ -36,37 +38,49 @@ def models_at(folder: Path, pattern: str) -> list[str]:
     Raises:
         OSError: a folder cannot be read.
     """
-    wanted = parts_of(pattern)
-    found = sorted({path.as_posix() for path in _expanded(folder, PurePosixPath(), wanted)})
-    if wanted and wanted[-1] == "**":
+    wanted = _once(parts_of(pattern))
+    found = sorted({path.as_posix() for path in _expanded(folder, PurePosixPath(), wanted, set())})
+    if wanted and wanted[-1] == DEEP:
         return [path for path in found if any(name.endswith(".onnx") for name in _names(folder / path))]
     return [path for path in found if not _has_magic(wanted[-1:]) or _is_model(folder / path)]
 
 
+def _once(wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """The same pattern with one `**` where several stand side by side."""
+    return tuple(part for at, part in enumerate(wanted) if part != DEEP or wanted[at - 1 : at] != (DEEP,))
+
+
+@functools.cache
 def _match(parts: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
     if not wanted:
         return not parts
-    if wanted[0] == "**":
+    if wanted[0] == DEEP:
         return _match(parts, wanted[1:]) or (bool(parts) and _match(parts[1:], wanted))
     return bool(parts) and fnmatch(parts[0], wanted[0]) and _match(parts[1:], wanted[1:])
 
 
-def _expanded(folder: Path, path: PurePosixPath, wanted: tuple[str, ...]) -> Iterator[PurePosixPath]:
+def _expanded(
+    folder: Path, path: PurePosixPath, wanted: tuple[str, ...], seen: set[tuple[PurePosixPath, int]]
+) -> Iterator[PurePosixPath]:
+    """The paths that match; no folder is searched twice for the same rest of a pattern."""
+    if (path, len(wanted)) in seen:
+        return
+    seen.add((path, len(wanted)))
     if not wanted:
         yield path
-    elif wanted[0] == "**":
-        yield from _expanded(folder, path, wanted[1:])
+    elif wanted[0] == DEEP:
+        yield from _expanded(folder, path, wanted[1:], seen)
         for name in _names(folder / path):
             below = folder / path / name
             if not name.startswith(".") and below.is_dir() and not below.is_symlink():
-                yield from _expanded(folder, path / name, wanted)
+                yield from _expanded(folder, path / name, wanted, seen)
     elif not _has_magic(wanted[:1]):
         if os.path.lexists(folder / path / wanted[0]):
-            yield from _expanded(folder, path / wanted[0], wanted[1:])
+            yield from _expanded(folder, path / wanted[0], wanted[1:], seen)
     else:
         for name in _names(folder / path):
             if fnmatch(name, wanted[0]) and (not name.startswith(".") or wanted[0].startswith(".")):
-                yield from _expanded(folder, path / name, wanted[1:])
+                yield from _expanded(folder, path / name, wanted[1:], seen)
 
 
 def _names(folder: Path) -> list[str]:

@@ -24,16 +24,16 @@ def page(verdict: str, reports: list[Report], last: tuple[str, ...], room: int) 
     rows = [[code(report.model.path), report.verdict, escaped(wording.counts(report))] for report in reports]
     rows.sort(key=lambda row: row[1] == "healthy")
     table = list(markdown.table(["model", "verdict", "findings"], rows[:MOST_ROWS]))
+    rows_left = len(rows) - len(rows[:MOST_ROWS])
     used = _size(text)
     for number, line in enumerate(table):
         used += _size(line) + 1
         if used > room // SHARE:
-            rows_left = len(table) - number
-            text += f"\n... and {rows_left} models more\n"
+            rows_left += len(table) - number
             break
         text += line + "\n"
-    if len(rows) > MOST_ROWS:
-        text += f"\n... and {len(rows) - MOST_ROWS} models more\n"
+    if rows_left:
+        text += f"\n... and {rows_left} models more\n"
     known = [line for report in reports if report.verdict == "healthy" for line in _known(report)]
     text += "\n" + "\n".join(known[:MOST_KNOWN]) + "\n" if known else ""
     text += f"\n... and {len(known) - MOST_KNOWN} known findings more\n" if len(known) > MOST_KNOWN else ""

@@ -7,7 +7,7 @@ from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.report import wording
 from kvdoctor.report.page.blocks import Place, chip, folded, scrolled, table
 from kvdoctor.report.page.markup import Content, Element, h
-from kvdoctor.tolerances import TOLERANCES
+from kvdoctor.tolerances import Tolerance
 from kvdoctor.trace import Difference, Run
 
 MOST_STEPS, MOST_RUNS, MOST_LAYERS = 24, 24, 512
@@ -17,7 +17,7 @@ LOWEST, HIGHEST = -7, 0
 """Powers of ten between which the colours go; below is as good as equal, above is as good as unrelated."""
 
 
-def steps(runs: Sequence[Run], contract: CacheContract, place: Place) -> Content:
+def steps(runs: Sequence[Run], contract: CacheContract, tolerance: Tolerance, place: Place) -> Content:
     """A row for each run that was held against the reference run, a column for each step."""
     held = [run for run in runs if any(step.difference for step in run.steps)]
     if not held:
@@ -26,7 +26,6 @@ def steps(runs: Sequence[Run], contract: CacheContract, place: Place) -> Content
     kept = _kept(longest)
     header: list[Content] = ["experiment", "outcome", *(str(step) for step in kept)]
     rows = [_row(run, kept) for run in held[:MOST_RUNS]]
-    tolerance = TOLERANCES[contract.exactness]
     said: list[Content] = [
         "Largest difference of the logits, as a fraction of their spread. For this arithmetic "
         f"({contract.exactness}) up to {tolerance.passes:g} passes, and more than {tolerance.fails:g} is a fault."

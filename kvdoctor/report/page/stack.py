@@ -21,6 +21,7 @@ from kvdoctor.report.page.blocks import (
 )
 from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.report.safe import shortened
+from kvdoctor.tolerances import Tolerance, tolerance_under
 from kvdoctor.trace import Run
 
 MOST_SLOTS, MOST_STEPS = 256, 40
@@ -42,9 +43,13 @@ def shown(stack: StackFacts, report: Report, place: Place, name: str) -> Element
             parts.append(section(below, "cache", "The cache over time", legend, h("div", pictures, class_="loops")))
         parts.append(section(below, "contract", "The cache contract", *_contract(stack, below)))
         if done:
+            limit = tolerance_under(report.arguments.get("tolerances", {}), contract.exactness)
             parts.append(
                 section(
-                    below, "differences", "Difference to the run without a cache", *_differences(done, stack, below)
+                    below,
+                    "differences",
+                    "Difference to the run without a cache",
+                    *_differences(done, stack, limit, below),
                 )
             )
         if (times := timing.chart(report, stack.name, below)) is not None:
@@ -75,11 +80,11 @@ def _contract(stack: StackFacts, place: Place) -> Iterator[Content]:
     yield more_line(len(contract.slots) - MOST_SLOTS, "slot")
 
 
-def _differences(done: Sequence[Run], stack: StackFacts, place: Place) -> Iterator[Content]:
+def _differences(done: Sequence[Run], stack: StackFacts, limit: Tolerance, place: Place) -> Iterator[Content]:
     assert stack.contract is not None  # noqa: S101
     others = {experiment.name for experiment in load() if not experiment.judged}
     done = [run for run in done if run.experiment not in others]
-    yield heat_map.steps(done, stack.contract, place)
+    yield heat_map.steps(done, stack.contract, limit, place)
     yield heat_map.layers(done, stack.contract, place.below())
 
 
