@@ -136,6 +136,21 @@ def test_nothing_is_raised_where_the_exit_code_is_0(models: Path) -> None:
         kvdoctor.inspect(models / "sick").raise_for_findings()
 
 
+def test_a_gate_is_run_as_it_is_asked(models: Path, tmp_path: Path) -> None:
+    both = [models / "healthy", models / "sick"]
+    assert kvdoctor.gate(models / "healthy", static=True).verdict == "nothing-found"
+    first = kvdoctor.gate(both, jobs=2, cache_dir=tmp_path)
+    again = kvdoctor.gate(both, cache_dir=tmp_path)
+    assert [report.measured.get("cached") for report in (*first.reports, *again.reports)] == [None, None, True, True]
+    words = str(again)
+    assert words.endswith("gate: unhealthy; 1 of 2 models healthy, 1 unhealthy; 2 unchanged and not run again\n")
+    done = run("-m", "kvdoctor", "gate", *both, "--cache-dir", tmp_path)
+    assert (done.stdout, done.returncode) == (words, again.exit_code)
+    for wrong in ({"jobs": 0}, {"offline": "no"}, {"timeout": "soon"}):
+        with pytest.raises(kvdoctor.UsageError):
+            kvdoctor.gate(both, **wrong)  # type: ignore[arg-type]
+
+
 def test_a_gate_names_every_model_that_fails_it(models: Path) -> None:
     judged = kvdoctor.gate([models / "healthy", models / "sick"])
     assert (judged.verdict, judged.exit_code, len(judged.reports)) == ("unhealthy", 1, 2)
