@@ -154,11 +154,13 @@ def _refuse_unfit(file: str, entries: tuple[Entry, ...]) -> None:
     for number, entry in enumerate(entries, 1):
         place = f"the baseline {file}, entry {number} ({entry.words})"
         check = find_check(entry.code)
+        if check is None:
+            raise UsageError(f"{place}: there is no check {entry.code!r}; `kvdoctor explain` lists all of them")
         if not entry.reason.strip():
             raise UsageError(f"{place} has no reason; say why the finding may stay")
         if entry.until is not None and not is_day(entry.until):
             raise UsageError(f"{place}: until takes a day, as in 2026-12-31, or null; got {entry.until!r}")
-        if check is not None and check.incomplete:
+        if check.incomplete:
             raise UsageError(
                 f"{place}: {check.name} says that the model could not be diagnosed; that can be no known finding, "
                 "take the entry out"

@@ -314,6 +314,9 @@ def _tell(error: click.ClickException) -> None:
     """Show what is wrong with a command line, which may hold the names of files that others gave them."""
     from kvdoctor.report.safe import printable, shortened
 
+    if isinstance(error, click.UsageError) and error.ctx is not None and error.message == error.ctx.get_help():
+        click.echo(error.message, err=True)  # a command that was given nothing shows its help
+        return
     message = error.format_message()
     if isinstance(error, click.MissingParameter) or printable(message) == message:
         error.show()

@@ -232,7 +232,7 @@ class _Performance:
         self.controls: list[Control] = []
         self.logits: list[Array] = []
         self.noise = 0.0
-        self.kept = False
+        self.kept = self.undefined = False
         self.deal: Deal | None = None
 
     def perform(self) -> Run:
@@ -347,9 +347,12 @@ class _Performance:
 
     def _probe(self, call: Call) -> Answer:
         try:
-            return self.exam.run_session(call)
+            answer = self.exam.run_session(call)
         except StepFailed:
             return Answer({}, "")
+        if answer.logits_name in answer.outputs:
+            self.undefined = self.undefined or bool(np.isnan(answer.logits.min(initial=np.inf)))
+        return answer
 
     def _timed(self, call: Call) -> Answer:
         """Median seconds of up to five runs within a tenth of a second; the same call was run before."""
@@ -364,6 +367,8 @@ class _Performance:
         return answer
 
     def _finish(self, cause: Cause | None) -> Run:
+        if cause is not None and self.undefined:
+            return self._result("inconclusive", reason="logits are no numbers: what changes them cannot be told")
         if cause is not None:
             return self._result("differs", reason=cause.evidence, cause=cause)
         if self.experiment.asks_why:

@@ -21,6 +21,8 @@ def refuse_nothing(shown: str, path: Path) -> None:
     """
     if shown == "-":
         raise UsageError("a model cannot be read from standard input, its external data needs a path; give the path")
+    if not shown:
+        raise UsageError("the path of a model is empty; give an .onnx file or the folder of an export")
     if not path.exists():
         raise UsageError(f"{shown!r} does not exist; give an .onnx file or the folder of an export")
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from kvdoctor.case import Case, leading_cause, off_by
 from kvdoctor.checks.caused import Words, caused
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, CannotCheck, Fault, check
 
 WORDS = Words(
     cause="a row's logits change with its neighbour, in steps with a past",
@@ -35,6 +35,9 @@ def batch_rows_interact(case: Case) -> Iterator[Fault]:
         return
     if case.contract is None or (leading and leading[0] == "nondeterministic"):
         return
+    alone = case.judged
+    if alone is not None and any(step.difference and not step.difference.finite for step in alone.steps):
+        raise CannotCheck("logits are not finite, see KV304")
     logits = case.contract.graph("prefill").port("logits")
     step = run.steps[run.failed_step or 0] if run.steps else None
     size = off_by(run, step) or run.reason or "other"

@@ -14,6 +14,8 @@ def same_feed(deal: Deal) -> Calls:
     expected = yield from deal.whole()
     if deal.contract.last_logits_only:
         expected = expected[:, -1:]
+    if not np.isfinite(expected).all():
+        return  # two of them cannot be held against each other
     yield deal.prefill(deal.scenario.total, expected)
     start = deal.scenario.prompt
     answer = yield probe(deal.prefill(start))
