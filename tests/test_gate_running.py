@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -315,16 +316,31 @@ print(*sorted(name for name in opened if name.startswith(folder + os.sep)), sep=
     assert opened <= set(looked_at(folder)[1])
 
 
+@pytest.mark.parametrize("name", ["model.onnx", "weights.bin", "sub/weights.bin", "linked.bin", "config.json", None])
 def test_a_model_that_changes_while_it_is_diagnosed_is_not_kept(
-    kept: tuple[Cache, Job, Report], tmp_path: Path
+    name: str | None, kept: tuple[Cache, Job, Report], tmp_path: Path
 ) -> None:
-    _, _, report = kept
+    """Also where what changes is known only to the graph, and is first read after the run."""
     folder = copied(GPT2, tmp_path / "model")
+    (folder / "sub").mkdir()
+    for weights in ("weights.bin", "sub/weights.bin", "one", "other"):
+        (folder / weights).write_bytes(weights.encode())
+    (folder / "linked.bin").symlink_to("one")
+    time.sleep(0.05)
+    (model, *others) = kept[2].model.files
+    named = ("weights.bin", "sub/weights.bin", "linked.bin")
+    files = (replace(model, external=named), *others)
+    report = replace(kept[2], model=replace(kept[2].model, files=files))
     job, cache = Job(str(folder), Options()), Cache(tmp_path / "other")
     key = cache.key(job)
-    (folder / "model.onnx").write_bytes((folder / "model.onnx").read_bytes())
+    time.sleep(0.05)
+    if name == "linked.bin":
+        (folder / "link").symlink_to("other")
+        (folder / "link").replace(folder / name)
+    elif name is not None:
+        (folder / name).write_bytes((folder / name).read_bytes())
     cache.keep(key, job, report)
-    assert not (tmp_path / "other").exists()
+    assert (tmp_path / "other").exists() == (name is None)
 
 
 def test_a_fresh_change_is_not_trusted_to_its_time(tmp_path: Path) -> None:

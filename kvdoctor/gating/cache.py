@@ -15,7 +15,7 @@ from typing import Any
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.gating.contents import Contents
 from kvdoctor.gating.jobs import Job
-from kvdoctor.gating.keys import digests, external_state, key_of, places
+from kvdoctor.gating.keys import digests, external_state, key_of, nearby, places
 from kvdoctor.listing import looked_at
 from kvdoctor.out_folder import write_whole
 from kvdoctor.plain import from_plain, to_plain
@@ -37,7 +37,13 @@ class Cache:
         self._wrote = False
 
     def key(self, job: Job) -> str | None:
-        """What the report of a job is kept under, by its files as they are; None where nothing may be kept."""
+        """What the report of a job is kept under, by its files as they are; None where nothing may be kept.
+
+        To be asked before the job is run: from now on its files are watched, also those whose names only its graph
+        knows.
+        """
+        with contextlib.suppress(OSError):
+            self._contents.watch(nearby(job))
         return key_of(job, self._contents, self._elsewhere)
 
     def find(self, key: str | None, job: Job) -> Report | None:
@@ -60,7 +66,8 @@ class Cache:
         try:
             external = external_state(job, report, self._contents)
             files = (*looked_at(job.place)[1], *places(job, list(external)).values())
-            if self.key(job) == key and all(map(self._contents.is_settled, files)):
+            unchanged = key_of(job, self._contents, self._elsewhere) == key
+            if unchanged and all(map(self._contents.is_settled, files)):
                 self._write(key, report, external)
         except (OSError, ValueError, KvdoctorError):
             return  # a folder that cannot be written to costs time, and nothing else
