@@ -51,11 +51,13 @@ def diagnosed(jobs: Sequence[Job], how: How) -> list[Report]:
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Reports are many small objects, none of them in a circle: looking for circles takes a third of the time."""
+    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()
 
 
 def _run(jobs: dict[int, Job], how: How) -> Generator[tuple[int, Report], None, None]:
