@@ -1,5 +1,6 @@
 """How `gate` runs many models: side by side, again only what has changed, and whole or not at all."""
 
+import gc
 import hashlib
 import json
 import os
@@ -20,10 +21,11 @@ import pytest
 from bad_models import GPT2, MARIAN, as_json, call, copied, saved
 from test_kill import assert_gone, started
 
-from kvdoctor.gating import Job, capacity
+from kvdoctor.gating import How, Job, capacity
 from kvdoctor.gating.cache import Cache
 from kvdoctor.gating.contents import Contents
 from kvdoctor.gating.keys import key_of, source
+from kvdoctor.gating.running import diagnosed
 from kvdoctor.listing import looked_at
 from kvdoctor.options import Options
 from kvdoctor.plain import from_plain, to_plain
@@ -386,6 +388,43 @@ def test_limits_of_a_container_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert capacity.cores() == len(os.sched_getaffinity(0))
     assert capacity.side_by_side(2, 1, None) == 1
+
+
+@pytest.mark.parametrize(("most", "used", "idle"), capacity.USES, ids=["v2", "v1"])
+def test_files_that_were_read_take_no_memory(
+    most: str, used: str, idle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a container has in use holds the cache of files, which the kernel takes back."""
+    (tmp_path / most).write_text(f"{100 << 20}\n")
+    (tmp_path / used).write_text(f"{90 << 20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\n{idle} {60 << 20}\nactive_file 7\n")
+    monkeypatch.setattr(capacity, "_groups", lambda _: iter([tmp_path]))
+    assert capacity.memory() == int((70 << 20) * capacity.SHARE)
+    (tmp_path / "memory.stat").write_text(f"{idle} nonsense\n")
+    assert capacity.memory() == int((10 << 20) * capacity.SHARE)
+
+
+@pytest.mark.parametrize("option", [("--jobs", "2"), ("--cluster", "tcp://127.0.0.1:9"), ("--cache-dir", "cache")])
+def test_what_is_for_models_that_run_is_refused_where_none_is(option: tuple[str, str]) -> None:
+    result = call("gate", GPT2, "--static", *option)
+    assert result.code == 2
+    assert f"{option[0]} is for models that are run, and --static runs none" in result.err
+
+
+def test_a_folder_for_every_gate_is_no_word_on_this_one(tmp_path: Path) -> None:
+    result = call("gate", GPT2, "--static", env={**os.environ, "KVDOCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    assert result.code == 0
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_collection_of_garbage_stays_as_the_caller_has_it(on: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        assert diagnosed([], How()) == []
+        assert gc.isenabled() == on
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_a_large_model_is_not_run_beside_others(tmp_path: Path) -> None:
