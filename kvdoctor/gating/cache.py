@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from kvdoctor.report.document import Report, decide, is_open
 SCHEMA = "kvdoctor/gate-cache/1"
 MOST_BYTES = 512 << 20
 MOST_ENTRY_BYTES = 64 << 20
+PARTIAL = ".*.kvdoctor-*.partial"
+PARTIAL_SECONDS = 3600
+"""After so long nobody writes a file any more."""
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by kvdoctor gate; it may be deleted at any time.\n"
 """Source: https://bford.info/cachedir/."""
 
@@ -115,6 +119,7 @@ class Cache:
         folder.mkdir(parents=True, exist_ok=True)
 
     def _prune(self) -> None:
+        self._sweep()
         entries = []
         for file in (self._folder / "reports").glob("*/*.json"):
             with contextlib.suppress(OSError):
@@ -127,6 +132,14 @@ class Cache:
             with contextlib.suppress(OSError):
                 file.unlink()
                 total -= size
+
+    def _sweep(self) -> None:
+        """Take away what gates that were killed left half written."""
+        for pattern in (PARTIAL, f"reports/*/{PARTIAL}"):
+            for file in self._folder.glob(pattern):
+                with contextlib.suppress(OSError):
+                    if time.time() - file.stat().st_mtime > PARTIAL_SECONDS:
+                        file.unlink()
 
 
 def is_complete(report: Report) -> bool:
