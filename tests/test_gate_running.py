@@ -4,6 +4,7 @@ import gc
 import hashlib
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -24,8 +25,10 @@ from test_kill import assert_gone, started
 from kvdoctor.gating import How, Job, capacity
 from kvdoctor.gating.cache import Cache
 from kvdoctor.gating.contents import Contents
+from kvdoctor.gating.jobs import Lost
 from kvdoctor.gating.keys import key_of, source
 from kvdoctor.gating.running import diagnosed
+from kvdoctor.gating.slots import Slots
 from kvdoctor.listing import looked_at
 from kvdoctor.options import Options
 from kvdoctor.plain import from_plain, to_plain
@@ -173,6 +176,31 @@ def _burning(process: subprocess.Popen[str], but: tuple[int, ...]) -> psutil.Pro
         if slot.pid not in but and any(child.cpu_times().user > 2.5 for child in slot.children()):
             return slot
     return None
+
+
+class _Broken:
+    """What can be pickled halfway, after as much as fills a pipe."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not to be pickled")
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def test_what_cannot_be_sent_leaves_no_process_out_of_step() -> None:
+    with Slots(1) as slots:
+        assert slots.submit(abs, -1).result(20) == 1
+        for stuck in ([b"x" * (1 << 17), _Broken()], lambda: 0):
+            with pytest.raises((RuntimeError, AttributeError, pickle.PicklingError)):
+                slots.submit(repr, stuck).result(20)
+            assert slots.submit(abs, -2).result(20) == 2
+        with pytest.raises(ZeroDivisionError):
+            slots.submit(divmod, 1, 0).result(20)
+        with pytest.raises(Lost):  # a function that the process cannot find
+            slots.submit(_same, 1).result(20)
+        assert slots.submit(abs, -3).result(20) == 3
 
 
 # --- the cache ---
@@ -361,6 +389,22 @@ def test_a_fresh_change_is_not_trusted_to_its_time(tmp_path: Path) -> None:
 def test_a_broken_memory_of_digests_is_forgotten(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "contents.json").write_bytes(content)
     assert Contents(tmp_path).digest(GPT2 / "model.onnx") == Contents(tmp_path / "none").digest(GPT2 / "model.onnx")
+
+
+def test_what_a_killed_gate_left_is_swept(kept: tuple[Cache, Job, Report]) -> None:
+    cache = kept[0]
+    root, beside = cache._folder, entry(cache).parent
+    old = [root / ".contents.json.kvdoctor-1.partial", beside / ".a.json.kvdoctor-1.partial"]
+    new, other = beside / ".b.json.kvdoctor-1.partial", root / ".mine.partial"
+    for file in (*old, new, other):
+        file.write_text("half")
+    for file in (*old, other):
+        os.utime(file, (time.time() - 4000,) * 2)
+    cache.close()
+    assert not any(file.exists() for file in old)
+    assert new.exists()
+    assert other.exists()
+    assert entry(cache).exists()
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
