@@ -62,4 +62,4 @@ def _refuse_with_static() -> None:
     for name in ("jobs", "cache_dir", "cluster"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = "--" + name.replace("_", "-")
-            raise click.UsageError(f"{option} is for models that are run, and --static runs none; leave one of them out")
+            raise click.UsageError(f"{option} is for models that are run, and --static runs none; leave one out")

@@ -1,8 +1,8 @@
 """How much of the machine may be used: cores and memory, also within the limits of a container.
 
 Sources: cgroup v2 (docs.kernel.org/admin-guide/cgroup-v2: `cpu.max`, `memory.max`, `memory.current`, `memory.stat`) and
-v1 (`cpu.cfs_quota_us`, `cpu.cfs_period_us`, `memory.limit_in_bytes`, `memory.usage_in_bytes`, `memory.stat`). A limit of
-any group above holds as well. What is in use holds the cache of files that were read; the part of it that nobody has
+v1 (`cpu.cfs_quota_us`, `cpu.cfs_period_us`, `memory.limit_in_bytes`, `memory.usage_in_bytes`, `memory.stat`). A limit
+of any group above holds as well. What is in use holds the cache of files that were read; the part of it that nobody has
 touched for a while (`inactive_file`) is given up before a process is killed, and counts as free, as for `docker stats`.
 """
 
@@ -18,7 +18,7 @@ USES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Files that say how much a group may use and how much it uses, and the line of `memory.stat` that can be taken back."""
+"""Files that say how much a group may use and how much it uses, and the line of `memory.stat` that is taken back."""
 SHARE = 0.8
 """Of the memory that is free: the rest is for what else the machine does in the meantime."""
 RESTING_BYTES = 200 * MIB
