@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from kvdoctor.gating import How
@@ -44,6 +45,8 @@ def how_given(given: dict[str, Any], told: "Told | None") -> "How":
     from kvdoctor.export.made_by_pip import cache_folder
     from kvdoctor.gating import How
 
+    if given.get("static"):
+        _refuse_with_static()
     if given["jobs"] is not None and given["cluster"] is not None:
         raise click.UsageError("--jobs is for this machine; a cluster runs as many models as its workers have threads")
     kept = Path(given["cache_dir"]) if given["cache_dir"] else cache_folder() / "gate"
@@ -51,3 +54,12 @@ def how_given(given: dict[str, Any], told: "Told | None") -> "How":
         raise click.UsageError(f"--cache-dir {str(kept)!r} is no folder; give another one, or --no-cache")
     cache = None if given["no_cache"] else kept
     return How(given["jobs"], cache, given["cluster"], None if told is None else told.say)
+
+
+def _refuse_with_static() -> None:
+    """Refuse what was said for models that run; a variable of the environment or a policy says it for every gate."""
+    context = click.get_current_context()
+    for name in ("jobs", "cache_dir", "cluster"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = "--" + name.replace("_", "-")
+            raise click.UsageError(f"{option} is for models that are run, and --static runs none; leave one out")

@@ -6,9 +6,11 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import bad_models as bad
 import psutil
@@ -21,8 +23,11 @@ pytest.importorskip("distributed")
 
 from distributed import Client
 
+from kvdoctor.gating import How, Job, cluster, gate
 from kvdoctor.gating.cluster import _disagreement
+from kvdoctor.gating.jobs import Gone, Lost
 from kvdoctor.gating.keys import software
+from kvdoctor.options import Options
 
 slow = pytest.mark.slow
 
@@ -70,9 +75,9 @@ class Loopback:
 
 @pytest.fixture
 def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
-    cluster = Loopback(tmp_path_factory.mktemp("dask"))
-    yield cluster
-    cluster.stop()
+    started_here = Loopback(tmp_path_factory.mktemp("dask"))
+    yield started_here
+    started_here.stop()
 
 
 def worker_of(nanny: "subprocess.Popen[bytes]") -> psutil.Process:
@@ -81,6 +86,19 @@ def worker_of(nanny: "subprocess.Popen[bytes]") -> psutil.Process:
         if any("gating.slots" in " ".join(below.cmdline()) for below in child.children(recursive=True)):
             return child
     raise AssertionError("this worker has nothing to do")
+
+
+def busy_worker(nanny: "subprocess.Popen[bytes]", gate: "subprocess.Popen[str]") -> psutil.Process:
+    """The same, as soon as one of its models runs: a slot, and below it a worker that has computed."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        assert gate.poll() is None, gate.communicate()
+        with contextlib.suppress(AssertionError, psutil.Error):
+            worker = worker_of(nanny)
+            if any(below.cpu_times().user > 1 for slot in worker.children() for below in slot.children()):
+                return worker
+        time.sleep(0.1)
+    raise AssertionError("this worker was given nothing")
 
 
 def reports(output: str) -> list[str]:
@@ -98,9 +116,7 @@ def test_the_same_reports_as_locally_though_a_worker_is_killed(loopback: Loopbac
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(12)
-    assert elsewhere.poll() is None, elsewhere.communicate()
-    worker_of(loopback.nannies[0]).kill()
+    busy_worker(loopback.nannies[0], elsewhere).kill()
     output, error = elsewhere.communicate(timeout=400)
     assert not error
     assert elsewhere.returncode == 1
@@ -165,6 +181,81 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+class Told:
+    """Is told of progress as a terminal is: with a lock, which cannot be sent."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def __call__(self, *_: Any) -> None:
+        raise AssertionError("what runs elsewhere is not told here")
+
+
+@slow
+def test_progress_is_not_sent(loopback: Loopback, tmp_path: Path) -> None:
+    model = saved(bad.decoder(), tmp_path / "model")
+    done = gate([Job(str(model), Options(progress=Told()))], How(cluster=loopback.address))
+    assert done.verdict == "healthy"
+
+
+class Breaking:
+    """A client of a cluster whose connection breaks; `break_at` is the call that raises."""
+
+    status = "running"
+
+    def __init__(self, break_at: str) -> None:
+        self.break_at, self.workers = break_at, {"one": 1}
+
+    def _maybe(self, name: str) -> None:
+        if name == self.break_at:
+            raise RuntimeError(f"broken at {name}")
+
+    def run(self, *_: Any) -> dict[str, Any]:
+        return {"one": software()}
+
+    def close(self, **_: Any) -> None:
+        """Nothing was opened."""
+
+    def nthreads(self) -> Any:
+        return ["no dictionary"] if self.break_at == "nthreads" else dict(self.workers)
+
+    def submit(self, *_: Any, **__: Any) -> "Breaking":
+        self._maybe("submit")
+        self.workers = {"other": 0}
+        return self
+
+    def add_done_callback(self, _: Any) -> None:
+        self._maybe("add_done_callback")
+
+    def done(self) -> bool:
+        self._maybe("done")
+        return False
+
+    def cancel(self, *_: Any, **__: Any) -> None:
+        self._maybe("cancel")
+
+
+@pytest.mark.parametrize(
+    ("break_at", "error"),
+    [
+        *(("submit", Gone), ("add_done_callback", Gone), ("done", Gone), ("nthreads", Gone), ("cancel", Lost)),
+        ("pickling", Gone),
+    ],
+)
+def test_a_client_that_breaks_keeps_nobody_waiting(
+    break_at: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_connected", lambda _: Breaking(break_at))
+    monkeypatch.setattr(cluster, "POLL_SECONDS", 0.05)
+    with cluster.Cluster("tcp://there") as executor:
+        answer = executor.submit(repr, threading.RLock() if break_at == "pickling" else 1)
+        with pytest.raises(error):
+            answer.result(timeout=2)
+        if break_at == "done":
+            with pytest.raises(Gone, match="broken at done"):
+                executor.submit(repr, 1).result(timeout=2)
 
 
 @slow

@@ -1,8 +1,10 @@
 """How `gate` runs many models: side by side, again only what has changed, and whole or not at all."""
 
+import gc
 import hashlib
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,13 @@ import pytest
 from bad_models import GPT2, MARIAN, as_json, call, copied, saved
 from test_kill import assert_gone, started
 
-from kvdoctor.gating import Job, capacity
+from kvdoctor.gating import How, Job, capacity
 from kvdoctor.gating.cache import Cache
 from kvdoctor.gating.contents import Contents
+from kvdoctor.gating.jobs import Lost
 from kvdoctor.gating.keys import key_of, source
+from kvdoctor.gating.running import diagnosed
+from kvdoctor.gating.slots import Slots
 from kvdoctor.listing import looked_at
 from kvdoctor.options import Options
 from kvdoctor.plain import from_plain, to_plain
@@ -172,6 +178,31 @@ def _burning(process: subprocess.Popen[str], but: tuple[int, ...]) -> psutil.Pro
     return None
 
 
+class _Broken:
+    """What can be pickled halfway, after as much as fills a pipe."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not to be pickled")
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def test_what_cannot_be_sent_leaves_no_process_out_of_step() -> None:
+    with Slots(1) as slots:
+        assert slots.submit(abs, -1).result(20) == 1
+        for stuck in ([b"x" * (1 << 17), _Broken()], lambda: 0):
+            with pytest.raises((RuntimeError, AttributeError, pickle.PicklingError)):
+                slots.submit(repr, stuck).result(20)
+            assert slots.submit(abs, -2).result(20) == 2
+        with pytest.raises(ZeroDivisionError):
+            slots.submit(divmod, 1, 0).result(20)
+        with pytest.raises(Lost):  # a function that the process cannot find
+            slots.submit(_same, 1).result(20)
+        assert slots.submit(abs, -3).result(20) == 3
+
+
 # --- the cache ---
 
 
@@ -315,16 +346,31 @@ print(*sorted(name for name in opened if name.startswith(folder + os.sep)), sep=
     assert opened <= set(looked_at(folder)[1])
 
 
+@pytest.mark.parametrize("name", ["model.onnx", "weights.bin", "sub/weights.bin", "linked.bin", "config.json", None])
 def test_a_model_that_changes_while_it_is_diagnosed_is_not_kept(
-    kept: tuple[Cache, Job, Report], tmp_path: Path
+    name: str | None, kept: tuple[Cache, Job, Report], tmp_path: Path
 ) -> None:
-    _, _, report = kept
+    """Also where what changes is known only to the graph, and is first read after the run."""
     folder = copied(GPT2, tmp_path / "model")
+    (folder / "sub").mkdir()
+    for weights in ("weights.bin", "sub/weights.bin", "one", "other"):
+        (folder / weights).write_bytes(weights.encode())
+    (folder / "linked.bin").symlink_to("one")
+    time.sleep(0.05)
+    (model, *others) = kept[2].model.files
+    named = ("weights.bin", "sub/weights.bin", "linked.bin")
+    files = (replace(model, external=named), *others)
+    report = replace(kept[2], model=replace(kept[2].model, files=files))
     job, cache = Job(str(folder), Options()), Cache(tmp_path / "other")
     key = cache.key(job)
-    (folder / "model.onnx").write_bytes((folder / "model.onnx").read_bytes())
+    time.sleep(0.05)
+    if name == "linked.bin":
+        (folder / "link").symlink_to("other")
+        (folder / "link").replace(folder / name)
+    elif name is not None:
+        (folder / name).write_bytes((folder / name).read_bytes())
     cache.keep(key, job, report)
-    assert not (tmp_path / "other").exists()
+    assert (tmp_path / "other").exists() == (name is None)
 
 
 def test_a_fresh_change_is_not_trusted_to_its_time(tmp_path: Path) -> None:
@@ -343,6 +389,22 @@ def test_a_fresh_change_is_not_trusted_to_its_time(tmp_path: Path) -> None:
 def test_a_broken_memory_of_digests_is_forgotten(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "contents.json").write_bytes(content)
     assert Contents(tmp_path).digest(GPT2 / "model.onnx") == Contents(tmp_path / "none").digest(GPT2 / "model.onnx")
+
+
+def test_what_a_killed_gate_left_is_swept(kept: tuple[Cache, Job, Report]) -> None:
+    cache = kept[0]
+    root, beside = cache._folder, entry(cache).parent
+    old = [root / ".contents.json.kvdoctor-1.partial", beside / ".a.json.kvdoctor-1.partial"]
+    new, other = beside / ".b.json.kvdoctor-1.partial", root / ".mine.partial"
+    for file in (*old, new, other):
+        file.write_text("half")
+    for file in (*old, other):
+        os.utime(file, (time.time() - 4000,) * 2)
+    cache.close()
+    assert not any(file.exists() for file in old)
+    assert new.exists()
+    assert other.exists()
+    assert entry(cache).exists()
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
@@ -370,6 +432,43 @@ def test_limits_of_a_container_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert capacity.cores() == len(os.sched_getaffinity(0))
     assert capacity.side_by_side(2, 1, None) == 1
+
+
+@pytest.mark.parametrize(("most", "used", "idle"), capacity.USES, ids=["v2", "v1"])
+def test_files_that_were_read_take_no_memory(
+    most: str, used: str, idle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a container has in use holds the cache of files, which the kernel takes back."""
+    (tmp_path / most).write_text(f"{100 << 20}\n")
+    (tmp_path / used).write_text(f"{90 << 20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\n{idle} {60 << 20}\nactive_file 7\n")
+    monkeypatch.setattr(capacity, "_groups", lambda _: iter([tmp_path]))
+    assert capacity.memory() == int((70 << 20) * capacity.SHARE)
+    (tmp_path / "memory.stat").write_text(f"{idle} nonsense\n")
+    assert capacity.memory() == int((10 << 20) * capacity.SHARE)
+
+
+@pytest.mark.parametrize("option", [("--jobs", "2"), ("--cluster", "tcp://127.0.0.1:9"), ("--cache-dir", "cache")])
+def test_what_is_for_models_that_run_is_refused_where_none_is(option: tuple[str, str]) -> None:
+    result = call("gate", GPT2, "--static", *option)
+    assert result.code == 2
+    assert f"{option[0]} is for models that are run, and --static runs none" in result.err
+
+
+def test_a_folder_for_every_gate_is_no_word_on_this_one(tmp_path: Path) -> None:
+    result = call("gate", GPT2, "--static", env={**os.environ, "KVDOCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    assert result.code == 0
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_collection_of_garbage_stays_as_the_caller_has_it(on: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        assert diagnosed([], How()) == []
+        assert gc.isenabled() == on
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_a_large_model_is_not_run_beside_others(tmp_path: Path) -> None:

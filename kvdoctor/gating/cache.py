@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.gating.contents import Contents
 from kvdoctor.gating.jobs import Job
-from kvdoctor.gating.keys import digests, external_state, key_of, places
+from kvdoctor.gating.keys import digests, external_state, key_of, nearby, places
 from kvdoctor.listing import looked_at
 from kvdoctor.out_folder import write_whole
 from kvdoctor.plain import from_plain, to_plain
@@ -24,6 +25,9 @@ from kvdoctor.report.document import Report, decide, is_open
 SCHEMA = "kvdoctor/gate-cache/1"
 MOST_BYTES = 512 << 20
 MOST_ENTRY_BYTES = 64 << 20
+PARTIAL = ".*.kvdoctor-*.partial"
+PARTIAL_SECONDS = 3600
+"""After so long nobody writes a file any more."""
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by kvdoctor gate; it may be deleted at any time.\n"
 """Source: https://bford.info/cachedir/."""
 
@@ -37,7 +41,13 @@ class Cache:
         self._wrote = False
 
     def key(self, job: Job) -> str | None:
-        """What the report of a job is kept under, by its files as they are; None where nothing may be kept."""
+        """What the report of a job is kept under, by its files as they are; None where nothing may be kept.
+
+        To be asked before the job is run: from now on its files are watched, also those whose names only its graph
+        knows.
+        """
+        with contextlib.suppress(OSError):
+            self._contents.watch(nearby(job))
         return key_of(job, self._contents, self._elsewhere)
 
     def find(self, key: str | None, job: Job) -> Report | None:
@@ -60,7 +70,8 @@ class Cache:
         try:
             external = external_state(job, report, self._contents)
             files = (*looked_at(job.place)[1], *places(job, list(external)).values())
-            if self.key(job) == key and all(map(self._contents.is_settled, files)):
+            unchanged = key_of(job, self._contents, self._elsewhere) == key
+            if unchanged and all(map(self._contents.is_settled, files)):
                 self._write(key, report, external)
         except (OSError, ValueError, KvdoctorError):
             return  # a folder that cannot be written to costs time, and nothing else
@@ -108,6 +119,7 @@ class Cache:
         folder.mkdir(parents=True, exist_ok=True)
 
     def _prune(self) -> None:
+        self._sweep()
         entries = []
         for file in (self._folder / "reports").glob("*/*.json"):
             with contextlib.suppress(OSError):
@@ -120,6 +132,14 @@ class Cache:
             with contextlib.suppress(OSError):
                 file.unlink()
                 total -= size
+
+    def _sweep(self) -> None:
+        """Take away what gates that were killed left half written."""
+        for pattern in (PARTIAL, f"reports/*/{PARTIAL}"):
+            for file in self._folder.glob(pattern):
+                with contextlib.suppress(OSError):
+                    if time.time() - file.stat().st_mtime > PARTIAL_SECONDS:
+                        file.unlink()
 
 
 def is_complete(report: Report) -> bool:

@@ -7,10 +7,11 @@ against every call that waited there.
 
 import contextlib
 import math
+import pickle
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
@@ -37,7 +38,7 @@ IDLE_SECONDS = 120
 """After so long without a call a worker ends the processes of a gate, which may have been killed."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """A call, who waits for it, and where it is."""
 
@@ -64,6 +65,7 @@ class Cluster(Executor):
         self._running: list[_Call] = []
         self._news = threading.Condition()
         self._closed = False
+        self._over: str | None = None
         self._gate = uuid4().hex
         self._thread = threading.Thread(target=self._hand_out, daemon=True)
         try:
@@ -77,6 +79,9 @@ class Cluster(Executor):
         """Carry out a function of a module on one of the workers."""
         answer: Future[T] = Future()
         with self._news:
+            if self._over is not None:
+                answer.set_exception(Gone(self._over))
+                return answer
             self._waiting.append(_Call(fn, args, kwargs, answer))
             self._news.notify()
         return answer
@@ -103,6 +108,16 @@ class Cluster(Executor):
         self._client.close(timeout=1)
 
     def _hand_out(self) -> None:
+        reason = f"the cluster at {self._address} has no worker any more, or does not answer"
+        try:
+            self._until_over()
+        except Exception as error:  # whatever it is, somebody waits for the answers
+            reason = f"the cluster at {self._address} cannot be used any more ({_told(error)})"
+        finally:
+            self._give_up(reason)
+
+    def _until_over(self) -> None:
+        """Hand out and collect until this is closed, or the cluster was silent for too long."""
         heard = time.monotonic()
         while True:
             with self._news:
@@ -117,7 +132,6 @@ class Cluster(Executor):
                 if self._client.status != "running":
                     heard = min(heard, time.monotonic() - PATIENCE_SECONDS)
             if time.monotonic() - heard > PATIENCE_SECONDS:
-                self._give_up()
                 return
             if workers:
                 self._collect(workers)
@@ -126,16 +140,18 @@ class Cluster(Executor):
     def _collect(self, workers: dict[str, int]) -> None:
         """Answer what is done, and what was lost with its worker."""
         with self._news:
-            running, self._running = self._running, []
+            running = list(self._running)
         for call in running:
             if call.task.done():
                 _answer(call)
             elif call.worker not in workers:
-                call.task.cancel(force=True)
-                call.answer.set_exception(Lost(LOST))
+                with contextlib.suppress(Exception):  # it is lost in any case
+                    call.task.cancel(force=True)
+                _fail(call, Lost(LOST))
             else:
-                with self._news:
-                    self._running.append(call)
+                continue
+            with self._news, contextlib.suppress(ValueError):  # taken back in the meantime
+                self._running.remove(call)
 
     def _fill(self, workers: dict[str, int]) -> None:
         """Give each worker as many calls as it has threads; with every round another one begins."""
@@ -147,30 +163,39 @@ class Cluster(Executor):
                 if not call.answer.set_running_or_notify_cancel():
                     continue
                 call.worker = max(free, key=lambda worker: free[worker])
+                try:
+                    self._give(call)
+                except Exception as error:  # what cannot be sent costs itself only
+                    _fail(call, Gone(f"the cluster at {self._address} did not take it ({_told(error)})"))
+                    continue
                 free[call.worker] -= 1
-                given = (self._gate, software_here(), call.function, call.given, call.named)
-                call.task = self._client.submit(
-                    carried_out, *given, workers=[call.worker], allow_other_workers=False, pure=False, retries=0
-                )
-                call.task.add_done_callback(lambda _: self._wake())
                 self._running.append(call)
+
+    def _give(self, call: _Call) -> None:
+        # Tried here: what the client itself cannot pickle may break its connection.
+        pickle.dumps((call.function, call.given, call.named))
+        given = (self._gate, software_here(), call.function, call.given, call.named)
+        call.task = self._client.submit(
+            carried_out, *given, workers=[call.worker], allow_other_workers=False, pure=False, retries=0
+        )
+        call.task.add_done_callback(lambda _: self._wake())
 
     def _wake(self) -> None:
         with self._news:
             self._news.notify()
 
-    def _give_up(self) -> None:
+    def _give_up(self, reason: str) -> None:
         with self._news:
+            self._over = reason
             calls, self._waiting, self._running = [*self._waiting, *self._running], [], []
         for call in calls:
-            reason = f"the cluster at {self._address} has no worker any more, or does not answer"
-            call.answer.set_exception(Gone(reason))
+            _fail(call, Gone(reason))
 
     def _software_there(self) -> dict[str, dict[str, Any]]:
         try:
             found: dict[str, dict[str, Any]] = self._client.run(software)
         except Exception as error:  # whatever loading a package raises
-            told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            told = _told(error)
             raise KvdoctorError(f"a worker of the cluster cannot run kvdoctor ({told}); install it there") from None
         return found
 
@@ -204,9 +229,18 @@ def _answer(call: _Call) -> None:
     try:
         call.answer.set_result(call.task.result(timeout=PATIENCE_SECONDS))
     except (KilledWorker, CancelledError):
-        call.answer.set_exception(Lost(LOST))
+        _fail(call, Lost(LOST))
     except Exception as error:  # what a call raises is its answer
+        _fail(call, error)
+
+
+def _fail(call: _Call, error: Exception) -> None:
+    with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
         call.answer.set_exception(error)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _disagreement(versions: dict[str, Any]) -> str | None:

@@ -5,11 +5,13 @@ back). As git does, it is not remembered where the file was changed within the l
 into the same tick of the clock (git, Documentation/technical/racy-git.txt).
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import stat
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvdoctor.errors import KvdoctorError
@@ -17,6 +19,8 @@ from kvdoctor.out_folder import write_whole
 
 INDEX = "contents.json"
 RACY_NS = 3 * 10**9
+TICK_NS = 20 * 10**6
+"""By as much may a file's time lie behind the clock: file systems take it from the last tick (at most 10 ms apart)."""
 MOST_REMEMBERED = 50_000
 BLOCK = 1 << 20
 
@@ -31,7 +35,7 @@ class Contents:
         self._remembered = _read(self._file)
         self._asked: dict[str, str | None] = {}
         self._fresh: dict[str, tuple[Print, str]] = {}
-        self._prints: dict[str, Print] = {}
+        self._watched: dict[str, Print] = {}
         self._begun = time.time_ns()
 
     def digest(self, path: Path) -> str | None:
@@ -45,16 +49,23 @@ class Contents:
             self._asked[name] = self._digest(name)
         return self._asked[name]
 
+    def watch(self, paths: Iterable[Path]) -> None:
+        """Remember which files these are now, so that a change of one, or another in its place, is seen later."""
+        for path in paths:
+            with contextlib.suppress(OSError):
+                self._watched.setdefault(str(path), fingerprint(path.stat()))
+
     def is_settled(self, path: Path) -> bool:
-        """Whether a file was not changed since this run began."""
-        name = os.path.realpath(path)
+        """Whether a file is what it was when it was first watched, or else was not changed since this run began."""
+        watched = self._watched.get(str(path))
         try:
-            found = Path(name).stat()
+            found, named = path.stat(), path.lstat()
         except OSError:
-            return name not in self._prints
-        if name in self._prints:
-            return fingerprint(found) == self._prints[name]
-        return max(found.st_mtime_ns, found.st_ctime_ns) < self._begun
+            return watched is None and not os.path.lexists(path)
+        if watched is not None:
+            return fingerprint(found) == watched
+        changed = max(found.st_mtime_ns, found.st_ctime_ns, named.st_mtime_ns, named.st_ctime_ns)
+        return changed + TICK_NS < self._begun
 
     def save(self) -> None:
         """Remember what was read, beside what others remembered in the meantime. Failing at that costs time only."""
@@ -74,7 +85,7 @@ class Contents:
             return None
         if not stat.S_ISREG(found.st_mode):
             return None
-        self._prints[name] = now = fingerprint(found)
+        now = fingerprint(found)
         known = self._remembered.get(name)
         if known is not None and known[0] == now:
             return known[1]

@@ -78,9 +78,25 @@ def digests(job: Job, names: list[str], contents: Contents) -> State:
 
 def places(job: Job, names: list[str]) -> dict[str, Path]:
     """Where files named as seen from the model's folder lie: in it, or in that of the file that a model links to."""
-    root, files = looked_at(job.place)
-    homes = dict.fromkeys((root, *(Path(os.path.realpath(file)).parent for file in files)))
+    homes = _homes(job)
+    root = homes[0]
     return {name: next((home / name for home in homes if (home / name).exists()), root / name) for name in names}
+
+
+def nearby(job: Job) -> Iterator[Path]:
+    """Every file in the folders in which those of a model lie: its weights may be among them.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+    yield from looked_at(job.place)[1]
+    for home in _homes(job):
+        yield from (home / entry.name for entry in os.scandir(home) if entry.is_file())
+
+
+def _homes(job: Job) -> tuple[Path, ...]:
+    root, files = looked_at(job.place)
+    return tuple(dict.fromkeys((root, *(Path(os.path.realpath(file)).parent for file in files))))
 
 
 def asked(options: Options) -> dict[str, Any]:

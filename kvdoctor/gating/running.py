@@ -25,8 +25,8 @@ def diagnosed(jobs: Sequence[Job], how: How) -> list[Report]:
     """
     for job in jobs:
         refuse_nothing(job.path, job.place)
-    if len(jobs) > 1:
-        # What is told of the experiments of one model means nothing where several run.
+    if len(jobs) > 1 or how.cluster is not None:
+        # What is told of the experiments of one model means nothing where several run, and does not travel.
         jobs = [replace(job, options=replace(job.options, progress=None)) for job in jobs]
     cache = Cache(how.cache, elsewhere=how.cluster is not None) if how.cache is not None else None
     keys = [None if cache is None else cache.key(job) for job in jobs]
@@ -51,11 +51,13 @@ def diagnosed(jobs: Sequence[Job], how: How) -> list[Report]:
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Reports are many small objects, none of them in a circle: looking for circles takes a third of the time."""
+    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()
 
 
 def _run(jobs: dict[int, Job], how: How) -> Generator[tuple[int, Report], None, None]:

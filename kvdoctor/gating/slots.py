@@ -45,8 +45,10 @@ class Slot:
             env=environment,
         )
 
-    def call(self, function: Callable[..., T], given: tuple[Any, ...], named: dict[str, Any]) -> T:
-        """Carry out a function of a module on values that can be pickled.
+    def call(self, pickled: bytes) -> tuple[Any, Exception | None]:
+        """Carry out a pickled call: a function of a module, its arguments and its named ones. What it gave, or raised.
+
+        After whatever this itself raises, the process is not to be asked again: an answer may still be on its way.
 
         Raises:
             Lost: the process ended before it answered.
@@ -54,14 +56,12 @@ class Slot:
         assert self._process.stdin is not None  # noqa: S101 - opened with pipes
         assert self._process.stdout is not None  # noqa: S101
         try:
-            pickle.dump((function, given, named), self._process.stdin)
+            self._process.stdin.write(pickled)
             self._process.stdin.flush()
             outcome, error = pickle.load(self._process.stdout)  # noqa: S301 - from our own process
         except (OSError, ValueError, EOFError, pickle.UnpicklingError):
             raise Lost(self._how_it_ended()) from None
-        if error is not None:
-            raise error
-        return outcome  # type: ignore[no-any-return]
+        return outcome, error
 
     def stop(self) -> None:
         """End the process; the worker that it keeps ends with it."""
@@ -93,7 +93,7 @@ class Slots(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Carry out a function of a module in one of the processes."""
+        """Carry out a function of a module, on values that can be pickled, in one of the processes."""
         return self._threads.submit(self._carry_out, fn, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -108,21 +108,21 @@ class Slots(Executor):
         self._scratch.cleanup()
 
     def _carry_out(self, function: Callable[..., T], given: tuple[Any, ...], named: dict[str, Any]) -> T:
+        pickled = pickle.dumps((function, given, named))  # whole, before any of it is on its way
         with self._lock:
             if self._closed:
                 raise Lost("the gate was closed")
             slot = self._idle.pop() if self._idle else Slot(Path(self._scratch.name), self._alone)
             self._all.add(slot)
         try:
-            outcome = slot.call(function, given, named)
-        except Lost:
+            outcome, error = slot.call(pickled)
+        except BaseException:
             self._drop(slot)
             raise
-        except BaseException:
-            self._keep(slot)
-            raise
         self._keep(slot)
-        return outcome
+        if error is not None:
+            raise error
+        return outcome  # type: ignore[no-any-return]
 
     def _keep(self, slot: Slot) -> None:
         with self._lock:
@@ -163,10 +163,11 @@ def _calls(stream: BinaryIO) -> Iterator[Any]:
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def read() -> None:
-        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+        try:
             while True:
                 waiting.put(pickle.load(stream))  # noqa: S301 - from the process that started this one
-        os._exit(0)
+        finally:  # also where a call names what is not here: who waits for its answer is told by the end
+            os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
     while True:
