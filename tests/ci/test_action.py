@@ -66,6 +66,18 @@ def test_a_healthy_model_passes(installed: Runner) -> None:
 
 
 @pytest.mark.slow
+def test_paths_of_another_working_directory_start_at_the_repository(installed: Runner) -> None:
+    given = {"working_directory": "exports", "sarif_file": "kvdoctor.sarif", "static": "true"}
+    done = installed.step("gate", paths="the marian-*", **given)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "::error file=exports/the marian-4.46.3/" in done.stdout
+    sarif = json.loads((installed.workspace / installed.outputs["gate"]["sarif"]).read_text(encoding="utf-8"))
+    places = [place for run in sarif["runs"] for result in run["results"] for place in result["locations"]]
+    uris = {place["physicalLocation"]["artifactLocation"]["uri"] for place in places}
+    assert {uri.rpartition("/")[0] for uri in uris} == {"exports/the%20marian-4.46.3"}
+
+
+@pytest.mark.slow
 def test_static_never_says_healthy(installed: Runner) -> None:
     done = installed.step("gate", paths="exports/the gpt2", static="true")
     assert (done.returncode, installed.outputs["gate"]["verdict"]) == (0, "nothing-found")
