@@ -1,6 +1,9 @@
 """The files for CI are what their readers take: held against the schemas of GitHub and GitLab, and linted."""
 
+import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +57,31 @@ def test_a_red_job_keeps_what_it_has_learnt(name: str) -> None:
 def test_a_red_job_of_gitlab_keeps_what_it_has_learnt() -> None:
     example = yaml.safe_load((ROOT / "examples" / "ci" / "gitlab-ci.yml").read_text(encoding="utf-8"))
     assert example["kvdoctor"]["cache"]["when"] == "always"
+
+
+def test_no_name_of_a_file_is_an_option_of_a_hook(tmp_path: Path) -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    calls = {hook["id"]: [*shlex.split(hook["entry"]), *hook.get("args", [])] for hook in hooks}
+    assert all(call[-1] == "--" for call in calls.values())
+    model = ROOT / "fixtures" / "exports" / "marian-4.46.3" / "decoder_model_merged.onnx"
+    names = ["--no-cache.onnx", "--config=e.onnx"]
+    for name in names:
+        shutil.copy(model, tmp_path / name)
+    # pre-commit calls the entry, then the arguments, then the names of the files.
+    command = [sys.executable, "-m", *calls["kvdoctor"], *names]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "error[KV203]" in done.stdout
+
+
+def test_options_in_the_examples_end_before_the_names() -> None:
+    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "ci" / "pre-commit-config.yaml").read_text(encoding="utf-8")
+    for shown in (page, example):
+        given = re.findall(r"args: (\[.+?\])", shown)
+        assert given
+        assert all(yaml.safe_load(text)[-1] == "--" for text in given)
 
 
 @pytest.mark.slow
