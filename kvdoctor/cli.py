@@ -19,6 +19,7 @@ from kvdoctor.cli_diff import diff
 from kvdoctor.cli_gate import baseline_of, baseline_option, jobs_of
 from kvdoctor.cli_options import (
     afresh_options,
+    asked_of_a_model,
     load_options,
     offline_option,
     run_options,
@@ -255,9 +256,7 @@ cli_examples.show(cli)
 def _asked(given: dict[str, Any], told: "Told | None" = None) -> dict[str, Any]:
     """What the command line was given, as the keyword arguments of `kvdoctor.api`."""
     cli_output.outputs(given)  # refused before any work is done
-    own = ("format_", "outputs", "quiet", "verbose", "color", "hash_files")
-    asked = {name: value for name, value in given.items() if name not in own}
-    return {**asked, "hash": given["hash_files"], "progress": told}
+    return {**asked_of_a_model(given), "progress": told}
 
 
 def _options(given: dict[str, Any], told: "Told | None" = None) -> "Options":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvdoctor import cli_output
-from kvdoctor.cli_options import offline_option, run_options, shared_options, target_options
+from kvdoctor.cli_options import asked_of_a_model, offline_option, run_options, shared_options, target_options
 
 if TYPE_CHECKING:
     from kvdoctor.report.diff_document import DiffReport
@@ -50,10 +50,8 @@ def diff(a: str, b: str, **given: Any) -> NoReturn:
     from kvdoctor.progress import on_terminal
 
     files = cli_output.outputs(given, FORMATS)
-    own = ("format_", "outputs", "quiet", "verbose", "color", "hash_files")
-    asked = {name: value for name, value in given.items() if name not in own}
     with on_terminal(given["quiet"]) as told:
-        found = api.diff(a, b, **asked, hash=given["hash_files"], progress=told)
+        found = api.diff(a, b, **asked_of_a_model(given), progress=told)
     if given["format_"] == "text":
         from kvdoctor.report import diff_text, formats
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvdoctor.cli_options import asked_of_a_model
 from kvdoctor.cli_policy import in_effect, models_of, policy_of, ruled
 
 if TYPE_CHECKING:
@@ -12,11 +13,8 @@ if TYPE_CHECKING:
     from kvdoctor.options import Options
     from kvdoctor.progress import Told
 
-NOT_ASKED = (
-    *("format_", "outputs", "quiet", "verbose", "color", "hash_files", "static", "by_folder", "baseline"),
-    *("jobs", "no_cache", "cache_dir", "cluster"),
-)
-"""Parameters of the command line that are none of the options of a model."""
+OF_ALL_MODELS = ("static", "by_folder", "baseline", "jobs", "no_cache", "cache_dir", "cluster")
+"""Parameters that are about the models of a gate together."""
 
 
 def jobs_of(paths: tuple[str, ...], given: dict[str, Any], told: "Told | None" = None) -> "list[Job]":
@@ -59,8 +57,7 @@ def origins(model: str | None, given: dict[str, Any]) -> dict[str, Any]:
 def _options(given: dict[str, Any], told: "Told | None") -> "Options":
     from kvdoctor.asking import options_of
 
-    asked = {name: value for name, value in given.items() if name not in NOT_ASKED}
-    return options_of({**asked, "hash": given["hash_files"], "progress": told})
+    return options_of({**asked_of_a_model(given, OF_ALL_MODELS), "progress": told})
 
 
 baseline_option = click.option(

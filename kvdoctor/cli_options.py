@@ -10,6 +10,15 @@ from kvdoctor.kept import MOST_POSITIONS, MOST_ROWS
 from kvdoctor.report.formats import FORMATS
 from kvdoctor.uses import REQUIRED
 
+OF_THE_OUTPUT = ("format_", "outputs", "quiet", "verbose", "color", "hash_files")
+"""Parameters of `shared_options` that are none of a model's options; `hash_files` is one by the name of `hash`."""
+
+
+def asked_of_a_model(given: dict[str, Any], besides: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What a command line asks of a model, by the names of `kvdoctor.asking`; without what is named `besides`."""
+    asked = {name: value for name, value in given.items() if name not in (*OF_THE_OUTPUT, *besides)}
+    return {**asked, "hash": given["hash_files"]}
+
 
 def shared_options(command: "Callable[..., Any]", formats: tuple[str, ...] = FORMATS) -> "Callable[..., Any]":
     """The options that mean the same everywhere; a command may have other `formats`."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvdoctor.findings import all_checks
+from kvdoctor.report.schema import schemas
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -81,3 +82,11 @@ def test_what_the_page_on_reproducers_shows_is_printed(tmp_path: Path) -> None:
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert shown.strip() in done.stdout
+
+
+@pytest.mark.parametrize(("page", "heading"), [("commands.md", "## schema"), ("formats.md", "## json")])
+def test_pages_name_every_schema(page: str, heading: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for name in schemas():
+        assert re.search(rf"`(kvdoctor schema )?{name}`", prose), f"{page} does not name the schema {name}"

@@ -21,7 +21,7 @@ from kvdoctor.findings import NotChecked, all_checks
 from kvdoctor.gating import Judged
 from kvdoctor.report import formats, gate_page, github, junit, markdown, sarif, text, wording
 from kvdoctor.report.document import Report
-from kvdoctor.report.places import uri
+from kvdoctor.report.places import in_repository, uri
 from kvdoctor.report.safe import code
 from kvdoctor.report.safe import markdown as escaped
 from kvdoctor.report.schema import schemas
@@ -180,6 +180,39 @@ def test_sarif_tells_rules_places_and_how_it_ended() -> None:
     (invocation,) = run["invocations"]
     assert (invocation["exitCode"], invocation["executionSuccessful"]) == (1, False)
     assert len(invocation["toolExecutionNotifications"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "here", "root", "told"),
+    [
+        ("marian/a.onnx", "/ws/models", "/ws", "models/marian/a.onnx"),
+        ("./a.onnx", "/ws", "/ws/", "a.onnx"),
+        ("../exports/a.onnx", "/ws/models", "/ws", "exports/a.onnx"),
+        ("/ws/exports/a.onnx", "/elsewhere", "/ws", "exports/a.onnx"),
+        ("exports/", "/ws", "/ws", "exports"),
+        ("../a.onnx", "/ws", "/ws", "../a.onnx"),
+        ("/wsp/a.onnx", "/ws", "/ws", "/wsp/a.onnx"),
+        ("a.onnx", "/home", "/ws", "a.onnx"),
+        ("a.onnx", "/ws/models", "ws", "a.onnx"),
+        ("m/a.onnx", "D:\\a\\repo\\sub", "D:\\a\\repo", "sub/m/a.onnx"),
+        ("D:/a/repo/m/a.onnx", "C:\\", "D:\\a\\repo", "m/a.onnx"),
+    ],
+)
+def test_a_path_starts_at_the_root_of_the_repository(path: str, here: str, root: str, told: str) -> None:
+    assert in_repository(path, here, root) == told
+
+
+def test_sarif_and_annotations_name_the_file_in_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "ws" / "models"
+    folder.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "ws")
+    monkeypatch.chdir(folder)
+    for root, told in (("ws", "models/plain.onnx"), ("link", "models/plain.onnx"), ("other", "plain.onnx")):
+        monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / root))
+        report = hostile_report("plain.onnx")
+        assert github.render(report).startswith(f"::error file={told},")
+        result = json.loads(sarif.render(report))["runs"][0]["results"][0]
+        assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == told
 
 
 def test_every_rule_of_sarif_fits_what_github_takes() -> None:

@@ -1,6 +1,7 @@
 """The rules of the house that a program can check: which room may import which, and where the doors are."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,6 +120,16 @@ def test_imports_point_to_earlier_rooms(path: Path) -> None:
             assert ROOMS.index(parts[1]) <= mine, f"{room(path)} must not import {name}"
 
 
+def test_every_room_is_named_in_the_table_of_rooms() -> None:
+    page = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert len(named) == len(set(named))
+    assert {name.partition("/")[0].removesuffix(".py") for name in named} == set(ROOMS)
+    assert all((PACKAGE / name).exists() for name in named)
+    assert {room(path) for path in modules()} == set(ROOMS)
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_onnxruntime_is_imported_behind_its_door_only(path: Path) -> None:
     if room(path) in ("worker", "sessions", "trials"):
@@ -176,3 +187,8 @@ def test_a_command_loads_only_what_it_needs(arguments: list[str], absent: set[st
         cwd=PACKAGE.parent,
     )
     assert not set(ast.literal_eval(done.stderr.strip().splitlines()[-1])) & absent
+
+
+def test_what_is_no_option_of_a_model_is_said_once() -> None:
+    holders = [path.name for path in modules() if re.search(r'"format_", "outputs", "quiet"', path.read_text("utf-8"))]
+    assert holders == ["cli_options.py"]

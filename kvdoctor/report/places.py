@@ -1,5 +1,10 @@
-"""Where a finding stands, for tools that show it beside the files of a repository."""
+"""Where a finding stands, for tools that show it beside the files of a repository.
 
+GitHub takes paths in annotations and SARIF to start at the root of the repository, wherever the step ran. On a runner
+`GITHUB_WORKSPACE` is that root (GitHub Docs, Variables reference).
+"""
+
+import os
 import posixpath
 import re
 from urllib.parse import quote
@@ -9,10 +14,50 @@ from kvdoctor.report.document import Report
 from kvdoctor.report.safe import shortened
 
 LONGEST_PATH = 4096
+WORKSPACE = "GITHUB_WORKSPACE"
 
 
 def path_of(report: Report, finding: Finding | None = None) -> str:
-    """The path of the file that a finding is about, as far as the user wrote it; else that of the model."""
+    """The path of the file that a finding is about, as far as the user wrote it; else that of the model.
+
+    On a runner of GitHub it starts at the root of the repository, where the file lies in it.
+    """
+    path = _as_written(report, finding)
+    root = os.environ.get(WORKSPACE)
+    if not root:
+        return path
+    try:
+        here = os.getcwd()  # noqa: PTH109 - a text like the others, not a path of this system
+    except OSError:
+        return path
+    # The folder that this process works in is told without links, the root as it was configured.
+    return in_repository(path, here, root, os.path.realpath(root))
+
+
+def in_repository(path: str, here: str, *roots: str) -> str:
+    """The path as it reads from the first of the roots that it lies in; unchanged if it lies in none.
+
+    Args:
+        path: A file, relative to `here` or absolute.
+        here: The folder that relative paths start in, absolute.
+        roots: Names of the repository's folder, absolute.
+    """
+    whole = _plain(posixpath.join(_plain(here), path.replace("\\", "/")) if not _absolute(path) else path)
+    for root in map(_plain, roots):
+        if _absolute(root) and (whole == root or whole.startswith(f"{root.rstrip('/')}/")):
+            return posixpath.relpath(whole, root)
+    return path
+
+
+def _plain(path: str) -> str:
+    return posixpath.normpath(path.replace("\\", "/"))
+
+
+def _absolute(path: str) -> bool:
+    return re.match(r"([A-Za-z]:)?[/\\]", path) is not None
+
+
+def _as_written(report: Report, finding: Finding | None) -> str:
     model = shortened(report.model.path.replace("\\", "/"), LONGEST_PATH)
     if finding is None or finding.file is None:
         return model

@@ -66,6 +66,43 @@ def test_a_healthy_model_passes(installed: Runner) -> None:
 
 
 @pytest.mark.slow
+def test_paths_of_another_working_directory_start_at_the_repository(installed: Runner) -> None:
+    given = {"working_directory": "exports", "sarif_file": "kvdoctor.sarif", "static": "true"}
+    done = installed.step("gate", paths="the marian-*", **given)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "::error file=exports/the marian-4.46.3/" in done.stdout
+    sarif = json.loads((installed.workspace / installed.outputs["gate"]["sarif"]).read_text(encoding="utf-8"))
+    places = [place for run in sarif["runs"] for result in run["results"] for place in result["locations"]]
+    uris = {place["physicalLocation"]["artifactLocation"]["uri"] for place in places}
+    assert {uri.rpartition("/")[0] for uri in uris} == {"exports/the%20marian-4.46.3"}
+
+
+@pytest.mark.slow
+def test_the_path_of_sarif_is_where_it_is(installed: Runner, tmp_path: Path) -> None:
+    whole, given = str(tmp_path / "x.sarif"), {"paths": "the gpt2", "static": "true", "working_directory": "exports"}
+    for name, told in ((whole, whole), ("x.sarif", "exports/x.sarif")):
+        assert installed.step("gate", sarif_file=name, **given).returncode == 0
+        assert installed.outputs["gate"]["sarif"] == told
+        assert (installed.workspace / told).is_file()
+    ends = set()
+    for _ in range(2):
+        installed.step("gate", sarif_file=whole, **given)
+        ends |= set(re.findall(r"^sarif<<(.+)$", (installed.temp / "output").read_text(encoding="utf-8"), re.MULTILINE))
+    assert len(ends) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["old.sarif", "old", "old.onnx"])
+def test_a_report_of_before_is_not_announced(installed: Runner, name: str) -> None:
+    old = installed.workspace / name
+    old.write_text("of before", encoding="utf-8")
+    done = installed.step("gate", paths="exports/the gpt2", args="--no-such-option", sarif_file=name)
+    assert done.returncode == 2
+    assert "sarif" not in installed.outputs["gate"]
+    assert old.exists() == (not name.endswith(".sarif"))  # anything else may be a model
+
+
+@pytest.mark.slow
 def test_static_never_says_healthy(installed: Runner) -> None:
     done = installed.step("gate", paths="exports/the gpt2", static="true")
     assert (done.returncode, installed.outputs["gate"]["verdict"]) == (0, "nothing-found")

@@ -1,8 +1,13 @@
 """The files for CI are what their readers take: held against the schemas of GitHub and GitLab, and linted."""
 
+import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,6 +31,57 @@ SCHEMA = ["-m", "check_jsonschema", "--builtin-schema"]
 def test_the_file_is_valid(command: list[str]) -> None:
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def steps_that_cache() -> dict[str, list[dict[str, Any]]]:
+    """The steps of the action and of the page on the gate that restore and save a cache."""
+    page = (ROOT / "docs" / "gate.md").read_text(encoding="utf-8")
+    (shown,) = (
+        block for block in re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "uses" in block
+    )
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))["runs"]["steps"]
+    found = {"action": action, "page": yaml.safe_load(shown)}
+    return {name: [step for step in steps if "cache" in step.get("uses", "")] for name, steps in found.items()}
+
+
+@pytest.mark.parametrize("name", ["action", "page"])
+def test_a_red_job_keeps_what_it_has_learnt(name: str) -> None:
+    restore, save = steps_that_cache()[name]
+    for step, kind in ((restore, "restore"), (save, "save")):
+        assert re.fullmatch(rf"actions/cache/{kind}@[0-9a-f]{{40}}", step["uses"])
+    assert restore["uses"].partition("@")[2] == save["uses"].partition("@")[2]
+    assert save["if"].startswith("always()")
+    assert [restore["with"][key] for key in save["with"]] == list(save["with"].values())
+
+
+def test_a_red_job_of_gitlab_keeps_what_it_has_learnt() -> None:
+    example = yaml.safe_load((ROOT / "examples" / "ci" / "gitlab-ci.yml").read_text(encoding="utf-8"))
+    assert example["kvdoctor"]["cache"]["when"] == "always"
+
+
+def test_no_name_of_a_file_is_an_option_of_a_hook(tmp_path: Path) -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    calls = {hook["id"]: [*shlex.split(hook["entry"]), *hook.get("args", [])] for hook in hooks}
+    assert all(call[-1] == "--" for call in calls.values())
+    model = ROOT / "fixtures" / "exports" / "marian-4.46.3" / "decoder_model_merged.onnx"
+    names = ["--no-cache.onnx", "--config=e.onnx"]
+    for name in names:
+        shutil.copy(model, tmp_path / name)
+    # pre-commit calls the entry, then the arguments, then the names of the files.
+    command = [sys.executable, "-m", *calls["kvdoctor"], *names]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "error[KV203]" in done.stdout
+
+
+def test_options_in_the_examples_end_before_the_names() -> None:
+    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "ci" / "pre-commit-config.yaml").read_text(encoding="utf-8")
+    for shown in (page, example):
+        given = re.findall(r"args: (\[.+?\])", shown)
+        assert given
+        assert all(yaml.safe_load(text)[-1] == "--" for text in given)
 
 
 @pytest.mark.slow

@@ -82,7 +82,8 @@ def test_the_life_of_a_model(team: Team) -> None:
     assert "1 known finding" in done.stdout
     assert team.commit("translate, as it is").returncode == 1  # the hook knows no baseline
     (team.repository / ".pre-commit-config.yaml").write_text(
-        team.config.replace("- id: kvdoctor", "- id: kvdoctor\n    args: [--baseline, known.json]"), encoding="utf-8"
+        team.config.replace("- id: kvdoctor", "- id: kvdoctor\n    args: [--baseline, known.json, --]"),
+        encoding="utf-8",
     )
     assert (done := team.commit("translate, as it is")).returncode == 0, done.stdout + done.stderr
 
