@@ -26,7 +26,7 @@ from kvdoctor.cli_options import (
     shared_options,
     target_options,
 )
-from kvdoctor.cli_policy import policy_of, policy_options, ruled
+from kvdoctor.cli_policy import models_of, policy_of, policy_options, ruled
 from kvdoctor.cli_running import gate_options, how_given
 from kvdoctor.errors import KvdoctorError
 
@@ -174,7 +174,7 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     from kvdoctor import gating
     from kvdoctor.progress import on_terminal
 
-    cli_output.outputs(given)  # refused before any work is done
+    cli_output.outputs(given, models=models_of(paths))  # refused before any work is done
     known = baseline_of(given)
     with on_terminal(given["quiet"]) as told:
         jobs = jobs_of(paths, given, told)

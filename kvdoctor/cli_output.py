@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,18 @@ if TYPE_CHECKING:
     from kvdoctor.gating import Judged
     from kvdoctor.report.document import Report
 
-NEVER_OVERWRITTEN = {".onnx", ".ort", ".data", ".safetensors"}
+NEVER_OVERWRITTEN = {".onnx", ".ort", ".data", ".safetensors", ".toml", ".npz"}
+INPUTS = ("path", "paths", "a", "b", "contract", "inputs", "trace", "baseline", "because", "from_", "reference")
+"""Parameters of all commands that name what is read."""
+HEAD = 4096
 
 
-def outputs(given: dict[str, Any], formats: tuple[str, ...] = FORMATS) -> list[tuple[str, Path]]:
+def outputs(
+    given: dict[str, Any], formats: tuple[str, ...] = FORMATS, models: Sequence[str] = ()
+) -> list[tuple[str, Path]]:
     """The files asked for with `--output`: (format, file), refused before any work is done.
 
-    A command may have other `formats`.
+    A command may have other `formats`. `models` are paths that are read and that the command line does not name.
 
     Raises:
         UsageError: one of them cannot be written, or would be written twice.
@@ -30,7 +36,8 @@ def outputs(given: dict[str, Any], formats: tuple[str, ...] = FORMATS) -> list[t
         if name not in formats or not file:
             raise click.UsageError(f"--output takes FORMAT=FILE with a format of {', '.join(formats)}; got {target!r}")
         path = Path(file)
-        if problem := _refused(file, path, [one for _, one in asked]):
+        problem = _refused(file, path, [one for _, one in asked]) or _would_destroy(file, path, models)
+        if problem:
             raise click.UsageError(f"--output {name}: {problem}")
         asked.append((name, path))
     return asked
@@ -51,6 +58,31 @@ def _refused(file: str, path: Path, others: list[Path]) -> str | None:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return f"{file!r} is not writable"
     return None
+
+
+def _would_destroy(file: str, path: Path, models: Sequence[str]) -> str | None:
+    """Why a file that is there is not ours to replace: it is read by this command, or lies in a model's folder."""
+    if not path.is_file() or not path.stat().st_size:
+        return f"{file!r} is a link to nothing" if path.is_symlink() and not path.exists() else None
+    with path.open("rb") as opened:
+        head = opened.read(HEAD)
+    if b'"kvdoctor/baseline/' in head:
+        return f"{file!r} is a baseline; give another file"
+    ours = b"kvdoctor" in head or path.suffix == ".log"
+    context = click.get_current_context(silent=True)
+    said = [context.params.get(name) for name in INPUTS] if context is not None else []
+    named = [one for value in said for one in (value if isinstance(value, tuple) else (value,)) if one]
+    here = Path(os.path.realpath(path))
+    for one in (*named, *models):
+        place = Path(os.path.realpath(one))
+        folder = place if place.is_dir() else place.parent
+        if here == place or (here.is_relative_to(folder) and not ours and _is_model(place)):
+            return f"{file!r} is there already, and is read or lies beside what is read; give another file"
+    return None
+
+
+def _is_model(place: Path) -> bool:
+    return place.is_dir() or place.suffix.lower() in NEVER_OVERWRITTEN
 
 
 def show(report: "Report", given: dict[str, Any], **more: Any) -> None:

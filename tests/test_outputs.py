@@ -116,3 +116,21 @@ def test_an_argument_cannot_command_the_runner(tmp_path: Path) -> None:
         done = run(*words, cwd=tmp_path)
         assert done.returncode == 2
         assert not [line for line in done.stderr.splitlines() if line.lstrip().startswith("::") or "##[" in line]
+
+
+def test_no_file_of_the_users_is_replaced(tmp_path: Path) -> None:
+    """Whatever its name: a model's weights, its configs, the policy, a baseline; a report of before is."""
+    model = tmp_path / "model"
+    shutil.copytree(EXPORTS / "gpt2", model)
+    (model / "params").write_bytes(b"weights")
+    (tmp_path / "known.json").write_text('{"schema": "kvdoctor/baseline/1", "entries": []}', encoding="utf-8")
+    (tmp_path / "kvdoctor.toml").write_text("models = ['model']\nbaseline = 'known.json'\n", encoding="utf-8")
+    (tmp_path / "nothing").symlink_to(tmp_path / "elsewhere")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for file in ("model/params", "model/config.json", "kvdoctor.toml", "known.json", "nothing"):
+        for words in (("gate",), ("gate", "model"), ("inspect", "model/model.onnx")):
+            done = run(*words, "--output", f"html={file}", cwd=tmp_path)
+            assert (done.returncode, file in done.stderr) == (2, True), done.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    for _ in range(2):
+        assert run("inspect", "model", "--output", "json=model/report.json", cwd=tmp_path).returncode == 0

@@ -72,7 +72,9 @@ def compare(request: Request, options: Options) -> DiffReport:
         stacks = tuple(_stack(pair, old, new) for old, new in pairs)
         names = {new.name: old.name for old, new in pairs if old is not None and new is not None}
         old_findings, new_findings = _findings(pair, a.report), _findings(pair, b.report)
-        findings = tuple(findings_diff(old_findings, new_findings, names, options.fail_on))
+        # Of a side that could not be read nothing is known, so that nothing is new on the other.
+        fail_on = options.fail_on if a.report.stacks else "never"
+        findings = tuple(findings_diff(old_findings, new_findings, names, fail_on))
         pair.not_compared += [*_open_ends(pair, "A", a.report), *_open_ends(pair, "B", b.report)]
         pair.reasons += [one.because for one in findings if one.effect == "worse"]
         return DiffReport(
