@@ -171,9 +171,12 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
 
     Exit code 0 healthy, 1 findings that are not known, 2 wrong usage, 3 could not be checked.
     """
+    import gc
+
     from kvdoctor import gating
     from kvdoctor.progress import on_terminal
 
+    gc.disable()  # this process lives for one gate, and the models are run in others
     cli_output.outputs(given, models=models_of(paths))  # refused before any work is done
     known = baseline_of(given)
     with on_terminal(given["quiet"]) as told:

@@ -116,7 +116,7 @@ def show_gate(done: "Judged", given: dict[str, Any]) -> None:
     from kvdoctor.report import formats
     from kvdoctor.report.safe import printable
 
-    reports, document, last = list(done.reports), done.to_dict(), done.last_lines()
+    reports, document, last = list(done.reports), done.to_dict, done.last_lines()
     texts = [(file, formats.rendered_gate(document, reports, last, name)) for name, file in outputs(given)]
     in_workflow = os.environ.get("GITHUB_ACTIONS") == "true"
     if given["format_"] == "text":

@@ -24,9 +24,12 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvdoctor.graph import ELEMENT_TYPES, GraphView
-from kvdoctor.stacks import OnnxFile, StackFiles, takes_past
+if TYPE_CHECKING:
+    # What reads graphs is loaded where a graph was read: a gate without changes needs none of it.
+    from kvdoctor.graph import GraphView
+    from kvdoctor.stacks import OnnxFile, StackFiles
 
 LENGTH = 16
 """Hexadecimal digits: 64 bits, so that chance makes no two of some millions alike."""
@@ -42,9 +45,9 @@ BESIDE = ("encoder", "other")
 class Place:
     """Where a finding stands: its file and its stack, as far as it has them, and all files of the model."""
 
-    file: OnnxFile | None
-    stack: StackFiles | None
-    files: tuple[OnnxFile, ...]
+    file: "OnnxFile | None"
+    stack: "StackFiles | None"
+    files: "tuple[OnnxFile, ...]"
 
 
 def fingerprint(check: str, subject: Iterable[str], apart: Sequence[str], place: Place) -> str:
@@ -71,8 +74,10 @@ def numbered(fingerprints: Sequence[str]) -> list[str]:
     return distinct
 
 
-def part_of(file: OnnxFile) -> str:
+def part_of(file: "OnnxFile") -> str:
     """The part that a file plays, by its graph alone."""
+    from kvdoctor.stacks import takes_past
+
     if file.view is None or file.role in ("generator", "unreadable"):
         return file.role
     if takes_past(file.view):
@@ -80,14 +85,16 @@ def part_of(file: OnnxFile) -> str:
     return "beside" if file.role in BESIDE else "first-step"
 
 
-def _weights(file: OnnxFile) -> list[str]:
+def _weights(file: "OnnxFile") -> list[str]:
     """How most weights are stored, and the operators that take them so."""
     if file.view is None:
         return []
     return [_stored(file.view), *sorted(op for op in file.view.operators if any(word in op for word in PACKED))]
 
 
-def _stored(view: GraphView) -> str:
+def _stored(view: "GraphView") -> str:
+    from kvdoctor.graph import ELEMENT_TYPES
+
     sizes: Counter[str] = Counter()
     for tensor in view.model.graph.initializer:
         count = 1

@@ -65,7 +65,7 @@ def rendered(*reports: Report) -> Page:
     if len(reports) == 1:
         return page(formats.rendered(reports[0], "html"))
     done = judged([Job(report.model.path, Options()) for report in reports], reports)
-    return page(formats.rendered_gate(done.to_dict(), list(reports), (), "html"))
+    return page(formats.rendered_gate(done.to_dict, list(reports), (), "html"))
 
 
 def assert_sound(page: Page) -> None:

@@ -337,7 +337,7 @@ def test_every_format_shows_what_is_known(sick: Report, here: Path) -> None:
     hostile = replace(baseline.entries[0], reason="<b>]]>\n::error::\x1b[31m it")
     result = compared(replace(baseline, entries=(hostile,)), [a, b], DAY)
     done = replace(judged([Job(p, Options()) for p in ("models/a", "models/b")], result.reports), baseline=result.told)
-    document, reports = done.to_dict(), list(done.reports)
+    document, reports = done.to_dict, list(done.reports)
     pages = {name: formats.rendered_gate(document, reports, (), name) for name in formats.FORMATS}
     for name, page in pages.items():
         assert "it" in page, name

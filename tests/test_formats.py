@@ -50,7 +50,7 @@ def rendered_gate(reports: list[Report], name: str) -> str:
     """A gate over some reports in a format, with a hostile name among the lines that are said of all models."""
     done = Judged("unhealthy", tuple(reports), 1)
     last = (wording.gate_line(done.verdict, reports), f"policy: {reports[0].model.path}")
-    return formats.rendered_gate(done.to_dict(), reports, last, name)
+    return formats.rendered_gate(done.to_dict, reports, last, name)
 
 
 # ---- hostile names -------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from kvdoctor.gating.jobs import How, Job, exports_of
 from kvdoctor.gating.judging import Judged, judged
 from kvdoctor.gating.knowing import compared
 from kvdoctor.gating.running import diagnosed
-from kvdoctor.gating.static import inspected
 
 __all__ = ("How", "Job", "Judged", "exports_of", "gate")
 
@@ -28,7 +27,12 @@ def gate(
         UsageError: there is nothing at one of the paths.
         KvdoctorError: the worker cannot start ONNX Runtime, or the cluster that was asked for cannot be used.
     """
-    reports = inspected(jobs) if static else diagnosed(jobs, how or How())
+    if static:
+        from kvdoctor.gating.static import inspected
+
+        reports = inspected(jobs)
+    else:
+        reports = diagnosed(jobs, how or How())
     if baseline is None:
         return judged(jobs, reports)
     held = compared(baseline, reports, today())

@@ -46,7 +46,7 @@ class Judged:
         """The reports as the command line prints them into a pipe."""
         from kvdoctor.report import formats
 
-        return formats.rendered_gate(self.to_dict(), list(self.reports), self.last_lines(), "text")
+        return formats.rendered_gate(self.to_dict, list(self.reports), self.last_lines(), "text")
 
     def raise_for_findings(self) -> None:
         """Do nothing where the command line would end with exit code 0.

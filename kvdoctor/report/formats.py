@@ -10,6 +10,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from kvdoctor.report.document import Report
@@ -40,8 +42,10 @@ def rendered_all(reports: "list[Report]", name: str) -> str:
     return "\n".join(module.render(report) for report in reports)
 
 
-def rendered_gate(document: dict[str, Any], reports: "list[Report]", last: tuple[str, ...], name: str) -> str:
-    """The reports of a gate in a format; `document` is what JSON holds, `last` what is said of all models."""
+def rendered_gate(
+    document: "Callable[[], dict[str, Any]]", reports: "list[Report]", last: tuple[str, ...], name: str
+) -> str:
+    """The reports of a gate in a format; `document` makes what JSON holds, `last` what is said of all models."""
     module = _module(name)
     if hasattr(module, "render_gate"):
         return str(module.render_gate(document, reports, last))

@@ -1,5 +1,6 @@
 """The report as one HTML page: no script, nothing loaded from anywhere, every text escaped (docs/html.md)."""
 
+from collections.abc import Callable
 from typing import Any
 
 from kvdoctor.report.document import Report
@@ -17,8 +18,8 @@ def render(report: Report) -> str:
     return page(title, links, one.head(report, Place(level=1)), [content for _, _, content in sections])
 
 
-def render_gate(document: dict[str, Any], reports: list[Report], last: tuple[str, ...]) -> str:
+def render_gate(document: Callable[[], dict[str, Any]], reports: list[Report], last: tuple[str, ...]) -> str:
     """The page of a gate: an index of the models, then each; one model needs no index."""
     if len(reports) == 1 and not last:
         return render(reports[0])
-    return gate.render(document["verdict"], reports, last)
+    return gate.render(document()["verdict"], reports, last)

@@ -1,7 +1,7 @@
 """The report as JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvdoctor.report.diff_document import DiffReport
@@ -18,9 +18,9 @@ def render_diff(diff: DiffReport) -> str:
     return dump(diff.to_dict())
 
 
-def render_gate(document: dict[str, Any], _reports: Sequence[Report], _last: Sequence[str]) -> str:
+def render_gate(document: Callable[[], dict[str, Any]], _reports: Sequence[Report], _last: Sequence[str]) -> str:
     """The document of `gate`."""
-    return dump(document)
+    return dump(document())
 
 
 def render_contracts(report: Report) -> str:

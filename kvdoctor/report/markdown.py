@@ -1,7 +1,7 @@
 """The report as Markdown, to paste into an issue."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvdoctor.findings import Finding
@@ -21,13 +21,13 @@ def render(report: Report) -> str:
     return within(MOST_CHARACTERS, report)
 
 
-def render_gate(document: dict[str, Any], reports: list[Report], last: tuple[str, ...]) -> str:
+def render_gate(document: Callable[[], dict[str, Any]], reports: list[Report], last: tuple[str, ...]) -> str:
     """Many models on one page: those that are healthy in a table, the others in full as long as an issue takes them."""
     from kvdoctor.report import gate_page
 
     if len(reports) == 1 and not last:
         return render(reports[0])
-    return gate_page.page(document["verdict"], reports, last, MOST_CHARACTERS)
+    return gate_page.page(document()["verdict"], reports, last, MOST_CHARACTERS)
 
 
 def whole(report: Report) -> str:

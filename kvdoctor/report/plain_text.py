@@ -1,6 +1,7 @@
 """The report as text without colour, one fact a line: what `text` is in a file and in a pipe."""
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +17,7 @@ def render(report: Report) -> str:
     return page.getvalue()
 
 
-def render_gate(_document: dict[str, Any], reports: list[Report], last: tuple[str, ...]) -> str:
+def render_gate(_document: Callable[[], dict[str, Any]], reports: list[Report], last: tuple[str, ...]) -> str:
     """Many models: those that are healthy in a line each, then what is said of all."""
     page, console = _page()
     text.render_gate(reports, last, console)
