@@ -273,6 +273,17 @@ def test_a_broken_entry_is_a_miss(how: str, kept: tuple[Cache, Job, Report]) -> 
     assert cache.find(cache.key(job), job) is not None
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+def test_a_pipe_in_the_cache_is_not_waited_for(kept: tuple[Cache, Job, Report]) -> None:
+    cache, job, _ = kept
+    file, key = entry(cache), cache.key(job)
+    for place in (file, file.parents[2] / "contents.json"):
+        place.unlink(missing_ok=True)
+        os.mkfifo(place)
+    assert cache.find(key, job) is None
+    Cache(file.parents[2], elsewhere=False)
+
+
 @pytest.mark.parametrize(
     ("change", "other"),
     [

@@ -84,8 +84,8 @@ class Cache:
             self._prune()
 
     def _read(self, file: Path, key: str, job: Job) -> Report:
-        if file.stat().st_size > MOST_ENTRY_BYTES:
-            raise ValueError("too large for an entry")
+        if not file.is_file() or file.stat().st_size > MOST_ENTRY_BYTES:
+            raise ValueError("no entry, or too large for one")
         head, _, body = file.read_bytes().partition(b"\n")
         entry: dict[str, Any] = json.loads(head)
         if entry["schema"] != SCHEMA or entry["key"] != key or entry["sha256"] != hashlib.sha256(body).hexdigest():

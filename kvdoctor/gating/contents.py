@@ -108,7 +108,8 @@ def fingerprint(found: os.stat_result) -> Print:
 def _read(file: Path) -> dict[str, tuple[Print, str]]:
     """What was remembered; whatever is broken or strange is forgotten."""
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
+        # A pipe or a device would be waited for.
+        held = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(held, dict):
