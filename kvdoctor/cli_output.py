@@ -63,7 +63,7 @@ def _refused(file: str, path: Path, others: list[Path]) -> str | None:
 def _would_destroy(file: str, path: Path, models: Sequence[str]) -> str | None:
     """Why a file that is there is not ours to replace: it is read by this command, or lies in a model's folder."""
     if not path.is_file() or not path.stat().st_size:
-        return f"{file!r} is a link to nothing" if path.is_symlink() and not path.exists() else None
+        return None
     with path.open("rb") as opened:
         head = opened.read(HEAD)
     if b'"kvdoctor/baseline/' in head:

@@ -307,7 +307,7 @@ def not_crashed(result: Result) -> Result:
     return result
 
 
-@pytest.mark.parametrize("what", sampled(INCOMPLETE, 3))
+@pytest.mark.parametrize("what", sampled(INCOMPLETE, 5))
 def test_what_cannot_be_driven_says_why(what: str, tmp_path: Path) -> None:
     build, subject, reason = INCOMPLETE[what]
     folder = saved(build(), tmp_path / "model")
@@ -322,7 +322,7 @@ def test_what_cannot_be_driven_says_why(what: str, tmp_path: Path) -> None:
         assert not result.report.get("runs")
 
 
-@pytest.mark.parametrize("what", sampled(FAULTY, 3))
+@pytest.mark.parametrize("what", sampled(FAULTY, 5))
 def test_what_can_be_read_and_is_wrong(what: str, tmp_path: Path) -> None:
     build, declared, shown = FAULTY[what]
     folder = saved(build(), tmp_path / "model")
@@ -333,7 +333,7 @@ def test_what_can_be_read_and_is_wrong(what: str, tmp_path: Path) -> None:
         assert names <= set(result.findings)
 
 
-@pytest.mark.parametrize("what", sampled(HEALTHY, 3))
+@pytest.mark.parametrize("what", sampled(HEALTHY, 5))
 def test_what_only_looks_bad(what: str, tmp_path: Path) -> None:
     build, noted, kinds = HEALTHY[what]
     folder = saved(build(), tmp_path / "model")
@@ -348,7 +348,7 @@ def test_what_only_looks_bad(what: str, tmp_path: Path) -> None:
         assert set(result.findings) - {"cache-not-faster"} == noted
 
 
-@pytest.mark.parametrize("what", sampled(UNREADABLE, 3))
+@pytest.mark.parametrize("what", sampled(UNREADABLE, 5))
 def test_what_is_no_decoder(what: str, tmp_path: Path) -> None:
     build, word = UNREADABLE[what]
     folder = saved(build(), tmp_path / "model")

@@ -453,7 +453,7 @@ GRAPHS: dict[str, tuple[Callable[[onnx.GraphProto], object], set[int]]] = {
 }
 
 
-@pytest.mark.parametrize("what", sampled(GRAPHS, 3))
+@pytest.mark.parametrize("what", sampled(GRAPHS, 5))
 def test_a_graph_that_makes_no_sense(what: str, tmp_path: Path) -> None:
     change, codes = GRAPHS[what]
     folder = saved(bad.changed(change), tmp_path / "model")
@@ -779,6 +779,7 @@ def test_a_model_that_takes_the_runtime_with_it(command: str, harm: str, tmp_pat
     assert result.outcome("same-cache") == "differs"
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_does_not_stop_the_next_model(tmp_path: Path) -> None:
     folder = saved(bad.decoder(*bad.looping_for_ever()), tmp_path / "model")
     result = as_json("gate", folder, GPT2, MARIAN, "--timeout", "2")
@@ -829,6 +830,7 @@ def test_out_that_exists(what: str, force: tuple[str, ...], marian: Path, tmp_pa
     refused(marian, out, *force, watched=tmp_path)
 
 
+@pytest.mark.slow
 def test_out_that_kvdoctor_wrote_is_replaced_when_forced(marian: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert call("re-export", marian, "-o", out).code == 0
@@ -891,6 +893,7 @@ def test_out_in_a_folder_that_takes_no_files(marian: Path, tmp_path: Path) -> No
     assert str(parent) in result.err
 
 
+@pytest.mark.slow
 def test_a_name_that_is_too_long_for_the_file_system(marian: Path, tmp_path: Path) -> None:
     for length in (250, 300):
         refused(marian, tmp_path / ("x" * length), watched=tmp_path)
@@ -1003,6 +1006,7 @@ def test_hard_links_are_not_shared(marian: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "config.json").stat().st_nlink == 1
 
 
+@pytest.mark.slow
 def test_repaired_with_external_data(marian: Path, tmp_path: Path) -> None:
     name = "decoder_model_merged.onnx"
     model = onnx.load(marian / name)
@@ -1014,6 +1018,7 @@ def test_repaired_with_external_data(marian: Path, tmp_path: Path) -> None:
         assert_repaired(marian, out)
 
 
+@pytest.mark.slow
 def test_out_relative_to_where_one_is(marian: Path, tmp_path: Path) -> None:
     assert call("re-export", "marian", "-o", "out/", cwd=tmp_path).code == 0
     assert_repaired(marian, tmp_path / "out")

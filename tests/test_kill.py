@@ -79,7 +79,7 @@ def assert_a_later_run_cleans_up(marian: Path, out: Path) -> None:
     assert sorted(path.name for path in out.parent.iterdir()) == sorted([marian.name, out.name])
 
 
-@pytest.mark.parametrize("moment", sampled(MOMENTS, 5))
+@pytest.mark.parametrize("moment", sampled(MOMENTS, 10))
 def test_killed_at_any_moment(moment: float, marian: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with unchanged(marian):
@@ -89,6 +89,7 @@ def test_killed_at_any_moment(moment: float, marian: Path, tmp_path: Path) -> No
         assert_a_later_run_cleans_up(marian, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", sampled([0.01, 0.0, 0.1, 0.3], 4))
 def test_killed_while_writing(delay: float, marian: Path, tmp_path: Path) -> None:
     """From the moment on when something stands beside the model."""
@@ -102,6 +103,7 @@ def test_killed_while_writing(delay: float, marian: Path, tmp_path: Path) -> Non
         assert_a_later_run_cleans_up(marian, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", sampled([0.0, 0.1], 2))
 def test_killed_while_replacing(delay: float, marian: Path, tmp_path: Path) -> None:
     """With --force the old folder stands until the new one is whole."""

@@ -48,6 +48,7 @@ def test_gate_fits() -> None:
     assert document["verdict"] == "unhealthy"
 
 
+@pytest.mark.slow
 def test_fix_report_beside_the_model_fits(tmp_path: Path) -> None:
     run_json("re-export", str(EXPORTS / "t5"), "-o", str(tmp_path / "out"))
     document = json.loads((tmp_path / "out" / "kvdoctor-report.json").read_text())
