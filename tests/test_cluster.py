@@ -122,8 +122,14 @@ def test_the_same_reports_as_locally_though_a_worker_is_killed(loopback: Loopbac
     assert elsewhere.returncode == 1
     local = subprocess.run([*command, "--jobs", "2"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert local.returncode == 1
-    assert reports(output) == reports(local.stdout)
+    assert list(map(settled, reports(output))) == list(map(settled, reports(local.stdout)))
     assert len(reports(output)) == 300
+
+
+def settled(report: str) -> str:
+    """A report; of a model that is stopped at a limit of memory only its verdict: by then it did more or less."""
+    document = json.loads(report)
+    return str(document["verdict"]) if document["model"]["path"] in ("eats", "huge") else report
 
 
 @slow
