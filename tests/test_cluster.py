@@ -207,7 +207,7 @@ def test_progress_is_not_sent(loopback: Loopback, tmp_path: Path) -> None:
 
 
 class Breaking:
-    """A client of a cluster whose connection breaks; `break_at` is the call that raises."""
+    """A client of a cluster whose connection breaks, and a task of it; `break_at` is the call that raises."""
 
     status = "running"
 
@@ -229,7 +229,7 @@ class Breaking:
 
     def submit(self, *_: Any, **__: Any) -> "Breaking":
         self._maybe("submit")
-        self.workers = {"other": 0}
+        self.workers = {"one": 1} if self.break_at in ("done", "result") else {"other": 0}
         return self
 
     def add_done_callback(self, _: Any) -> None:
@@ -237,7 +237,10 @@ class Breaking:
 
     def done(self) -> bool:
         self._maybe("done")
-        return False
+        return self.break_at == "result"
+
+    def result(self, *_: Any, **__: Any) -> None:
+        self._maybe("result")
 
     def cancel(self, *_: Any, **__: Any) -> None:
         self._maybe("cancel")
@@ -247,7 +250,7 @@ class Breaking:
     ("break_at", "error"),
     [
         *(("submit", Gone), ("add_done_callback", Gone), ("done", Gone), ("nthreads", Gone), ("cancel", Lost)),
-        ("pickling", Gone),
+        *(("result", Lost), ("pickling", Gone)),
     ],
 )
 def test_a_client_that_breaks_keeps_nobody_waiting(
@@ -262,6 +265,22 @@ def test_a_client_that_breaks_keeps_nobody_waiting(
         if break_at == "done":
             with pytest.raises(Gone, match="broken at done"):
                 executor.submit(repr, 1).result(timeout=2)
+
+
+LOGGING = """
+import logging, distributed
+from kvdoctor.gating import cluster
+
+cluster._hush()
+logging.getLogger("distributed.client").warning("Couldn't gather 1 keys")
+logging.getLogger("asyncio").error("never retrieved", exc_info=distributed.client.AllExit())
+logging.getLogger("asyncio").error("something else")
+"""
+
+
+def test_what_the_client_logs_is_not_said_twice() -> None:
+    done = subprocess.run([sys.executable, "-c", LOGGING], capture_output=True, text=True, check=True)
+    assert done.stderr == "something else\n"
 
 
 @slow

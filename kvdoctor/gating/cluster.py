@@ -6,6 +6,7 @@ against every call that waited there.
 """
 
 import contextlib
+import logging
 import math
 import pickle
 import threading
@@ -142,12 +143,12 @@ class Cluster(Executor):
         with self._news:
             running = list(self._running)
         for call in running:
-            if call.task.done():
-                _answer(call)
-            elif call.worker not in workers:
+            if call.worker not in workers:  # and what it kept of an answer as well
                 with contextlib.suppress(Exception):  # it is lost in any case
                     call.task.cancel(force=True)
                 _fail(call, Lost(LOST))
+            elif call.task.done():
+                _answer(call)
             else:
                 continue
             with self._news, contextlib.suppress(ValueError):  # taken back in the meantime
@@ -213,6 +214,7 @@ def _connected(address: str) -> Any:
         from distributed.comm.addressing import resolve_address
     except ImportError:
         raise KvdoctorError("--cluster needs distributed: pip install 'kvdoctor[dask]'") from None
+    _hush()
     try:
         resolve_address(address)
         make: Any = Client
@@ -220,6 +222,21 @@ def _connected(address: str) -> Any:
     except (OSError, ValueError) as error:
         told = " ".join(str(error).split()) or type(error).__name__
         raise KvdoctorError(f"no Dask scheduler answers at {address!r} ({told}); see that it runs") from None
+
+
+def _of_others(record: logging.LogRecord) -> bool:
+    """Whether a record of the log tells of anything but the connection to a cluster."""
+    raised = record.exc_info[0] if record.exc_info else None
+    return not (record.name.startswith("distributed") or (raised and raised.__module__.startswith("distributed")))
+
+
+def _hush() -> None:
+    """What is lost on the way is told in reports and reasons, and not once more by the client on stderr.
+
+    It logs through handlers of its own, and leaves exceptions of its tasks to the log of asyncio.
+    """
+    for told in (*logging.getLogger("distributed").handlers, logging.getLogger("asyncio")):
+        told.addFilter(_of_others)  # a second time changes nothing
 
 
 def _answer(call: _Call) -> None:
@@ -231,7 +248,8 @@ def _answer(call: _Call) -> None:
     except (KilledWorker, CancelledError):
         _fail(call, Lost(LOST))
     except Exception as error:  # what a call raises is its answer
-        _fail(call, error)
+        # The worker may be lost between the end of a call and the sending of its answer: then nothing comes.
+        _fail(call, error if call.task.status == "error" else Lost(LOST))
 
 
 def _fail(call: _Call, error: Exception) -> None:
