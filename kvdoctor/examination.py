@@ -278,6 +278,7 @@ class _Performance:
         if call.kind == "probe":
             return self._probe(call)
         answer = exam.call(call)
+        self._look_at(answer)
         if call.kind == "step":
             self._note(call, answer)
         return answer
@@ -350,9 +351,13 @@ class _Performance:
             answer = self.exam.run_session(call)
         except StepFailed:
             return Answer({}, "")
+        self._look_at(answer)
+        return answer
+
+    def _look_at(self, answer: Answer) -> None:
+        """Remember whether any logits were no numbers: then nothing that rests on them is decided."""
         if answer.logits_name in answer.outputs:
             self.undefined = self.undefined or bool(np.isnan(answer.logits.min(initial=np.inf)))
-        return answer
 
     def _timed(self, call: Call) -> Answer:
         """Median seconds of up to five runs within a tenth of a second; the same call was run before."""
@@ -367,7 +372,7 @@ class _Performance:
         return answer
 
     def _finish(self, cause: Cause | None) -> Run:
-        if cause is not None and self.undefined:
+        if self.undefined and (cause is not None or not self.steps):
             return self._result("inconclusive", reason="logits are no numbers: what changes them cannot be told")
         if cause is not None:
             return self._result("differs", reason=cause.evidence, cause=cause)

@@ -1,7 +1,8 @@
 """The names promise another cache than the graph keeps.
 
 What it means: an input is named as an exporter names a slot of one kind, and the graph does something else with it: a
-cross-attention cache that grows, a buffer of fixed size that is appended to, a key that a convolution reads. The
+cross-attention cache that grows, a buffer of fixed size that is appended to, a key that a convolution reads. Or the
+outputs have the numbers of the inputs, each that of another layer: a warning, since a loop that counts goes wrong. The
 contract follows the graph, and so do all runs; a loop that goes by the names, as most libraries do, carries the slot
 wrongly.
 

@@ -14,7 +14,7 @@ def same_feed(deal: Deal) -> Calls:
     expected = yield from deal.whole()
     if deal.contract.last_logits_only:
         expected = expected[:, -1:]
-    if not np.isfinite(expected).all():
+    if np.isnan(expected).any():
         return  # two of them cannot be held against each other
     yield deal.prefill(deal.scenario.total, expected)
     start = deal.scenario.prompt

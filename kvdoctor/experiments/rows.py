@@ -32,9 +32,9 @@ def alike(one: Array, other: Array, exactness: str) -> bool:
     """Whether entries are the same but for rounding, as a fraction of their spread."""
     if one.shape != other.shape:
         return False
-    if np.array_equal(one, other, equal_nan=True):
-        return True  # what is not finite has no distance, but may well be the same
     got, want = one.astype(np.float64), other.astype(np.float64)
+    if np.array_equal(got, want, equal_nan=True):
+        return True  # what is not finite has no distance, but may well be the same
     return bool(np.abs(got - want).max(initial=0.0) <= tolerance(exactness).passes * max(float(want.std()), 1e-12))
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import onnx
+from mathematics import mask_words
 from onnx import helper
 from patients import ALL, LONE, PAIRED, SPELLED_OUT, SPLIT, TF5, Export
 from presents import exchange, exchange_pasts
@@ -73,6 +74,11 @@ def multiplied_by_one(export: Export) -> None:
     for body in export.bodies:
         for norm in body.norms():
             body.replace(norm, lambda old, body=body: body.op("Mul", old, np.array(1, np.float32)))
+
+
+@harmless("some words may never be said: their logits are -inf", ALL)
+def masked_words(export: Export) -> None:
+    mask_words(export)
 
 
 @harmless("the docs, the producer and the shapes inside are gone", ALL)

@@ -15,6 +15,17 @@ def scale_weight(body: Body, value: str, factor: float) -> None:
     node.input[index] = body.constant((body.weight_of(node.input[index]) * factor).astype(np.float32))
 
 
+def mask_words(export: Export) -> None:
+    """Five words may never be said: their logits are -inf."""
+    for body in export.bodies:
+
+        def masked(old: str, body: Body = body) -> str:
+            words = body.op("Range", np.array(0), body.op("Squeeze", body.size(old, 2)), np.array(1))
+            return body.op("Where", body.op("Less", words, np.array(5)), np.array(-np.inf, np.float32), old)
+
+        body.replace("logits", masked)
+
+
 def bypass(body: Body, made: str, instead: str) -> None:
     body.replace(made, lambda old: body.with_past(old, instead))
 
@@ -124,6 +135,12 @@ def noise_when_long(export: Export) -> None:
     body.replace(body.embedded(), noisy)
 
 
+@fault("nondeterministic", "noise is added to the embeddings, and some words are masked with -inf", SPELLED_OUT)
+def noise_behind_masked_words(export: Export) -> None:
+    noise(export)
+    mask_words(export)
+
+
 @fault("nondeterministic", "noise is added to the embeddings of more than 20 new tokens", SPELLED_OUT)
 def noise_in_long_prompts(export: Export) -> None:
     for body in export.bodies:
@@ -165,6 +182,12 @@ def dropout_by_a_flag(export: Export) -> None:
 def dropout_in_steps(export: Export) -> None:
     body = export.later
     body.replace(body.embedded(), lambda old: drop(body, old, body.op("Squeeze", body.has_past(), np.array([0]))))
+
+
+@fault("non-finite", "the weights that make the logits are no numbers", SPELLED_OUT)
+def weights_no_numbers(export: Export) -> None:
+    for body in export.bodies:
+        scale_weight(body, "logits", np.nan)
 
 
 @fault("non-finite", "the logits are cast to float16 and are too large for it", ALL)

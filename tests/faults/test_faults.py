@@ -28,12 +28,15 @@ SAMPLE = {
     ("other-key-weights", "marian"),
     ("encoder-of-row-0", "t5-pair"),
     ("keys-as-float16", "llama-gqa"),
+    ("noise-behind-masked-words", "gpt2"),
+    ("weights-no-numbers", "marian"),
     ("untouched", "llama-gqa"),
+    ("masked-words", "gpt2"),
     ("layers-swapped-both-ways", "gpt2"),
 }
 """What every test run sees."""
 LEFT_OUT = {
-    "names-mislead": "names hurt nobody who goes by the graph: it is a note, with fixtures of its own",
+    "names-mislead": "names hurt nobody who goes by the graph: it has fixtures of its own",
     "loop-breaks-contract": "a fault of the caller's loop, not of an export",
     "reference-differs": "asked only with a checkpoint, whose weights would have to be broken instead",
     "invalid-graph": "what the rules of ONNX refuse has nothing to do with a cache: it has a fixture of its own",
