@@ -29,7 +29,7 @@ PROGRAMS = {
 }
 
 VARIES = (
-    (r"\b(kvdoctor|onnxruntime|onnx|numpy|click|rich|psutil|python|Python)( |==)\d[\w.]*", r"\1 VERSION"),
+    (r"\b(kvdoctor|onnxruntime|onnx|numpy|click|rich|psutil|msgspec|python|Python)( |==)\d[\w.]*", r"\1 VERSION"),
     (r"\b(platform )?(linux|darwin|win32) \w+", "PLATFORM"),
     (r"\b\d+(\.\d+)? (ms|s|times)\b", r"N \2"),
     (r"\b\d(\.\d+)?e[-+]\d\d\b", "SMALL"),

@@ -11,7 +11,7 @@ from kvdoctor.export import made_by_pip
 from kvdoctor.export.environments import find_uv, transformers_for
 from kvdoctor.export.exporters import Exporter, load
 
-NEEDED = ("onnx", "onnxruntime", "numpy", "click", "rich", "psutil")
+NEEDED = ("onnx", "onnxruntime", "numpy", "click", "rich", "psutil", "msgspec")
 
 
 def lines() -> Iterator[str]:

@@ -1,22 +1,17 @@
 """Frozen dataclasses to plain JSON values and back, by their type hints.
 
 Standard library only: the worker uses it in environments that hold nothing but onnxruntime and numpy, which is why
-it is not one of the libraries that do the same (msgspec, pydantic, cattrs).
+it is not one of the libraries that do the same (pydantic, cattrs; or msgspec, by which the gate reads what it kept).
 """
 
 import dataclasses
 import functools
-import marshal
 import types
 import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-EXACT = (str, int, bool)
-"""Types whose values are taken as they are, where their type is this very one."""
-MOST_SHARED = 10_000
 
 
 def to_plain(value: Any) -> Any:
@@ -93,13 +88,11 @@ def _unfit(wanted: str, data: Any) -> _Unfit:
 
 
 def _list_reviver(item: Any, newer: bool) -> Callable[[Any], Any]:
-    way, exact = _reviver(item, newer), {item} if item in EXACT else set[type]()
+    way = _reviver(item, newer)
 
     def revive(data: Any) -> tuple[Any, ...]:
         if not isinstance(data, list):
             raise _unfit("a list", data)
-        if exact.issuperset(map(type, data)):
-            return tuple(data)
         made: list[Any] = []
         try:
             for one in data:
@@ -112,13 +105,11 @@ def _list_reviver(item: Any, newer: bool) -> Callable[[Any], Any]:
 
 
 def _object_reviver(item: Any, newer: bool) -> Callable[[Any], Any]:
-    way, exact = _reviver(item, newer), {item} if item in EXACT else set[type]()
+    way = _reviver(item, newer)
 
     def revive(data: Any) -> dict[str, Any]:
         if not isinstance(data, dict):
             raise _unfit("an object", data)
-        if exact.issuperset(map(type, data.values())):
-            return dict(data)
         made = {}
         for key, one in data.items():
             try:
@@ -150,38 +141,27 @@ def _union_reviver(choices: tuple[Any, ...], newer: bool) -> Callable[[Any], Any
 
 def _dataclass_reviver(kind: Any, newer: bool) -> Callable[[Any], Any]:
     # Resolved with the first value: a type may hold values of its own type.
-    fields: dict[str, tuple[Any, Callable[[Any], Any]]] = {}
-    same: dict[bytes, Any] = {}
-    shared = _may_be_shared(kind)
+    fields: dict[str, Callable[[Any], Any]] = {}
 
     def revive(data: Any) -> Any:
         if not isinstance(data, dict):
             raise _unfit("an object", data)
         if not fields:
-            fields.update((name, (hint, _reviver(hint, newer))) for name, hint in _hints(kind).items())
-        if not shared:
-            return _made(kind, _revived(data, fields, newer))
-        # The quickest exact identity that Python has; version 2 writes equal values alike.
-        identity = marshal.dumps(data, 2)
-        if identity not in same:
-            if len(same) >= MOST_SHARED:
-                same.clear()
-            same[identity] = _made(kind, _revived(data, fields, newer))
-        return same[identity]
+            fields.update((name, _reviver(hint, newer)) for name, hint in _hints(kind).items())
+        return _made(kind, _revived(data, fields, newer))
 
     return revive
 
 
-def _revived(data: dict[str, Any], fields: dict[str, tuple[Any, Callable[[Any], Any]]], newer: bool) -> dict[str, Any]:
+def _revived(data: dict[str, Any], fields: dict[str, Callable[[Any], Any]], newer: bool) -> dict[str, Any]:
     given = {}
     for name, value in data.items():
         if name not in fields:
             if newer:
                 continue
             raise _Unfit(f"unknown field {name!r}; known are {', '.join(fields)}")
-        hint, way = fields[name]
         try:
-            given[name] = value if type(value) is hint else way(value)
+            given[name] = fields[name](value)
         except _Unfit as unfit:
             raise unfit.within(f".{name}") from None
     return given
@@ -193,15 +173,6 @@ def _made(kind: Any, given: dict[str, Any]) -> Any:
     except TypeError:
         lacking = [f.name for f in dataclasses.fields(kind) if f.name not in given and _has_no_default(f)]
         raise _Unfit(f"field {', '.join(lacking)} is missing") from None
-
-
-def _may_be_shared(kind: Any) -> bool:
-    """Whether equal values of a dataclass may be one: it is frozen, and so is all that it holds, down to the bit.
-
-    A report holds thousands of shapes, and few that differ.
-    """
-    frozen = kind.__dataclass_params__.frozen
-    return frozen and all(hint in (str, int, bool) or hint == tuple[int, ...] for hint in _hints(kind).values())
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -78,7 +78,9 @@ def digests(job: Job, names: list[str], contents: Contents) -> State:
 
 def places(job: Job, names: list[str]) -> dict[str, Path]:
     """Where files named as seen from the model's folder lie: in it, or in that of the file that a model links to."""
-    homes = _homes(job)
+    if not names:
+        return {}
+    homes = _homes(*looked_at(job.place))
     root = homes[0]
     return {name: next((home / name for home in homes if (home / name).exists()), root / name) for name in names}
 
@@ -89,13 +91,13 @@ def nearby(job: Job) -> Iterator[Path]:
     Raises:
         OSError: a folder cannot be listed.
     """
-    yield from looked_at(job.place)[1]
-    for home in _homes(job):
+    root, files = looked_at(job.place)
+    yield from files
+    for home in _homes(root, files):
         yield from (home / entry.name for entry in os.scandir(home) if entry.is_file())
 
 
-def _homes(job: Job) -> tuple[Path, ...]:
-    root, files = looked_at(job.place)
+def _homes(root: Path, files: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(dict.fromkeys((root, *(Path(os.path.realpath(file)).parent for file in files))))
 
 
@@ -128,7 +130,7 @@ def machine(options: Options) -> dict[str, Any]:
         "processor": _processor(),
         "threads": thread_count(),
         "memory": _memory(options.limits),
-        "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("ORT_", "MLAS_"))},
+        "settings": {name: value for name, value in os.environ.items() if name.startswith(("ORT_", "MLAS_"))},
     }
 
 
