@@ -150,7 +150,7 @@ def options_of(asked: dict[str, Any]) -> Options:
     return Options(
         consumer=one_of("consumer", given.get("consumer", "plain"), CONSUMERS),
         fail_on=one_of("fail-on", given.get("fail_on", "error"), FAIL_ON),
-        selection=Selection(_codes(given.get("select", ())), _codes(given.get("ignore", ()))),
+        selection=_selection(given),
         seed=_whole("seed", given.get("seed", 0), 0),
         provider=str(given.get("provider", "CPUExecutionProvider")),
         limits=limits_of(given),
@@ -273,6 +273,14 @@ def words(given: "Words") -> tuple[str, ...]:
     """A text, or several, each of which may be a list with commas."""
     entries = (given,) if isinstance(given, str) else tuple(given)
     return tuple(word.strip() for entry in entries for word in str(entry).split(",") if word.strip())
+
+
+def _selection(given: Mapping[str, Any]) -> Selection:
+    """What counts. A selection that leaves no check is refused: it would call every model healthy."""
+    selection = Selection(_codes(given.get("select", ())), _codes(given.get("ignore", ())))
+    if not any(selection.takes(check.code, check.name) for check in all_checks()):
+        raise UsageError("--select and --ignore leave no check; `kvdoctor explain` lists all of them")
+    return selection
 
 
 def _codes(given: "Words") -> tuple[str, ...]:

@@ -26,6 +26,8 @@ from kvdoctor.plain import from_plain, to_plain
 SCHEMA = "kvdoctor/baseline/1"
 USUAL_NAME = "kvdoctor-baseline.json"
 MOST_BYTES = 1 << 26
+LOOKS_FURTHER = ("thorough", "trace", "prompt_ids", "inputs", "reference", "batch", "context", "encoder_length")
+"""Arguments with which more is found; a run without them does not say that a finding is gone."""
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
@@ -33,7 +35,8 @@ DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 class Entry:
     """A known finding of a model. `until` is the last day on which it is known, as in 2026-12-31; null for no end.
 
-    `code` is its check's, `where` the place in the graph as it was told; both are for the reader.
+    `code` is its check's, `where` the place in the graph as it was told; both are for the reader. `found_with` are the
+    options of the run that it was found in by which a run looks further (`LOOKS_FURTHER`).
     """
 
     model: str
@@ -43,6 +46,7 @@ class Entry:
     until: str | None
     fingerprint: str
     shape: str
+    found_with: tuple[str, ...] = ()
 
     def is_over(self, today: dt.date) -> bool:
         """Whether its last day has passed."""
@@ -93,7 +97,10 @@ def read_baseline(file: str) -> Baseline:
     except RecursionError:
         raise UsageError(f"the baseline {file} cannot be read: it is nested too deeply") from None
     except ValueError as error:
-        raise UsageError(f"the baseline {file} cannot be read: {error}") from None
+        said = f"it is no JSON, {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UsageError(
+            f"the baseline {file} cannot be read: {said}; mend it there, or take an earlier one from version control"
+        ) from None
     schema = body.get("schema") if isinstance(body, dict) else None
     if schema != SCHEMA:
         raise UsageError(f"{file} is no baseline that this version of kvdoctor reads: {_of_another_schema(schema)}")
@@ -103,7 +110,8 @@ def read_baseline(file: str) -> Baseline:
     try:
         entries = from_plain(tuple[Entry, ...], body.get("entries"))
     except ValueError as error:
-        raise UsageError(f"the baseline {file} cannot be read: {str(error).removeprefix('tuple')}") from None
+        said = str(error).removeprefix("tuple")
+        raise UsageError(f"the baseline {file} holds no entries of {SCHEMA}: entries{said}; mend it there") from None
     _refuse_unfit(file, entries)
     return Baseline(file, entries)
 

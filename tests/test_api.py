@@ -177,6 +177,7 @@ def test_options_reach_the_report(models: Path) -> None:
 
 WRONG: dict[str, dict[str, Any]] = {
     "--select=KVX": {"select": "KVX"},
+    "--ignore=KV": {"ignore": "KV"},
     "--ignore=nothing": {"ignore": ["nothing"]},
     "--require=cat": {"require": ["cat"]},
     "--target=onnxruntime": {"targets": ["onnxruntime"]},

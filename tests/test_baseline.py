@@ -188,6 +188,16 @@ def test_an_entry_is_stale_only_where_it_would_have_shown(sick: Report, here: Pa
     assert stale(replace(well, not_checked=(NotChecked(None, "KV2-KV3", "died", essential=True),))) == []
 
 
+def test_what_a_run_that_looked_further_found_is_not_stale_in_one_that_does_not(sick: Report, here: Path) -> None:
+    further = {**sick.arguments, "thorough": True}
+    a = at(replace(sick, arguments=further), "models/a")
+    baseline = known(a)
+    assert {entry.found_with for entry in baseline.entries} == {("thorough",)}
+    well = replace(a, findings=(), verdict="healthy")
+    assert [entry.code for entry in compared(baseline, [well], DAY).told.stale] == ["KV203"]
+    assert compared(baseline, [replace(well, arguments=sick.arguments)], DAY).told.stale == ()
+
+
 def test_pruning_takes_out_what_is_no_more_and_nothing_else(sick: Report, here: Path) -> None:
     a, b, gone = at(sick, "models/a"), at(sick, "models/b"), at(sick, "models/gone")
     baseline = known(a, b, gone)
@@ -283,7 +293,7 @@ def body(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "cannot be read: Expecting value"),
+        ("", "cannot be read: it is no JSON, Expecting value"),
         ("[" * 100_000, "nested too deeply"),
         ("[]", "its schema is None, not 'kvdoctor/baseline/1'"),
         ('{"schema": "kvdoctor/baseline/2"}', "upgrade kvdoctor, or write the baseline anew"),
@@ -293,7 +303,7 @@ def body(**changes: Any) -> str:
         ('{"schema": "kvdoctor/baseline/1", "entries": [], "more": 1}', "a key that is unknown: 'more'"),
         (body(reason=""), "entry 1 (KV203 of a) has no reason"),
         (body(reason=" \n"), "has no reason"),
-        (body(reason=...), "[0]: field reason is missing"),
+        (body(reason=...), "entries[0]: field reason is missing"),
         (body(reason=3), "[0].reason: expected str, got 3"),
         (body(until="tomorrow"), "until takes a day, as in 2026-12-31, or null; got 'tomorrow'"),
         (body(until="2026-02-30"), "until takes a day"),

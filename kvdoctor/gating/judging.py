@@ -34,7 +34,8 @@ class Judged:
     def last_lines(self) -> tuple[str, ...]:
         """What is said of all models together, of the policy, and of the baseline."""
         lines = []
-        if len(self.reports) > 1 or any(finding.known for report in self.reports for finding in report.findings):
+        several, kept = len(self.reports) > 1, any(report.measured.get("cached") for report in self.reports)
+        if several or kept or any(finding.known for report in self.reports for finding in report.findings):
             lines.append(wording.gate_line(self.verdict, self.reports))
         if self.policy is not None:
             lines.append(f"policy: {self.policy}")

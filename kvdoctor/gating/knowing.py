@@ -162,6 +162,8 @@ def _would_show(report: Report, place: str, entry: Entry) -> bool:
     """Whether the report would hold the finding of an entry, if the model still had it."""
     if is_open(report.findings, report.not_checked) or _is_file_in(place, entry.model):
         return False
+    if not set(entry.found_with) <= set(report.arguments):
+        return False
     check = find_check(entry.code)
     if check is None:
         return True  # no version of kvdoctor that gave it up finds it again
