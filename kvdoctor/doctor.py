@@ -13,7 +13,7 @@ from kvdoctor.case import Case
 from kvdoctor.contract import CacheContract
 from kvdoctor.elsewhere.here import Here
 from kvdoctor.facts import environment, file_facts, stack_facts
-from kvdoctor.findings import NotChecked, Selection, Verdicts, run_checks, told_apart
+from kvdoctor.findings import Finding, NotChecked, Selection, Verdicts, run_checks, told_apart
 from kvdoctor.lost_state import gives_logits
 from kvdoctor.model_folder import ModelFolder, open_folder
 from kvdoctor.open_questions import undecided, unnamed, unproved
@@ -172,6 +172,7 @@ def _diagnose(case: Case, options: Options, verdicts: Verdicts, shown: _Shown) -
         case = placed(case, options, shown.runtime, left.calls) if options.locate else case
         _by_runs(case, options, verdicts, before)
         run_checks(case, "targets", options.selection, verdicts)
+        verdicts.findings[before:] = _advised(case, options, shown.runtime, verdicts.findings[before:])
     if case.caller is not None:
         run_checks(case, "caller", options.selection, verdicts)
         shown.told.append(_told(case, options.trace or ""))
@@ -216,6 +217,18 @@ def _by_runs(case: Case, options: Options, verdicts: Verdicts, before: int) -> N
     verdicts.not_checked += unproved(case, verdicts.findings[before:])
     if options.selection == Selection():
         verdicts.not_checked += unnamed(case, verdicts.findings[before:])
+
+
+def _advised(case: Case, options: Options, runtime: Runtime, findings: list[Finding]) -> list[Finding]:
+    """The findings of a stack; nobody is sent to a repair of the graph that would decline."""
+    if all(finding.repair.kind != "graph" for finding in findings):
+        return findings
+    from kvdoctor.foreseeing import foreseen
+    from kvdoctor.patient import Patient, WorkingCopy
+
+    assert case.stack is not None  # noqa: S101 - made with one by step_test
+    copy = WorkingCopy(case.folder)
+    return list(foreseen(Patient(case.stack, case.contract, tuple(findings), case.runs, copy, runtime, options)))
 
 
 def _described(options: Options, folder: ModelFolder) -> tuple[tuple[StackFiles, CacheContract], ...]:

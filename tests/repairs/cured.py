@@ -45,6 +45,7 @@ MENDED_ELSEWHERE = {
         ("logits-overflow", "overflow-when-long", "mask-infinite-when-long"),
         "the numbers become infinite as they are computed",
     ),
+    "weights-no-numbers": "which numbers they were is not in the file",
     "unknown-operator": "nobody has the operator",
     "types-mixed": "what was meant by the addition cannot be told",
 }

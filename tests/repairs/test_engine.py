@@ -19,7 +19,7 @@ from text_fixtures import load_all
 
 from kvdoctor import re_exporting
 from kvdoctor.cure.converting import Fit
-from kvdoctor.doctor import Options
+from kvdoctor.doctor import Options, step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.re_exporting import Request
 
@@ -99,6 +99,27 @@ def test_what_no_repair_mends_leads_to_the_re_export(tmp_path: Path) -> None:
     entry = next(e for e in cured.document["repair"]["unmended"] if e["finding"] == "past-ignored")
     assert entry["reason"] == "no repair on the graph is known"
     assert "export again" in entry["instead"]
+
+
+TAKES = {
+    "mask-not-offset": False,
+    "mask-not-offset-step": True,
+    "non-finite": False,
+    "past-without-present-half": False,
+    "past-without-present-lost": True,
+    "positions-not-offset": False,
+    "present-rewrites-past": True,
+}
+"""Text fixtures, and whether the repair that their check leads to can be applied."""
+
+
+@pytest.mark.parametrize("name", TAKES)
+def test_nobody_is_sent_to_a_repair_that_would_decline(name: str, tmp_path: Path) -> None:
+    model = load_all()[name].write(tmp_path / "model")
+    (finding,) = (found for found in step_test(str(model)).findings if found.severity != "note")
+    assert finding.repair.command is not None
+    assert (" --from CHECKPOINT " in finding.repair.command) == (not TAKES[name])
+    assert re_export(model, tmp_path / "out").written == TAKES[name]
 
 
 @pytest.mark.slow
