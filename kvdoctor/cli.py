@@ -5,6 +5,7 @@ Only click is imported at the top: `--help` and `--version` load neither onnx no
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -211,7 +212,10 @@ def explain(code: str | None) -> None:
         close = difflib.get_close_matches(code, names, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise click.UsageError(f"there is no check {code!r}{hint} `kvdoctor explain` lists all of them")
-    click.echo(f"{found.code} {found.name}\n\n{found.documentation}")
+    text = found.documentation
+    if sys.stdout.isatty():
+        text = click.wrap_text(text, min(shutil.get_terminal_size().columns, 120), preserve_paragraphs=True)
+    click.echo(f"{found.code} {found.name}\n\n{text}")
 
 
 @cli.command()

@@ -133,3 +133,16 @@ def test_no_file_of_the_users_is_replaced(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     for _ in range(2):
         assert run("inspect", "model", "--output", "json=model/report.json", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no terminals of this kind")
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_explain_fits_the_terminal(columns: int) -> None:
+    ours, theirs = os.openpty()
+    call = [sys.executable, "-m", "kvdoctor", "explain", "KV203"]
+    subprocess.run(call, stdout=theirs, env=os.environ | {"COLUMNS": str(columns)}, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode().splitlines()
+    os.close(ours)
+    assert "What it means:" in "\n".join(shown)
+    assert 0.7 * min(columns, 120) < max(map(len, shown)) <= min(columns, 120)
