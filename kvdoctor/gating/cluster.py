@@ -7,7 +7,6 @@ against every call that waited there.
 
 import contextlib
 import logging
-import math
 import pickle
 import threading
 import time
@@ -20,7 +19,7 @@ from uuid import uuid4
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.gating.jobs import Gone, Lost
 from kvdoctor.gating.keys import software
-from kvdoctor.gating.slots import Slots
+from kvdoctor.gating.there import carried_out, end_slots
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,10 +32,6 @@ PATIENCE_SECONDS = 60
 MUST_AGREE = ("kvdoctor", "source", "onnxruntime", "onnx", "numpy")
 
 LOST = "the worker of the cluster that ran it was lost"
-MOST_THREADS = 256
-"""More than a worker has threads: how many calls it gets is decided by who submits them."""
-IDLE_SECONDS = 120
-"""After so long without a call a worker ends the processes of a gate, which may have been killed."""
 
 
 @dataclass(eq=False)
@@ -276,52 +271,3 @@ def _disagreement(versions: dict[str, Any]) -> str | None:
 def software_here() -> dict[str, Any]:
     """What a worker must have as well."""
     return {name: software()[name] for name in MUST_AGREE}
-
-
-@dataclass
-class _Kept:
-    """On a worker of the cluster: the processes of a gate, and when they were last given something."""
-
-    slots: Slots
-    used: float = 0.0
-
-
-_KEPT: dict[str, _Kept] = {}
-_LOCK = threading.Lock()
-
-
-def carried_out(
-    gate: str, asked_for: dict[str, Any], function: Callable[..., T], given: tuple[Any, ...], named: dict[str, Any]
-) -> T:
-    """On a worker of the cluster: carry out a call in a process of its own, which a model may take down.
-
-    Raises:
-        KvdoctorError: this worker joined later, with other versions.
-        Lost: the process ended before it answered.
-    """
-    if any(software()[name] != version for name, version in asked_for.items()):
-        raise KvdoctorError("a worker that joined the cluster has other versions; install the same on all of them")
-    with _LOCK:
-        kept = _KEPT.get(gate) or _KEPT.setdefault(gate, _Kept(Slots(MOST_THREADS)))
-        kept.used = math.inf
-    try:
-        return kept.slots.submit(function, *given, **named).result()
-    finally:
-        kept.used = time.monotonic()
-        timer = threading.Timer(IDLE_SECONDS, _end_if_idle, [gate])
-        timer.daemon = True
-        timer.start()
-
-
-def end_slots(gate: str) -> None:
-    """On a worker of the cluster: end the processes of a gate."""
-    with _LOCK:
-        kept = _KEPT.pop(gate, None)
-    if kept is not None:
-        kept.slots.shutdown(wait=False)
-
-
-def _end_if_idle(gate: str) -> None:
-    kept = _KEPT.get(gate)
-    if kept is not None and time.monotonic() - kept.used >= IDLE_SECONDS:
-        end_slots(gate)
