@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor import asking
+from kvdoctor.choices import AGREE
 from kvdoctor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def diff(a: "Path", b: "Path", **options: "Unpack[asking.DiffOptions]") -> "Diff
 
     agree, static = options.get("agree"), bool(options.get("static", False))
     if agree is not None:
-        asking.one_of("agree", agree, asking.AGREE)
+        asking.one_of("agree", agree, AGREE)
     return compare(Request(os.fspath(a), os.fspath(b), static, agree), asking.options_of(dict(options)))
 
 

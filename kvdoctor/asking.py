@@ -7,17 +7,31 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvdoctor.child import Limits
+from kvdoctor.choices import (
+    AXIS_NAMES,
+    CONSUMERS,
+    DTYPES,
+    EXPORTERS,
+    FAIL_ON,
+    REQUIRED,
+    Agree,
+    AxisNames,
+    Consumer,
+    Dtype,
+    ExporterName,
+    FailOn,
+    Required,
+    why_no_use,
+)
 from kvdoctor.errors import UsageError
-from kvdoctor.findings import SEVERITIES, Selection, all_checks
+from kvdoctor.findings import Selection, all_checks, why_no_check
 from kvdoctor.kept import MOST_POSITIONS, MOST_ROWS, Load
 from kvdoctor.options import Options
-from kvdoctor.report.document import FailOn
 from kvdoctor.targets import parse_targets
 from kvdoctor.tolerances import why_not
-from kvdoctor.uses import REQUIRED, Consumer, Required
 
 if TYPE_CHECKING:
     from kvdoctor.cure.converting import Fit
@@ -27,12 +41,7 @@ if TYPE_CHECKING:
     Words = str | Iterable[str]
     Progress = Callable[[str, int, int], None]
 
-CONSUMERS: tuple[Consumer, ...] = ("plain", "held")
-FAIL_ON: tuple[FailOn, ...] = (*SEVERITIES, "never")
-Agree = Literal["tokens", "logits", "bits"]
-AGREE: tuple[Agree, ...] = ("tokens", "logits", "bits")
-AXES = ("kept", "readable")
-CHOICES = {"exporter": ("optimum", "transformers", "genai"), "dtype": ("fp32", "fp16", "bf16", "int8", "int4")}
+AFRESH = {"exporter": EXPORTERS, "dtype": DTYPES}
 OLDEST_IR, OPSETS = 4, (7, 40)
 
 
@@ -109,12 +118,12 @@ class ReExportOptions(RunOptions, total=False):
     fix: "Words"
     keep_unproved: bool
     layout: str | None
-    axes: Literal["kept", "readable"]
+    axes: AxisNames
     ir_version: int | None
     opset: int | None
     from_: "Path | None"
-    exporter: Literal["optimum", "transformers", "genai"] | None
-    dtype: Literal["fp32", "fp16", "bf16", "int8", "int4"] | None
+    exporter: ExporterName | None
+    dtype: Dtype | None
     task: str | None
     because: "Path | None"
 
@@ -208,7 +217,7 @@ def fit_of(asked: dict[str, Any]) -> "Fit":
     """
     from kvdoctor.cure.converting import Fit
 
-    readable = one_of("axes", asked.get("axes", "kept"), AXES) == "readable"
+    readable = one_of("axes", asked.get("axes", "kept"), AXIS_NAMES) == "readable"
     ir, opset = asked.get("ir_version"), asked.get("opset")
     ir = None if ir is None else _whole("ir-version", ir, OLDEST_IR)
     opset = None if opset is None else _whole("opset", opset, *OPSETS)
@@ -237,7 +246,7 @@ def making_of(asked: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: a value is not one that the option takes.
     """
-    for name, choices in CHOICES.items():
+    for name, choices in AFRESH.items():
         if asked.get(name) is not None:
             one_of(name, asked[name], choices)
     how = {name: asked.get(name) for name in ("exporter", "opset", "dtype", "task")}
@@ -286,18 +295,16 @@ def _selection(given: Mapping[str, Any]) -> Selection:
 def _codes(given: "Words") -> tuple[str, ...]:
     """Split `KV1,KV203`, and refuse what selects nothing: a typing error must not make a gate green."""
     codes = words(given)
-    for code in codes:
-        if not any(Selection((code,)).takes(check.code, check.name) for check in all_checks()):
-            raise UsageError(f"{code!r} names no check; `kvdoctor explain` lists all of them")
+    if (reason := why_no_check(codes)) is not None:
+        raise UsageError(reason)
     return codes
 
 
 def _uses(given: "Words") -> tuple[Required, ...]:
     """Split `batch,beam`, and refuse what is no use."""
     asked = dict.fromkeys(words(given))
-    for word in asked:
-        if word not in REQUIRED:
-            raise UsageError(f"--require takes {', '.join(REQUIRED)}; got {word!r}")
+    if (reason := why_no_use(asked)) is not None:
+        raise UsageError(f"--require {reason}")
     return tuple(use for use in REQUIRED if use in asked)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvdoctor.choices import Consumer, Required
 from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.findings import Advice
 from kvdoctor.graph import Declared, GraphView
@@ -13,7 +14,6 @@ from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.targets import Target
 from kvdoctor.targets.stay import Stay
 from kvdoctor.trace import Run, Seen, Step
-from kvdoctor.uses import Consumer, Required
 
 if TYPE_CHECKING:
     from kvdoctor.caller.holding import Held

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvdoctor import __version__, cli_examples, cli_output
+from kvdoctor.choices import AXIS_NAMES
 from kvdoctor.cli_baseline import baseline
 from kvdoctor.cli_config import config
 from kvdoctor.cli_diff import diff
@@ -115,7 +116,7 @@ def step_test(path: str, **given: Any) -> NoReturn:
 @click.option(
     "--layout", metavar="NAME", help="Another layout: merged, pair, optimum, optimum-pair, single (docs/layouts.md)."
 )
-@click.option("--axes", type=click.Choice(["kept", "readable"]), default="kept", help="Names of open axes.")
+@click.option("--axes", type=click.Choice(AXIS_NAMES), default="kept", help="Names of open axes.")
 @afresh_options
 @click.option("--ir-version", type=click.IntRange(min=4), metavar="N", help="Lower the IR version to N.")
 @target_options

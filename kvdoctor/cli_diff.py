@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvdoctor import cli_output
+from kvdoctor.choices import AGREE
 from kvdoctor.cli_options import asked_of_a_model, offline_option, run_options, shared_options, target_options
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ Examples:
 @click.option("--static", is_flag=True, help="Contract and graph alone: nothing is run.")
 @click.option(
     "--agree",
-    type=click.Choice(["tokens", "logits", "bits"]),
+    type=click.Choice(AGREE),
     help="B is worse if its logits on the same feeds are not A's this far: the likeliest tokens, within the tolerance "
     "of the arithmetic, bit for bit. [default: other numbers are told, and decide nothing]",
 )

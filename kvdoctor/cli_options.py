@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
+from kvdoctor.choices import CONSUMERS, DTYPES, EXPORTERS, FAIL_ON, REQUIRED
 from kvdoctor.kept import MOST_POSITIONS, MOST_ROWS
 from kvdoctor.report.formats import FORMATS
-from kvdoctor.uses import REQUIRED
 
 OF_THE_OUTPUT = ("format_", "outputs", "quiet", "verbose", "color", "hash_files")
 """Parameters of `shared_options` that are none of a model's options; `hash_files` is one by the name of `hash`."""
@@ -33,14 +33,14 @@ def shared_options(command: "Callable[..., Any]", formats: tuple[str, ...] = FOR
         click.option("--ignore", multiple=True, metavar="CODES", help="Not these checks: codes, prefixes or names."),
         click.option(
             "--fail-on",
-            type=click.Choice(["note", "warning", "error", "never"]),
+            type=click.Choice(FAIL_ON),
             default="error",
             show_default=True,
             help="Lowest severity that makes the exit code 1.",
         ),
         click.option(
             "--consumer",
-            type=click.Choice(["plain", "held"]),
+            type=click.Choice(CONSUMERS),
             default="plain",
             show_default=True,
             help="The loop that will call the model: every present fed back, or the cross-attention cache held.",
@@ -155,7 +155,7 @@ def afresh_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
         ),
         click.option(
             "--exporter",
-            type=click.Choice(["optimum", "transformers", "genai"]),
+            type=click.Choice(EXPORTERS),
             help="With --from. [default: by the layout and the findings of PATH]",
         ),
         click.option(
@@ -166,7 +166,7 @@ def afresh_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
         ),
         click.option(
             "--dtype",
-            type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
+            type=click.Choice(DTYPES),
             help="With --from. [default: that of PATH's cache, else fp32]",
         ),
         click.option("--task", metavar="TASK", help="With --from and optimum: its name of the task."),

@@ -7,13 +7,13 @@ Its code, name and text come from there and nowhere else.
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+from kvdoctor.choices import Required
 from kvdoctor.fingerprints import Place, fingerprint, numbered
-from kvdoctor.uses import Required
 
 if TYPE_CHECKING:
     from kvdoctor.case import Case
@@ -176,6 +176,14 @@ class Selection:
         if self.select and not _named(self.select, code, name):
             return False
         return not _named(self.ignore, code, name)
+
+
+def why_no_check(words: Iterable[str]) -> str | None:
+    """Why one of the words names no check, be it a code, the start of codes or a name; None where each names some."""
+    for word in words:
+        if not any(_named((word,), check.code, check.name) for check in all_checks()):
+            return f"{word!r} names no check; `kvdoctor explain` lists all of them"
+    return None
 
 
 def _named(wanted: tuple[str, ...], code: str, name: str) -> bool:

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from kvdoctor.case import UNDECIDED, Case, rounding_words
+from kvdoctor.choices import Required
 from kvdoctor.findings import Finding, NotChecked
 from kvdoctor.trace import Run
-from kvdoctor.uses import USES, Required
+from kvdoctor.uses import USES
 
 
 def undecided(case: Case) -> Iterator[NotChecked]:

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvdoctor.child import Limits
+from kvdoctor.choices import Consumer, FailOn, Required
 from kvdoctor.findings import Selection
 from kvdoctor.kept import Load
 from kvdoctor.plain import to_plain
-from kvdoctor.report.document import FailOn
 from kvdoctor.targets import Target
-from kvdoctor.uses import Consumer, Required
 
 
 @dataclass(frozen=True, slots=True)

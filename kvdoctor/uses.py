@@ -6,11 +6,7 @@ A use that fails is a warning, since the loop that was asked for is right; `--re
 from dataclasses import dataclass
 from typing import Literal
 
-Consumer = Literal["plain", "held"]
-"""The loop that calls the model: every present fed back, or the cross-attention cache held."""
-
-Required = Literal["chunked-prefill", "batch", "left-padding", "beam", "full-context"]
-REQUIRED: tuple[Required, ...] = ("chunked-prefill", "batch", "left-padding", "beam", "full-context")
+from kvdoctor.choices import Required
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "kvdoctor"
 
 ROOMS = (
-    *("errors", "plain", "uses", "contract", "trace", "tolerances", "parity", "samples", "feeds", "script"),
+    *("errors", "plain", "choices", "uses", "contract", "trace", "tolerances", "parity", "samples", "feeds", "script"),
     *("experiments", "kept_calls", "caller"),
     *("sessions", "examination", "trials", "replaying", "worker", "child", "runtimes"),
     *(

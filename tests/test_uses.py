@@ -12,8 +12,9 @@ import pytest
 from sampling import sampled
 from text_fixtures import load_all
 
+from kvdoctor.choices import REQUIRED
 from kvdoctor.experiments import load
-from kvdoctor.uses import REQUIRED, USES
+from kvdoctor.uses import USES
 
 ROOT = Path(__file__).parent.parent
 EXPORTS = ROOT / "fixtures" / "exports"

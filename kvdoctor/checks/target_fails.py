@@ -18,12 +18,13 @@ from collections.abc import Iterator
 
 from kvdoctor.case import Case
 from kvdoctor.checks.target_limits import is_ruled_out
+from kvdoctor.choices import Required
 from kvdoctor.contract import describe
 from kvdoctor.findings import Advice, Fault, Severity, check
 from kvdoctor.targets import Target
 from kvdoctor.targets.stay import Gap, Stay
 from kvdoctor.trace import Run, Step
-from kvdoctor.uses import USES, Required
+from kvdoctor.uses import USES
 
 GOES_WRONG = ("failed", "differs", "died")
 ANOTHER = Advice("re-export", "use a release that takes the model as it is, or export it again for this one")

@@ -6,9 +6,10 @@ matched by its check, on the stacks that stand side by side: the same fault unde
 
 from collections.abc import Iterator
 
+from kvdoctor.choices import FailOn
 from kvdoctor.findings import SEVERITIES, Finding, Severity, all_checks
 from kvdoctor.report.diff_document import FindingDiff
-from kvdoctor.report.document import FailOn, means_incomplete
+from kvdoctor.report.document import means_incomplete
 
 STATIC = {"file", "contract"}
 

@@ -8,14 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvdoctor.choices import CONSUMERS, FAIL_ON, REQUIRED, why_no_use
 from kvdoctor.errors import UsageError
-from kvdoctor.findings import Selection, all_checks
+from kvdoctor.findings import why_no_check
 from kvdoctor.targets import parse_targets
 from kvdoctor.tolerances import why_not
-from kvdoctor.uses import REQUIRED
-
-SEVERITIES = ("note", "warning", "error", "never")
-CONSUMERS = ("plain", "held")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +61,14 @@ def _is_seconds(value: Any) -> bool:
 def _codes(value: Any) -> str | None:
     if not _is_texts(value):
         return ""
-    checks = all_checks()
-    for code in value:
-        if not any(Selection((code,)).takes(check.code, check.name) for check in checks):
-            return f"{code!r} names no check; `kvdoctor explain` lists all of them"
-    return None
+    return why_no_check(value)
 
 
 def _uses(value: Any) -> str | None:
     if not _is_texts(value):
         return ""
-    unknown = next((word for word in value if word not in REQUIRED), None)
-    return f"it takes {', '.join(REQUIRED)}; got {unknown!r}" if unknown is not None else None
+    reason = why_no_use(value)
+    return None if reason is None else f"it {reason}"
 
 
 def _targets(value: Any) -> str | None:
@@ -177,7 +170,7 @@ KEYS = (
         "error",
         "the lowest severity that makes the exit code 1",
         'fail-on = "warning"',
-        _kind(lambda value: value in SEVERITIES),
+        _kind(lambda value: value in FAIL_ON),
         "fail_on",
     ),
     Key(

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvdoctor import __version__
+from kvdoctor.choices import FailOn
 from kvdoctor.contract import CacheContract
 from kvdoctor.errors import Unhealthy
 from kvdoctor.findings import SEVERITIES, Finding, NotChecked, all_checks
@@ -16,7 +17,6 @@ GATE_SCHEMA = "kvdoctor/gate/1"
 CONTRACT_SCHEMA = "kvdoctor/contract/1"
 
 Verdict = Literal["healthy", "unhealthy", "incomplete", "nothing-found"]
-FailOn = Literal["note", "warning", "error", "never"]
 
 EXIT_HEALTHY, EXIT_FINDINGS, EXIT_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
 

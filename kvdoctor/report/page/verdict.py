@@ -2,8 +2,9 @@
 
 from collections import Counter
 
+from kvdoctor.choices import FAIL_ON, FailOn
 from kvdoctor.report import cure_text, wording
-from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, FailOn, Report, exit_code
+from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code
 from kvdoctor.report.page.blocks import Place, chip, code, counted
 from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.report.page.shell import KINDS
@@ -25,8 +26,7 @@ MARKS = {"healthy": "\u2713", "unhealthy": "\u2715", "incomplete": "?", "nothing
 def fail_on(report: Report) -> FailOn:
     """The lowest severity that counts as a failure."""
     asked = report.arguments.get("fail_on", "error")
-    levels: tuple[FailOn, ...] = ("note", "warning", "error", "never")
-    return next((level for level in levels if level == asked), "error")
+    return next((level for level in FAIL_ON if level == asked), "error")
 
 
 def counts(report: Report) -> list[Element]:
