@@ -28,7 +28,7 @@ from kvdoctor.feeds import (
     synthetic_encoder_states,
 )
 from kvdoctor.kept_calls import save_call
-from kvdoctor.parity import compare, error_growth, judge, slot_difference
+from kvdoctor.parity import compare, error_growth, judge, measurable, slot_difference
 from kvdoctor.plain import to_plain
 from kvdoctor.samples import Samples
 from kvdoctor.sessions import (
@@ -355,9 +355,9 @@ class _Performance:
         return answer
 
     def _look_at(self, answer: Answer) -> None:
-        """Remember whether any logits were no numbers: then nothing that rests on them is decided."""
+        """Remember whether any logits had no distance to others: then nothing that rests on them is decided."""
         if answer.logits_name in answer.outputs:
-            self.undefined = self.undefined or bool(np.isnan(answer.logits.min(initial=np.inf)))
+            self.undefined = self.undefined or not measurable(answer.logits)
 
     def _timed(self, call: Call) -> Answer:
         """Median seconds of up to five runs within a tenth of a second; the same call was run before."""
@@ -373,7 +373,7 @@ class _Performance:
 
     def _finish(self, cause: Cause | None) -> Run:
         if self.undefined and (cause is not None or not self.steps):
-            return self._result("inconclusive", reason="logits are no numbers: what changes them cannot be told")
+            return self._result("inconclusive", reason="logits are not finite: what changes them cannot be told")
         if cause is not None:
             return self._result("differs", reason=cause.evidence, cause=cause)
         if self.experiment.asks_why:

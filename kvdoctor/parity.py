@@ -15,6 +15,10 @@ TOP = 5
 SMALLEST = 1e-14
 """Below it, a divergence or an angle is nothing but the rounding of the sums that it is made of."""
 LEAST_SPREAD = 1e-12
+DEEP = 20
+"""Words are masked where they lie this many times as far below all others as those are wide."""
+FEWEST_SAID = 4
+"""With fewer words above them, chance puts some so far below."""
 BLOCK = 1 << 16
 """Logits that are compared at a time: as many as the caches of a core hold."""
 
@@ -40,13 +44,15 @@ def compare(actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]", ex
         raise ValueError(f"logits have shape {list(actual.shape)}, expected {list(expected.shape)}")
     got, want = (logits.reshape(-1, logits.shape[-1]) for logits in (actual, expected))
     block = max(BLOCK // want.shape[-1], 1)
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         parts = [_measured(got[i : i + block], want[i : i + block]) for i in range(0, len(want), block)]
     worst, spreads, cosines, divergences = np.concatenate(parts, axis=1)
     if not np.isfinite(worst).all():
         return _not_finite(got, want, exactness)
     if not worst.any():
         return Difference(max_abs=0.0, relative=0.0, same_top1=1.0, near_ties=0.0, finite=True)
+    if _masked(want[:1]).any() and (masked := _masked(want) & _masked(got)).any():
+        return _without(masked, got, want, exactness)
     if not (np.isfinite(spreads).all() and np.isfinite(cosines).all() and np.isfinite(divergences).all()):
         return UNMEASURABLE  # finite, and too large for their squares
     most, width = float(worst.max()), max(float(spreads.mean()), LEAST_SPREAD)
@@ -70,9 +76,39 @@ def _not_finite(got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", exact
     """Infinite or undefined logits have no distance; masked vocabulary entries (-inf on both sides) do."""
     masked = np.isneginf(got) & np.isneginf(want)
     if np.isfinite(got[~masked]).all() and np.isfinite(want[~masked]).all() and not masked.all(-1).any():
-        floor = float(want[~masked].min(initial=0.0))
-        return compare(np.where(masked, floor, got), np.where(masked, floor, want), exactness)
+        return _without(masked, got, want, exactness)
     return UNMEASURABLE
+
+
+def _without(
+    masked: "np.ndarray[Any, Any]", got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", exactness: str
+) -> Difference:
+    """The difference of all but words that are masked on both sides, which are put where the least of the others is."""
+    floor = float(want[~masked].min(initial=0.0))
+    return compare(np.where(masked, floor, got), np.where(masked, floor, want), exactness)
+
+
+def _masked(logits: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Which words are masked with a finite number, as -1e4, -1e9 or the least of the type; bool[positions, words].
+
+    Whether it was put in their place or added, and in up to two depths: they would widen the spread until nothing else
+    is seen.
+    """
+    masked = np.zeros(logits.shape, bool)
+    for _ in range(2):
+        said = np.where(masked, np.nan, logits.astype(np.float64))
+        top, low = np.nanmax(said, axis=-1, keepdims=True), np.nanmin(said, axis=-1, keepdims=True)
+        above = said >= top - (top - low) / (DEEP + 1)
+        least = np.where(above, said, np.inf).min(-1, keepdims=True)
+        highest = np.where(above | masked, -np.inf, said).max(-1, keepdims=True)
+        deep = (least - highest > DEEP * (top - least)) & (above.sum(-1, keepdims=True) >= FEWEST_SAID)
+        masked |= deep & (said <= highest)
+    return masked
+
+
+def measurable(logits: "np.ndarray[Any, Any]") -> bool:
+    """Whether logits, float[..., vocabulary], have a distance to others: no NaN, no inf, and not all words are -inf."""
+    return bool((logits < np.inf).all() and np.isfinite(logits).any(-1).all())
 
 
 def _measured(got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
@@ -126,11 +162,6 @@ def _shared_top(got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", noise
     chosen = np.argpartition(got, -count, axis=-1)[..., -count:]
     least = np.partition(want, -count, axis=-1)[..., -count, None]
     return float((np.take_along_axis(want, chosen, -1) >= least - noise).mean())
-
-
-def spread(logits: "np.ndarray[Any, Any]") -> float:
-    """Standard deviation of logits over the vocabulary, as a mean over positions; never zero."""
-    return max(float(np.mean(np.std(logits, axis=-1))), LEAST_SPREAD)
 
 
 def slot_difference(actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> float | None:

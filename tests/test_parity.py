@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdoctor.parity import compare, error_growth, judge, slot_difference, spread
+from kvdoctor.parity import compare, error_growth, judge, measurable, slot_difference
 from kvdoctor.tolerances import TOLERANCES
 
 RNG = np.random.default_rng(0)
@@ -17,7 +17,7 @@ LOGITS = RNG.standard_normal((2, 3, 16)).astype(np.float32)
 def off_by(fraction: float) -> "np.ndarray[tuple[int, ...], np.dtype[np.float64]]":
     """The logits with one entry moved by a fraction of their spread."""
     moved = LOGITS.astype(np.float64)
-    moved[1, 2, 5] += fraction * spread(LOGITS.astype(np.float64))
+    moved[1, 2, 5] += fraction * float(LOGITS.astype(np.float64).std(axis=-1).mean())
     return moved
 
 
@@ -49,7 +49,40 @@ def test_one_undefined_logit_is_a_failure(bad: float) -> None:
     broken[0, 0, 0] = bad
     difference = compare(broken, LOGITS)
     assert not difference.finite
+    assert measurable(broken) == (bad == -np.inf)
     assert judge(difference, "float") == "fail"
+
+
+MASKS = {
+    "-inf": lambda logits: np.where(WORDS < 3, -np.inf, logits),
+    "the least": lambda logits: np.where(WORDS < 3, np.finfo(np.float32).min, logits),
+    "put in their place": lambda logits: np.where(WORDS < 3, -1e9, logits),
+    "added": lambda logits: logits + np.where(WORDS < 3, np.float32(-1e9), np.float32(0)),
+    "of float16": lambda logits: np.where(WORDS < 12, -65504.0, logits),
+    "small": lambda logits: logits + np.where(WORDS < 3, np.float32(-1e4), np.float32(0)),
+    "two": lambda logits: np.where(WORDS < 3, -1e9, np.where(WORDS < 6, -1e4, logits)),
+}
+WORDS = np.arange(16)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masked_words_hide_nothing(mask: str) -> None:
+    masked = MASKS[mask](LOGITS).astype(np.float32)
+    for off, verdict in ((1e-6, "pass"), (2e-3, "fail"), (0.5, "fail")):
+        moved = MASKS[mask](LOGITS * (1 + off)).astype(np.float32)
+        assert judge(compare(moved, masked), "float") == verdict
+    assert judge(compare(LOGITS, masked), "float") == "fail"
+    assert judge(compare(masked, LOGITS), "float") == "fail"
+    assert measurable(masked)
+
+
+@given(st.integers(2, 60), st.integers(0, 2**32 - 1))
+def test_without_a_mask_every_word_counts(words: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    expected = rng.standard_normal((1, 2, words)) * 10 ** rng.uniform(-3, 3)
+    moved = expected.copy()
+    moved[..., rng.integers(words)] += expected.std()
+    assert judge(compare(moved, expected), "float") == "fail"
 
 
 def test_vocabulary_masked_on_both_sides_is_no_fault() -> None:

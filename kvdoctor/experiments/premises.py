@@ -1,11 +1,10 @@
 """What every cache rests on: the same feed gives the same logits, and a token's logits do not know the next token."""
 
-import numpy as np
-
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Decision, Experiment, several_tokens
 from kvdoctor.experiments.rows import other_token, probe, same_logits
 from kvdoctor.feeds import Array, Deal, Scenario
+from kvdoctor.parity import measurable
 from kvdoctor.trace import Cause
 
 
@@ -14,7 +13,7 @@ def same_feed(deal: Deal) -> Calls:
     expected = yield from deal.whole()
     if deal.contract.last_logits_only:
         expected = expected[:, -1:]
-    if np.isnan(expected).any():
+    if not measurable(expected):
         return  # two of them cannot be held against each other
     yield deal.prefill(deal.scenario.total, expected)
     start = deal.scenario.prompt
@@ -23,7 +22,7 @@ def same_feed(deal: Deal) -> Calls:
         return
     past = deal.carry(None, answer, "held")
     step = yield probe(deal.decode(start, start + 1, past))
-    if not step.failed and np.isfinite(step.logits).all():
+    if not step.failed and measurable(step.logits):
         yield deal.decode(start, start + 1, past, step.logits)
 
 

@@ -27,6 +27,7 @@ class Outcome:
         called: The name of the leading finding, or the verdict where nothing was found.
         named: Whether that is the name it must have, at the right severity.
         decided_by: What the leading finding rests on: an experiment, the graph, the file.
+        errors: The names of all errors.
         details: Findings and what was not checked, for the reader of a failed test.
     """
 
@@ -34,6 +35,7 @@ class Outcome:
     called: str
     named: bool
     decided_by: str
+    errors: tuple[str, ...]
     details: str
 
 
@@ -63,16 +65,17 @@ def treat(fault: Fault, export: Export, folder: Path, runtime: Runtime) -> Outco
     notes = fault.severity == "note"
     findings = [finding for finding in report.findings if finding.severity != "note" or notes]
     details = "\n".join(_details(report))
+    errors = tuple(finding.name for finding in findings if finding.severity == "error")
     if not fault.check:
         healthy = not findings and report.verdict == "healthy"
-        return Outcome(healthy, findings[0].name if findings else report.verdict, healthy, "", details)
+        return Outcome(healthy, findings[0].name if findings else report.verdict, healthy, "", errors, details)
     if notes:
         findings = [f for f in findings if f.name == fault.check] if {f.severity for f in findings} == {"note"} else []
     if not findings:
-        return Outcome(False, report.verdict, False, "", details)
+        return Outcome(False, report.verdict, False, "", errors, details)
     first = findings[0]
     named = (first.name, first.severity) == (fault.check, fault.severity)
-    return Outcome(True, first.name, named, _decided_by(first), details)
+    return Outcome(True, first.name, named, _decided_by(first), errors, details)
 
 
 def _decided_by(finding: Finding) -> str:
