@@ -13,10 +13,10 @@ from kvdoctor.case import Case
 from kvdoctor.contract import CacheContract
 from kvdoctor.elsewhere.here import Here
 from kvdoctor.facts import environment, file_facts, stack_facts
-from kvdoctor.findings import Finding, NotChecked, Selection, Verdicts, run_checks, told_apart
+from kvdoctor.findings import Asks, Finding, NotChecked, Selection, Verdicts, run_checks, told_apart
 from kvdoctor.lost_state import gives_logits
 from kvdoctor.model_folder import ModelFolder, open_folder
-from kvdoctor.open_questions import undecided, unnamed, unproved
+from kvdoctor.open_questions import passed_over, unasked, undecided, unnamed, unproved
 from kvdoctor.options import Options
 from kvdoctor.reading import read_contract
 from kvdoctor.report.document import (
@@ -126,6 +126,7 @@ def _step_tested(path: str, options: Options, runtime: Runtime, scratch: Path | 
             targets=options.targets,
         )
         _diagnose(case, options, verdicts, shown)
+    verdicts.not_checked += unasked(options.selection, _rounds(options), shown.runs)
     report = _report("step-test", folder, options, verdicts, shown.stacks)
     # A warm worker has told its version before it is needed; the report must not depend on who came before.
     version = runtime.versions.get("onnxruntime", NOT_STARTED) if shown.runs else NOT_STARTED
@@ -137,6 +138,12 @@ def _step_tested(path: str, options: Options, runtime: Runtime, scratch: Path | 
         notes += checkpoint.held
     report = replace(report, notes=tuple(notes), environment=environment)
     return _under_targets(replace(report, runs=tuple(shown.runs), measured=shown.measured), options, shown.stays)
+
+
+def _rounds(options: Options) -> frozenset[Asks]:
+    """The rounds of checks that are held, by what was asked for."""
+    more: dict[Asks, bool] = {"targets": bool(options.targets), "caller": options.trace is not None}
+    return frozenset({"file", "contract", "runs", *(name for name, held in more.items() if held)})
 
 
 @dataclass
@@ -217,6 +224,7 @@ def _by_runs(case: Case, options: Options, verdicts: Verdicts, before: int) -> N
     verdicts.not_checked += unproved(case, verdicts.findings[before:])
     if options.selection == Selection():
         verdicts.not_checked += unnamed(case, verdicts.findings[before:])
+    verdicts.not_checked += passed_over(case, options.selection, verdicts.findings[before:])
 
 
 def _advised(case: Case, options: Options, runtime: Runtime, findings: list[Finding]) -> list[Finding]:

@@ -112,12 +112,16 @@ class CannotCheck(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A registered check. `asks` are the rounds it is asked in; `incomplete` that its finding means: not diagnosed."""
+    """A registered check. `asks` are the rounds it is asked in; `incomplete` that its finding means: not diagnosed.
+
+    `needs` are experiments that are not always run, and without which it has nothing to go by; one of them will do.
+    """
 
     code: str
     name: str
     asks: tuple[Asks, ...]
     incomplete: bool
+    needs: tuple[str, ...]
     function: "Callable[[Case], Iterator[Fault]]"
 
     @property
@@ -137,14 +141,14 @@ _REGISTERED: dict[str, Check] = {}
 
 
 def check(
-    code: str, name: str, *asks: Asks, incomplete: bool = False
+    code: str, name: str, *asks: Asks, incomplete: bool = False, needs: tuple[str, ...] = ()
 ) -> "Callable[[Callable[[Case], Iterator[Fault]]], Callable[[Case], Iterator[Fault]]]":
     """Register a function as the check of that code and name."""
 
     def register(function: "Callable[[Case], Iterator[Fault]]") -> "Callable[[Case], Iterator[Fault]]":
         if code in _REGISTERED or any(known.name == name for known in _REGISTERED.values()):
             raise ValueError(f"check {code} {name} is registered twice")
-        _REGISTERED[code] = Check(code, name, asks, incomplete, function)
+        _REGISTERED[code] = Check(code, name, asks, incomplete, needs, function)
         return function
 
     return register

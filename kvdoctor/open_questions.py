@@ -1,10 +1,10 @@
 """What the runs of a stack leave open, with the reason: silence is not health."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvdoctor.case import UNDECIDED, Case, rounding_words
 from kvdoctor.choices import Required
-from kvdoctor.findings import Finding, NotChecked
+from kvdoctor.findings import Asks, Finding, NotChecked, Selection, all_checks
 from kvdoctor.trace import Run
 from kvdoctor.uses import USES
 
@@ -39,6 +39,30 @@ def unnamed(case: Case, findings: list[Finding]) -> Iterator[NotChecked]:
             f"the {run.experiment} {run.outcome} at step {run.failed_step}, and no check names it; please report it"
         )
         yield NotChecked(case.stack.name if case.stack else None, "KV2-KV3", reason, essential=True)
+
+
+def passed_over(case: Case, selection: Selection, findings: list[Finding]) -> Iterator[NotChecked]:
+    """A loop that is wrong by what another check names than those that were selected. Who ignores that one knows it."""
+    asked = any(one.code.startswith(("KV2", "KV3")) and selection.takes(one.code, one.name) for one in all_checks())
+    run = case.judged
+    if not (selection.select and asked) or selection.ignore or run is None:
+        return
+    if run.outcome in ("differs", "failed") and all(f.severity == "note" for f in findings):
+        reason = f"the {run.experiment} {run.outcome} at step {run.failed_step}, and no selected check names it"
+        yield NotChecked(case.stack.name if case.stack else None, "KV2-KV3", reason, essential=True)
+
+
+def unasked(selection: Selection, rounds: Iterable[Asks], runs: Sequence[Run]) -> Iterator[NotChecked]:
+    """A selection of checks none of which could be asked: that no finding came says nothing then."""
+    if not selection.select:
+        return
+    held = set(rounds)
+    ran = {run.experiment for run in runs if run.outcome != "skipped"}
+    taken = [one for one in all_checks() if selection.takes(one.code, one.name)]
+    if all(set(one.asks).isdisjoint(held) or (one.needs and ran.isdisjoint(one.needs)) for one in taken):
+        codes = ", ".join(one.code for one in taken)
+        reason = "none of the selected checks could be asked: they need a target, a trace, a checkpoint or --thorough"
+        yield NotChecked(None, codes, reason, essential=True)
 
 
 def unproved(case: Case, findings: list[Finding]) -> Iterator[NotChecked]:

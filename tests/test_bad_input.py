@@ -18,6 +18,7 @@ import pytest
 from bad_models import EXPORTS, GPT2, MARIAN, UNSAFE, as_json, call, copied, saved, snapshot, unchanged
 from onnx import TensorProto, helper
 from sampling import sampled
+from text_fixtures import load_all
 
 COMMANDS = ("inspect", "step-test", "gate")
 RUNS = ("step-test", "gate")
@@ -749,6 +750,27 @@ def test_a_selection_does_not_make_healthy_what_was_not_run(
     if command != "inspect" or what == "truncated":
         assert result.code in (1, 3)
     assert result.report["verdict"] != "healthy"
+
+
+@pytest.mark.parametrize(
+    ("fixture", "option", "code"),
+    [
+        ("positions-not-offset", "--select=KV301", 3),
+        ("positions-not-offset", "--select=KV310", 1),
+        ("positions-not-offset", "--ignore=KV310", 0),
+        ("positions-not-offset", "--select=KV402", 3),
+        ("non-finite", "--select=KV301", 3),
+        ("decoder-only-healthy", "--select=KV301", 0),
+        ("decoder-only-healthy", "--select=KV402", 3),
+        ("decoder-only-healthy", "--select=reference-differs", 3),
+    ],
+)
+def test_a_selection_does_not_make_healthy_what_another_check_names(
+    fixture: str, option: str, code: int, tmp_path: Path
+) -> None:
+    """Parity alone is asked for, and another check names why it is lost; or nothing that was asked for can be asked."""
+    result = only_report("step-test", load_all()[fixture].write(tmp_path / "model"), option)
+    assert (result.code, result.report["verdict"] == "healthy") == (code, code == 0)
 
 
 # --- models that harm the runtime ---

@@ -30,7 +30,7 @@ NUMBERS = Words(
 )
 
 
-@check("KV209", "context-limit-fails", "runs")
+@check("KV209", "context-limit-fails", "runs", needs=("full-context", "numbering"))
 def context_limit_fails(case: Case) -> Iterator[Fault]:
     """The full context, where fewer tokens are right."""
     if explained_elsewhere(case) or case.contract is None or case.contract.usable_length is None:

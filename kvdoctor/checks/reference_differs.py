@@ -22,7 +22,7 @@ from kvdoctor.trace import Run
 EXPORT_AGAIN = Advice("re-export", "export again from this checkpoint, or hold it against the one it was exported from")
 
 
-@check("KV320", "reference-differs", "runs")
+@check("KV320", "reference-differs", "runs", needs=("against-checkpoint",))
 def reference_differs(case: Case) -> Iterator[Fault]:
     """Logits of the whole sequence, or of a loop that is right in itself, that are not those of the checkpoint."""
     run, judged = case.run("against-checkpoint"), case.judged
