@@ -65,8 +65,10 @@ def inspect(path: str, options: Options | None = None) -> Report:
             required=options.required,
             targets=options.targets,
         )
+        before = len(verdicts.findings)
         run_checks(case, "contract", options.selection, verdicts)
         run_checks(case, "targets", options.selection, verdicts)
+        verdicts.findings[before:] = _advised(case, options, None, verdicts.findings[before:])
     verdicts.not_checked += (
         NotChecked(None, "KV401-KV403", f"{target.words} is newer than what was measured; step-test can run it")
         for target in options.targets
@@ -227,9 +229,9 @@ def _by_runs(case: Case, options: Options, verdicts: Verdicts, before: int) -> N
     verdicts.not_checked += passed_over(case, options.selection, verdicts.findings[before:])
 
 
-def _advised(case: Case, options: Options, runtime: Runtime, findings: list[Finding]) -> list[Finding]:
+def _advised(case: Case, options: Options, runtime: Runtime | None, findings: list[Finding]) -> list[Finding]:
     """The findings of a stack; nobody is sent to a repair of the graph that would decline."""
-    if all(finding.repair.kind != "graph" for finding in findings):
+    if all(finding.severity == "note" or finding.repair.kind == "caller" for finding in findings):
         return findings
     from kvdoctor.foreseeing import foreseen
     from kvdoctor.patient import Patient, WorkingCopy

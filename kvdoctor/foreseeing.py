@@ -1,13 +1,15 @@
 """Whether a repair of the graph would take, asked before anybody is sent to one.
 
 The advice of a check says what mends its fault as a rule. Here the repairs that it leads to are tried on a copy in
-memory, which nobody sees: where each of them declines, the advice is another export. Those that need runs to decide
-(frozen axes, sessions) are believed.
+memory, which nobody sees: where each of them declines, the advice is another export, and where the order or names of
+nodes are to be mended, it is that. Those that need runs to decide (frozen axes, sessions) are believed.
 """
 
+import shlex
 from dataclasses import replace
+from typing import Literal
 
-from kvdoctor.findings import Finding
+from kvdoctor.findings import Advice, Finding
 from kvdoctor.patient import CannotRepair, Patient
 from kvdoctor.repairs import Repair, Stage, load
 
@@ -15,32 +17,41 @@ WITHOUT_RUNS: tuple[Stage, ...] = ("ports", "slots", "values")
 """Stages whose repairs read the graph alone."""
 FRESH = " --from CHECKPOINT"
 
+Answer = Literal["changes", "nothing", "declines"]
+
 
 def foreseen(patient: Patient) -> tuple[Finding, ...]:
-    """The findings of a patient; the advice of those that no repair would take is another export."""
-    return tuple(_elsewhere(finding) if _is_declined(finding, patient) else finding for finding in patient.findings)
+    """The findings of a patient, with advice that fits what the repairs would do."""
+    return tuple(_advised(finding, patient) for finding in patient.findings)
 
 
-def _is_declined(finding: Finding, patient: Patient) -> bool:
-    if finding.repair.kind != "graph" or finding.severity == "note":
-        return False
+def _advised(finding: Finding, patient: Patient) -> Finding:
+    if finding.severity == "note":
+        return finding
     leading = [repair for repair in load() if finding.name in repair.mends]
-    return bool(leading) and all(_declines(repair, patient) for repair in leading)
+    if finding.repair.kind == "graph" and leading:
+        declined = all(r.stage in WITHOUT_RUNS and _answer(r, patient) == "declines" for r in leading)
+        return _elsewhere(finding) if declined else finding
+    file = any(repair.stage == "file" and _answer(repair, patient) == "changes" for repair in leading)
+    return _here(finding, patient) if file else finding
 
 
-def _declines(repair: Repair, patient: Patient) -> bool:
-    if repair.stage not in WITHOUT_RUNS:
-        return False
+def _answer(repair: Repair, patient: Patient) -> Answer:
+    """What a repair would do; the copy is as it was afterwards."""
     saved = patient.copy.snapshot()
     try:
-        repair.apply(patient)
+        return "changes" if repair.apply(patient) else "nothing"
     except CannotRepair:
-        return True
+        return "declines"
     except Exception:  # `re-export` tells of it, and of what to do
-        return False
+        return "nothing"
     finally:
         patient.copy.restore(saved)
-    return False
+
+
+def _here(finding: Finding, patient: Patient) -> Finding:
+    command = f"kvdoctor re-export {shlex.quote(patient.copy.folder.shown)} -o FIXED"
+    return replace(finding, repair=Advice("graph", f"or {finding.repair.text}", command))
 
 
 def _elsewhere(finding: Finding) -> Finding:

@@ -110,8 +110,8 @@ class Patient:
     A file is written when a `Change` that a repair returns names it; so are configs. `contract` is None only for a
     stack without slots. `findings` are those of this stack and of its files that the check found before any repair;
     `runs` what the experiments showed. `runtime` and `options` are for repairs that prove which axis a constant stands
-    for by running the graph. Every repair of a patient works on the same copy, in order: ask the graph as it is now
-    (`view`), not the one that was diagnosed.
+    for by running the graph; None where nothing is run (`running`). Every repair of a patient works on the same copy,
+    in order: ask the graph as it is now (`view`), not the one that was diagnosed.
     """
 
     stack: StackFiles
@@ -119,7 +119,7 @@ class Patient:
     findings: tuple[Finding, ...]
     runs: tuple[Run, ...]
     copy: WorkingCopy
-    runtime: Runtime
+    runtime: Runtime | None
     options: Options
 
     def found(self, *checks: str) -> tuple[Finding, ...]:
@@ -136,6 +136,17 @@ class Patient:
         if self.contract is None or not self.contract.slots:
             raise CannotRepair("the cache contract could not be read from the graph")
         return self.contract
+
+    @property
+    def running(self) -> Runtime:
+        """The runtime, for repairs that run the graph.
+
+        Raises:
+            CannotRepair: nothing is run here.
+        """
+        if self.runtime is None:
+            raise CannotRepair("the graph would have to be run")
+        return self.runtime
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.contract import CacheContract
 from kvdoctor.cure.target_proof import is_of_use_there, under_targets
 from kvdoctor.cure.treatment import Applied, concerns
+from kvdoctor.findings import Finding
 from kvdoctor.parity import compare, judge
 from kvdoctor.repairs import Keeps
 from kvdoctor.report.document import Proof, Report
@@ -98,18 +99,28 @@ def _findings(stack: str, applied: list[Applied], before: Side, after: Report) -
     mended = {name for one in applied for name in one.because}
     for name in sorted(mended):
         yield Proof(stack, f"{name} is gone", name not in _still(stack, before.report, after))
-    # Where no loop of the original came to its end, what else its steps are not fit for could not show.
-    ended = any(run.outcome in ENDED for name in LOOPS if (run := before.run(stack, name)))
-    new = ("error", "warning") if ended else ("error",)
     fresh = [
         finding.name
         for finding in after.findings
         if finding.name in mine - known
-        and finding.severity in new
+        and finding.severity != "note"
         and finding.stack in (stack, None)
         and not is_of_use_there(finding)
+        and _would_have_shown(finding, stack, before)
     ]
     yield Proof(stack, "no finding that was not there before", not fresh, ", ".join(fresh))
+
+
+def _would_have_shown(finding: Finding, stack: str, before: Side) -> bool:
+    """Whether the original would have had the same finding, if it had the fault.
+
+    Where no loop passes, what else a model is not fit for is not told: then its own run of the same use decides.
+    """
+    passed = any(run.shows == "passed" for name in LOOPS if (run := before.run(stack, name)))
+    if finding.severity == "error" or passed:
+        return True
+    run = before.run(stack, finding.where.rpartition(", ")[2])
+    return run is not None and run.shows == "passed"
 
 
 def _of_stack(report: Report, stack: str) -> set[str]:

@@ -17,7 +17,7 @@ from kvdoctor.targets import parse_targets
 
 def apply(patient: Patient) -> tuple[Change, ...]:
     """Lower the files of a stack, the encoder beside the decoder as well."""
-    here = patient.runtime.versions.get("onnxruntime")
+    here = patient.running.versions.get("onnxruntime")
     targets = patient.options.targets or (parse_targets([f"onnxruntime=={here}"]) if here else ())
     want = wanted(targets)
     if not patient.found("operator-unsupported"):

@@ -57,7 +57,7 @@ def held(patient: Patient, file: str, sizes: Mapping[Axis, int] | None = None) -
     source, graph = Path(patient.copy.file(file).path), graph_of(patient, file)
     try:
         provider = patient.options.provider
-        return hold_against(source, patient.model(file), graph, runtime=patient.runtime, provider=provider, sizes=sizes)
+        return hold_against(source, patient.model(file), graph, runtime=patient.running, provider=provider, sizes=sizes)
     except Differs as reason:
         raise CannotRepair(f"{file}, changed so: {reason}", EXPORT_AGAIN) from None
     except WorkerDied as death:

@@ -19,7 +19,7 @@ from text_fixtures import load_all
 
 from kvdoctor import re_exporting
 from kvdoctor.cure.converting import Fit
-from kvdoctor.doctor import Options, step_test
+from kvdoctor.doctor import Options, inspect, step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.re_exporting import Request
 
@@ -120,6 +120,36 @@ def test_nobody_is_sent_to_a_repair_that_would_decline(name: str, tmp_path: Path
     assert finding.repair.command is not None
     assert (" --from CHECKPOINT " in finding.repair.command) == (not TAKES[name])
     assert re_export(model, tmp_path / "out").written == TAKES[name]
+    for seen in inspect(str(model)).findings:  # what is only read is told the same
+        assert seen.repair.command in (None, finding.repair.command)
+
+
+def test_what_the_runtime_refuses_for_names_of_nodes_leads_to_the_repair(tmp_path: Path) -> None:
+    model = load_all()["decoder-only-healthy"].write(tmp_path / "model") / "model.onnx"
+    graph = onnx.load(model)
+    for node in graph.graph.node:
+        node.name = "x"
+    onnx.save(graph, model)
+    finding = next(found for found in step_test(str(model)).findings if found.name == "session-refused")
+    assert finding.repair.command == f"kvdoctor re-export {model} -o FIXED"
+    assert re_export(model, tmp_path / "out").proved
+
+
+def test_a_warning_that_the_fault_hid_is_no_harm_of_the_repair(tmp_path: Path) -> None:
+    """Keys and values come back in each other's place, and padding was never right."""
+    model = load_all()["padding-changes-logits"].write(tmp_path / "model") / "model.onnx"
+    graph = onnx.load(model)
+    names = {f"present.{layer}.{part}": f"all_{part}_{layer}" for layer in (0, 1) for part in ("key", "value")}
+    for node in graph.graph.node:
+        for ends in (node.input, node.output):
+            ends[:] = [names.get(name, name) for name in ends]
+    for present, inner in names.items():
+        other = present.replace("key", "value") if "key" in present else present.replace("value", "key")
+        graph.graph.node.append(helper.make_node("Identity", [inner], [other]))
+    onnx.save(graph, model)
+    cured = re_export(model, tmp_path / "out")
+    assert cured.proved, cured.details
+    assert [finding["name"] for finding in cured.document["findings"]] == ["padding-changes-logits"]
 
 
 @pytest.mark.slow
