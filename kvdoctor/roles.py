@@ -119,6 +119,8 @@ class Looks:
         sites = self.mask_sites(name)
         if rank == 2 and sites:
             return ("encoder_mask", axes("BE")) if sites <= cross_sites else ("attention_mask", axes("BT"))
+        if rank == 2 and port.dtype in INTEGERS and self._reaches(name, LOOKUPS, ROTATIONS, summed=True):
+            return "attention_mask", axes("BT")  # positions alone are made of it
         if rank == 4 and sites:
             return "additive_mask", axes("B1QT")
         if rank == 3 and port.dtype.startswith(("float", "bfloat")):
@@ -181,13 +183,18 @@ class Looks:
                     waiting.extend(fresh)
         return None
 
-    def _reaches(self, name: str, *goals: dict[str, int]) -> bool:
-        """Whether an input reaches one of some operators before long, reckoned with or not."""
+    def _reaches(self, name: str, *goals: dict[str, int], summed: bool = False) -> bool:
+        """Whether an input reaches one of some operators before long, reckoned with or not.
+
+        What is summed up on the way is a mask, of which positions are made: positions are not.
+        """
         flow, waiting, seen = self.dataflow.flow, deque([name]), {name}
         while waiting and len(seen) < NEAR and self.dataflow.goes_on():
             for node, index in flow.consumers.get(waiting.popleft(), ()):
                 if any(goal.get(node.op) == index for goal in goals):
                     return True
+                if node.op == "CumSum" and not summed:
+                    continue
                 if node.op in KEEPS or node.op in MIXES or node.op in PRODUCTS or node.op in LOGIC:
                     fresh = [output for output in node.outputs if output and output not in seen]
                     seen.update(fresh)
