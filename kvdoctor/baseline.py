@@ -26,8 +26,6 @@ from kvdoctor.plain import from_plain, to_plain
 SCHEMA = "kvdoctor/baseline/1"
 USUAL_NAME = "kvdoctor-baseline.json"
 MOST_BYTES = 1 << 26
-LOOKS_FURTHER = ("thorough", "trace", "prompt_ids", "inputs", "reference", "batch", "context", "encoder_length")
-"""Arguments with which more is found; a run without them does not say that a finding is gone."""
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
@@ -35,8 +33,8 @@ DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 class Entry:
     """A known finding of a model. `until` is the last day on which it is known, as in 2026-12-31; null for no end.
 
-    `code` is its check's, `where` the place in the graph as it was told; both are for the reader. `found_with` are the
-    options of the run that it was found in by which a run looks further (`LOOKS_FURTHER`).
+    `code` is its check's, `where` the place in the graph as it was told; both are for the reader. `found_with` is
+    what of the run that it was found in goes further than others: one that does not go so far may not show it.
     """
 
     model: str

@@ -192,10 +192,29 @@ def test_what_a_run_that_looked_further_found_is_not_stale_in_one_that_does_not(
     further = {**sick.arguments, "thorough": True}
     a = at(replace(sick, arguments=further), "models/a")
     baseline = known(a)
-    assert {entry.found_with for entry in baseline.entries} == {("thorough",)}
+    assert {entry.found_with for entry in baseline.entries} == {("thorough", "full-context")}
     well = replace(a, findings=(), verdict="healthy")
     assert [entry.code for entry in compared(baseline, [well], DAY).told.stale] == ["KV203"]
     assert compared(baseline, [replace(well, arguments=sick.arguments)], DAY).told.stale == ()
+
+
+def test_what_one_target_cannot_run_is_not_stale_under_another(sick: Report, here: Path) -> None:
+    (error,) = found(sick)
+    under = {name: {**sick.arguments, "target": [f"onnxruntime=={name}"]} for name in ("1.16.3", "1.22.0")}
+    old = at(replace(sick, arguments=under["1.16.3"], findings=(replace(error, code="KV402"),)), "models/a")
+    baseline = known(old)
+    assert [entry.found_with for entry in baseline.entries] == [("target onnxruntime==1.16.3",)]
+    well = replace(old, findings=(), verdict="healthy", targets=())
+    assert compared(baseline, [replace(well, arguments=under["1.22.0"])], DAY).told.stale == ()
+
+
+def test_what_only_the_full_context_shows_is_not_stale_without_it(sick: Report, here: Path) -> None:
+    a = at(replace(sick, arguments={**sick.arguments, "require": ["full-context"]}), "models/a")
+    assert {entry.found_with for entry in known(a).entries} == {("full-context",)}
+    well = replace(a, findings=(), verdict="healthy")
+    assert compared(known(a), [replace(well, arguments=sick.arguments)], DAY).told.stale == ()
+    thorough = replace(well, arguments={**sick.arguments, "thorough": True})
+    assert [entry.code for entry in compared(known(a), [thorough], DAY).told.stale] == ["KV203"]
 
 
 def test_pruning_takes_out_what_is_no_more_and_nothing_else(sick: Report, here: Path) -> None:

@@ -158,11 +158,24 @@ def _with_known(finding: Finding, entry: Entry | None, day: dt.date) -> Finding:
     return replace(finding, known=Known(entry.reason, entry.until))
 
 
+def looked_with(report: Report, code: str) -> tuple[str, ...]:
+    """What of a run goes further than others, as far as the check of that code is concerned.
+
+    The full context is among the experiments of a thorough run.
+    """
+    asked, check = report.arguments, find_check(code)
+    thorough = bool(asked.get("thorough"))
+    whole = thorough or "full-context" in asked.get("require", ())
+    targets = asked.get("target", ()) if check is not None and "targets" in check.asks else ()
+    words = {"thorough": thorough, "full-context": whole}
+    return (*(word for word, so in words.items() if so), *(f"target {target}" for target in targets))
+
+
 def _would_show(report: Report, place: str, entry: Entry) -> bool:
     """Whether the report would hold the finding of an entry, if the model still had it."""
     if is_open(report.findings, report.not_checked) or _is_file_in(place, entry.model):
         return False
-    if not set(entry.found_with) <= set(report.arguments):
+    if not set(entry.found_with) <= set(looked_with(report, entry.code)):
         return False
     check = find_check(entry.code)
     if check is None:

@@ -3,8 +3,8 @@
 import os
 from dataclasses import dataclass, replace
 
-from kvdoctor.baseline import LOOKS_FURTHER, Baseline, Entry, in_order
-from kvdoctor.gating.knowing import Compared, is_of, place_of, shape_of
+from kvdoctor.baseline import Baseline, Entry, in_order
+from kvdoctor.gating.knowing import Compared, is_of, looked_with, place_of, shape_of
 from kvdoctor.report import wording
 from kvdoctor.report.document import counts, is_open, means_incomplete
 
@@ -72,7 +72,7 @@ def _counting(baseline: Baseline, found: Compared) -> list[tuple[Entry, str]]:
         for finding in report.findings:
             if counts(finding, "error" if lowest == "never" else lowest) and not means_incomplete(finding.code):
                 model, shape = place_of(report, baseline.folder), shape_of(report)
-                further = tuple(name for name in LOOKS_FURTHER if name in report.arguments)
+                further = looked_with(report, finding.code)
                 entry = Entry(model, finding.code, finding.where, "", None, finding.fingerprint, shape, further)
                 made.append((entry, wording.headline(finding)))
     return made
