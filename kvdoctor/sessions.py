@@ -2,9 +2,11 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -141,7 +143,8 @@ class Sessions:
         options.enable_mem_reuse = reuse
         for key, value in self.settings.items():
             options.add_session_config_entry(key, value)
-        session = ort.InferenceSession(str(self.folder / file), options, providers=[self.provider])
+        with _openable(self.folder, file) as path:
+            session = ort.InferenceSession(path, options, providers=[self.provider])
         if self.provider not in session.get_providers():
             # The runtime falls back to the CPU without a word.
             raise ProviderMissing(f"{self.provider} cannot be used here; the runtime has {session.get_providers()}")
@@ -151,6 +154,21 @@ class Sessions:
         """The runtime's text on one line, without the folder of this machine."""
         text = str(error).replace(str(self.folder) + os.sep, "").replace(str(self.folder), ".")
         return " ".join(text.split())
+
+
+@contextmanager
+def _openable(folder: Path, file: str) -> Iterator[str]:
+    """The path of a file as the runtime takes it: it wants text, and a folder without such a name gets one."""
+    path = str(folder / file)
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        with TemporaryDirectory(prefix="kvdoctor-") as scratch:
+            link = Path(scratch, "model")
+            link.symlink_to(folder.absolute(), target_is_directory=True)
+            yield str(link / file)
+        return
+    yield path
 
 
 def session_options(level: str, threads: int) -> Any:
