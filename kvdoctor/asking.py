@@ -288,7 +288,10 @@ def _selection(given: Mapping[str, Any]) -> Selection:
     """What counts. A selection that leaves no check is refused: it would call every model healthy."""
     selection = Selection(_codes(given.get("select", ())), _codes(given.get("ignore", ())))
     if not any(selection.takes(check.code, check.name) for check in all_checks()):
-        raise UsageError("--select and --ignore leave no check; `kvdoctor explain` lists all of them")
+        raise UsageError(
+            "what is selected and ignored (--select, --ignore, or these keys of the policy) leaves no check; "
+            "`kvdoctor explain` lists all of them"
+        )
     return selection
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import textwrap
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -211,11 +212,13 @@ def explain(code: str | None) -> None:
 
         names = [name for check in all_checks() for name in (check.code, check.name)]
         close = difflib.get_close_matches(code, names, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"; did you mean {close[0]}?" if close else ";"
         raise click.UsageError(f"there is no check {code!r}{hint} `kvdoctor explain` lists all of them")
     text = found.documentation
     if sys.stdout.isatty():
-        text = click.wrap_text(text, min(shutil.get_terminal_size().columns, 120), preserve_paragraphs=True)
+        width = min(shutil.get_terminal_size().columns, 120)
+        paragraphs = (textwrap.fill(part, width, break_on_hyphens=False) for part in text.split("\n\n"))
+        text = "\n\n".join(paragraphs)
     click.echo(f"{found.code} {found.name}\n\n{text}")
 
 

@@ -96,5 +96,5 @@ def refuse_unknown(names: tuple[str, ...]) -> None:
             import difflib
 
             close = difflib.get_close_matches(name, known, 1, 0.4)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise UsageError(f"there is no repair {name!r}{hint} The repairs are {', '.join(sorted(known))}")
+            hint = f"; did you mean {close[0]!r}?" if close else ";"
+            raise UsageError(f"there is no repair {name!r}{hint} the repairs are {', '.join(sorted(known))}")

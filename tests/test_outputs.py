@@ -1,5 +1,6 @@
 """`--output FORMAT=FILE`, and the gate in a GitHub workflow: through the command line."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -140,9 +141,13 @@ def test_no_file_of_the_users_is_replaced(tmp_path: Path) -> None:
 def test_explain_fits_the_terminal(columns: int) -> None:
     ours, theirs = os.openpty()
     call = [sys.executable, "-m", "kvdoctor", "explain", "KV203"]
-    subprocess.run(call, stdout=theirs, env=os.environ | {"COLUMNS": str(columns)}, check=True)
-    os.close(theirs)
-    shown = os.read(ours, 1 << 16).decode().splitlines()
-    os.close(ours)
+    with subprocess.Popen(call, stdout=theirs, env=os.environ | {"COLUMNS": str(columns)}) as process:
+        os.close(theirs)
+        parts = []
+        with contextlib.suppress(OSError), os.fdopen(ours, "rb", buffering=0) as terminal:  # it ends with the process
+            while part := terminal.read(4096):
+                parts.append(part)
+    assert process.returncode == 0
+    shown = b"".join(parts).decode().splitlines()
     assert "What it means:" in "\n".join(shown)
     assert 0.7 * min(columns, 120) < max(map(len, shown)) <= min(columns, 120)

@@ -135,8 +135,11 @@ def loops(stack: str, after: Side) -> Iterator[Proof]:
         run = after.run(stack, experiment)
         if run is not None and run.outcome != "skipped":
             ran = True
-            worst = max((s.difference.relative for s in run.steps if s.difference), default=0.0)
-            text = f"{len(run.steps)} steps, logits within {worst:.1e} of their spread of the reference run"
+            seen = [step.difference for step in run.steps if step.difference]
+            worst = max((difference.relative for difference in seen), default=0.0)
+            within = f"logits within {worst:.1e} of their spread of the reference run"
+            within = within if all(difference.finite for difference in seen) else "logits that are not finite"
+            text = f"{len(run.steps)} steps, {within}"
             yield Proof(stack, f"{experiment} passes", run.shows == "passed", text)
     if not ran:
         yield Proof(stack, "plain-loop passes", False, "no loop could be run on the repaired model")

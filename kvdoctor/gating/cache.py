@@ -77,7 +77,7 @@ class Cache:
             unchanged = key_of(job, self._contents, self._elsewhere) == key
             if unchanged and all(map(self._contents.is_settled, files)):
                 self._write(key, report, external)
-        except (OSError, ValueError, KvdoctorError):
+        except (OSError, ValueError, TypeError, KvdoctorError):
             return  # a folder that cannot be written to costs time, and nothing else
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ from kvdoctor.onnx_schema import NodeProto, TensorProto
 from kvdoctor.patient import CannotRepair, Patient
 from kvdoctor.repairs import Repair
 from kvdoctor.report.document import Change
-from kvdoctor.sizing.axes import EXPORT_AGAIN
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,13 +22,15 @@ FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 PRODUCTS = ("Mul", "Div", "MatMul")
 MOST_VALUES = 64
 
+IN_FLOAT32 = "export again in float32, and see that the checkpoint's own weights are numbers"
+
 
 def apply(patient: Patient) -> tuple[Change, ...]:
     """Make infinite constants finite, in products where there are such, else everywhere."""
     files = dict.fromkeys(file for _, file in patient.graphs())
     found = [(file, *read) for file in files for read in _reads(patient, file)]
     if not found:
-        raise CannotRepair("no constant is infinite: the numbers become so as they are computed", EXPORT_AGAIN)
+        raise CannotRepair("no constant is infinite: the numbers become so as they are computed", IN_FLOAT32)
     products = [one for one in found if one[2].op_type in PRODUCTS]
     return tuple(_finite(patient, *one) for one in products or found)
 
