@@ -22,7 +22,16 @@ Answer = Literal["changes", "nothing", "declines"]
 
 def foreseen(patient: Patient) -> tuple[Finding, ...]:
     """The findings of a patient, with advice that fits what the repairs would do."""
-    return tuple(_advised(finding, patient) for finding in patient.findings)
+    advised = tuple(_advised(finding, patient) for finding in patient.findings)
+    if not any(map(_stays, advised)):
+        return advised
+    return tuple(_elsewhere(f) if f.repair.kind == "graph" and f.severity == "error" else f for f in advised)
+
+
+def _stays(finding: Finding) -> bool:
+    """Whether a loop stays wrong whatever is repaired beside: then no copy is proved."""
+    loop = finding.code.startswith(("KV2", "KV3")) and finding.use is None
+    return loop and finding.severity == "error" and finding.repair.kind == "re-export"
 
 
 def _advised(finding: Finding, patient: Patient) -> Finding:

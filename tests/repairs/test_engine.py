@@ -124,6 +124,18 @@ def test_nobody_is_sent_to_a_repair_that_would_decline(name: str, tmp_path: Path
         assert seen.repair.command in (None, finding.repair.command)
 
 
+def test_what_stays_wrong_leads_all_errors_of_a_loop_elsewhere(tmp_path: Path) -> None:
+    model = load_all()["key-value-swapped"].write(tmp_path / "model") / "model.onnx"
+    graph = onnx.load(model)
+    head = next(tensor for tensor in graph.graph.initializer if tensor.name == "w_logits")
+    head.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(head) * np.float32(np.nan), "w_logits"))
+    onnx.save(graph, model)
+    errors = [finding for finding in step_test(str(model)).findings if finding.severity == "error"]
+    assert {finding.name for finding in errors} == {"key-value-swapped", "non-finite"}
+    assert all(" --from CHECKPOINT " in (finding.repair.command or "") for finding in errors)
+    assert not re_export(model, tmp_path / "out").written
+
+
 def test_what_the_runtime_refuses_for_names_of_nodes_leads_to_the_repair(tmp_path: Path) -> None:
     model = load_all()["decoder-only-healthy"].write(tmp_path / "model") / "model.onnx"
     graph = onnx.load(model)
