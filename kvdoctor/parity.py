@@ -17,6 +17,8 @@ SMALLEST = 1e-14
 LEAST_SPREAD = 1e-12
 DEEP = 20
 """Words are masked where they lie this many times as far below all others as those are wide."""
+LEAST_DEPTH = 500
+"""Masks are deeper, and logits of a model that is sure of a few words are not so far apart."""
 FEWEST_SAID = 4
 """With fewer words above them, chance puts some so far below."""
 BLOCK = 1 << 16
@@ -101,7 +103,9 @@ def _masked(logits: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         above = said >= top - (top - low) / (DEEP + 1)
         least = np.where(above, said, np.inf).min(-1, keepdims=True)
         highest = np.where(above | masked, -np.inf, said).max(-1, keepdims=True)
-        deep = (least - highest > DEEP * (top - least)) & (above.sum(-1, keepdims=True) >= FEWEST_SAID)
+        deep = (least - highest > np.maximum(DEEP * (top - least), LEAST_DEPTH)) & (
+            above.sum(-1, keepdims=True) >= FEWEST_SAID
+        )
         masked |= deep & (said <= highest)
     return masked
 

@@ -76,6 +76,12 @@ def test_masked_words_hide_nothing(mask: str) -> None:
     assert measurable(masked)
 
 
+def test_a_model_that_is_sure_of_a_few_words_masks_none() -> None:
+    """Else the spread would be that of the few alone, and the rounding of their large numbers no longer small."""
+    sure = np.where(WORDS < 12, LOGITS, 60 + 0.01 * LOGITS).astype(np.float32)
+    assert compare(np.nextafter(sure, np.float32(100)), sure).relative < 1e-6
+
+
 @given(st.integers(2, 60), st.integers(0, 2**32 - 1))
 def test_without_a_mask_every_word_counts(words: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
