@@ -14,6 +14,7 @@ from kvdoctor.graph import Declared, GraphView
 INTEGERS = ("int64", "int32")
 LOOKUPS = {"Gather": 1, "GatherBlockQuantized": 1, "EmbedLayerNormalization": 0}
 ROTATIONS = {"RotaryEmbedding": 1, "Cos": 0, "Sin": 0}
+SUMS = {"CumSum": 0}
 LOGIC = {
     "Equal",
     "Greater",
@@ -119,8 +120,8 @@ class Looks:
         sites = self.mask_sites(name)
         if rank == 2 and sites:
             return ("encoder_mask", axes("BE")) if sites <= cross_sites else ("attention_mask", axes("BT"))
-        if rank == 2 and port.dtype in INTEGERS and self._reaches(name, LOOKUPS, ROTATIONS, summed=True):
-            return "attention_mask", axes("BT")  # positions alone are made of it
+        if rank == 2 and port.dtype in INTEGERS and self._is_counted(name):
+            return "attention_mask", axes("BT")
         if rank == 4 and sites:
             return "additive_mask", axes("B1QT")
         if rank == 3 and port.dtype.startswith(("float", "bfloat")):
@@ -133,6 +134,10 @@ class Looks:
         """Whether an input looks like positions: rotated by, or looked up in a table longer than one of kinds."""
         rows = self._table_rows(name)
         return rows >= FEW_ROWS if rows is not None else self._reaches(name, LOOKUPS, ROTATIONS)
+
+    def _is_counted(self, name: str) -> bool:
+        """Whether positions are made of an input by counting its ones: then it is a mask."""
+        return self._reaches(name, SUMS) and self._reaches(name, LOOKUPS, ROTATIONS, summed=True)
 
     def mask_sites(self, name: str) -> set[int]:
         """The attentions whose scores an input takes part in without passing a product or a table: those it masks."""
