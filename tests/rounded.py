@@ -1,5 +1,7 @@
 """Makes faulty decoders, and decoders that round, of the committed exports: by graph surgery and by common tools."""
 
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,7 +68,10 @@ def as_int8(source: Path, target: Path) -> None:
     """Quantises dynamically, inside branches as well."""
     from onnxruntime.quantization import quantize_dynamic
 
-    quantize_dynamic(source, target, extra_options={"EnableSubgraph": True})
+    # It writes beside what it reads, where another test may be reading too.
+    with tempfile.TemporaryDirectory() as scratch:
+        alone = shutil.copy(source, scratch)
+        quantize_dynamic(Path(alone), target, extra_options={"EnableSubgraph": True})
 
 
 def as_fused_int8(source: Path, target: Path) -> None:
