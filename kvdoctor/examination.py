@@ -11,22 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from kvdoctor.calls import Answer, Array, Call, Encoded, Scenario, Value, as_array
 from kvdoctor.contract import CacheContract, with_last_logits_only
+from kvdoctor.encoding import encoder_feeds, synthetic_cross_caches, synthetic_encoder_states
 from kvdoctor.experiments import Experiment
 from kvdoctor.experiments.rows import growing
-from kvdoctor.feeds import (
-    Answer,
-    Array,
-    Call,
-    Deal,
-    Encoded,
-    Scenario,
-    Value,
-    as_array,
-    encoder_feeds,
-    synthetic_cross_caches,
-    synthetic_encoder_states,
-)
+from kvdoctor.feeds import Deal
 from kvdoctor.kept_calls import save_call
 from kvdoctor.parity import compare, error_growth, judge, measurable, slot_difference
 from kvdoctor.plain import to_plain

@@ -4,131 +4,22 @@ Filling each input on its own is what makes generic runners fail healthy decoder
 contract and one `Scenario`. Sizes of the default scenario differ pairwise, since equal sizes hide mistakes.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 
-from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port, Slot
+from kvdoctor.calls import NUMPY_TYPES, Answer, Array, Call, Encoded, Loop, Past, Scenario, Value, as_array
+from kvdoctor.contract import Axis, CacheContract, PhaseName, Port, Slot
+from kvdoctor.encoding import words_or_features
+from kvdoctor.filling import Step, fill, sized
 from kvdoctor.samples import Samples
+from kvdoctor.words import random_tokens
 
-Array = np.ndarray[Any, Any]
-
-NUMPY_TYPES: dict[str, Any] = {
-    "float": np.float32,
-    "float16": np.float16,
-    "double": np.float64,
-    "int8": np.int8,
-    "uint8": np.uint8,
-    "int32": np.int32,
-    "int64": np.int64,
-    "bool": np.bool_,
-}
-
-HIDDEN = -1e4
-"""What an additive mask adds to the scores of entries that must not be seen; within the range of float16."""
-
-ROTARY_BASE = 10_000.0
 SPARE = 5
 """Tokens that a buffer whose capacity is not declared gets beyond those of the scenario."""
-
-
-class Value(Protocol):
-    """A tensor as the runtime holds it; the array is made only when asked for."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
-    def array(self) -> Array: ...  # noqa: D102
-
-
-class Past(dict[str, "Value | Array"]):
-    """Past inputs by name, and how many tokens they hold."""
-
-    def __init__(self, values: "Mapping[str, Value | Array] | None" = None, length: int = 0) -> None:
-        super().__init__(values or {})
-        self.length = length
-
-
-Loop = Literal["plain", "held"]
-
-Way = Literal["run", "io-binding", "basic", "off"]
-"""How a call is run: plainly, with bound inputs and outputs, or at a lower level of graph optimisation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """The sizes of an experiment: `prompt` tokens in the prefill, then one token a step; `steps` counts the prefill."""
-
-    batch: int = 1
-    prompt: int = 3
-    steps: int = 8
-    encoder: int = 7
-    seed: int = 0
-
-    @property
-    def total(self) -> int:
-        """Tokens of the whole sequence."""
-        return self.prompt + self.steps - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What an experiment wants run: a phase and its feeds; past and new in tokens.
-
-    `expected` float[batch, n, vocabulary] is what the logits of the last n positions are held against. A `control`
-    must differ from it, and names what was `spoilt`. The answer to a `reference` is kept for equal feeds. A `timing`
-    is repeated, and its median kept under `label`. A `noise` call measures what the graph's own arithmetic makes of
-    splitting a sequence, without a cache. A `probe` is answered without outputs where it fails, and is not on record.
-    `via` names another way to run the same file.
-    `slots` are tensors of a cache by the name of the present that is held against them.
-    """
-
-    phase: PhaseName
-    feeds: "Mapping[str, Value | Array]"
-    past: int
-    new: int
-    expected: Array | None = None
-    kind: Literal["step", "reference", "control", "timing", "noise", "probe"] = "step"
-    label: str = ""
-    via: Way = "run"
-    slots: "Mapping[str, Value | Array]" = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What came back: outputs by name, and how many new tokens and past tokens the call had."""
-
-    outputs: Mapping[str, Value]
-    logits_name: str
-    past: int = 0
-    new: int = 0
-
-    @property
-    def failed(self) -> bool:
-        """Whether the runtime refused the call: only a probe is answered so."""
-        return not self.outputs
-
-    @property
-    def logits(self) -> Array:
-        """float[batch, new, vocabulary]; where a graph gives only the last token's it may leave their axis out."""
-        logits = self.outputs[self.logits_name].array()
-        if logits.ndim == 1:
-            return logits.reshape(1, 1, -1)
-        return logits.reshape(logits.shape[0], 1, -1) if logits.ndim in (2, 4) else logits
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """What the encoder gave: its states float[batch, encoder, hidden], and all its outputs by name.
-
-    `fed` is what it was fed, by name; empty where no encoder was run and its states are made up.
-    """
-
-    states: Array | None = None
-    outputs: Mapping[str, Array] = field(default_factory=dict)
-    fed: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -143,7 +34,7 @@ class Deal:
 
     contract: CacheContract
     scenario: Scenario
-    encoded: Encoded = Encoded()
+    encoded: Encoded = field(default_factory=Encoded)
     tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     padding: tuple[int, ...] = ()
     encoder_padding: tuple[int, ...] = ()
@@ -153,7 +44,7 @@ class Deal:
     def __post_init__(self) -> None:
         if not self.tokens.size:
             shape = (self.scenario.batch * self.contract.codebooks, self.scenario.total)
-            made = _tokens(self.contract, shape, self.scenario.seed)
+            made = random_tokens(self.contract, shape, self.scenario.seed)
             object.__setattr__(self, "tokens", self.samples.tokens(made))
 
     @cached_property
@@ -330,19 +221,46 @@ class Deal:
         return written
 
     def _call(self, phase: PhaseName, start: int, stop: int, past: Past, past_length: int, **more: Any) -> Call:
-        graph = self.contract.graph(phase)
+        total = past_length + stop - start
         sizes: dict[Axis, int] = {
             "batch": self.scenario.batch,
             "batch_codebooks": self.scenario.batch * self.contract.codebooks,
             "new": stop - start,
             "past": past_length,
-            "total": past_length + stop - start,
+            "total": total,
             "encoder": self._encoder_length(past),
             "encoder_input": self.scenario.encoder,
             "capacity": self.capacity,
         }
-        feeds = {port.name: self._feed(port, phase, (start, stop), past, sizes) for port in graph.inputs}
+        step = Step(
+            contract=self.contract,
+            phase=phase,
+            tokens=self.tokens[:, start:stop],
+            begin=past_length,
+            sizes=sizes,
+            columns=self._columns(past, total),
+            padding=self.padding,
+            encoder_padding=self.encoder_padding,
+            states=self.encoded.states,
+        )
+        feeds = {port.name: self._feed(port, past, step) for port in self.contract.graph(phase).inputs}
         return Call(phase=phase, feeds=feeds, past=past_length, new=stop - start, **more)
+
+    def _feed(self, port: Port, past: Past, step: Step) -> "Value | Array":
+        if port.role == "past":
+            return self._past(port, past, step.sizes["new"])
+        return self._encoder_input(port, step) if port.role == "encoder_input" else fill(port, step)
+
+    def _encoder_input(self, port: Port, step: Step) -> Array:
+        """What an encoder within the graph reads.
+
+        Noise is drawn row after row: the first rows are the same, however many follow.
+        """
+        shape = sized(port, step.sizes)
+        rows = max(self.drawn) + 1 if self.drawn else shape[0]
+        made = words_or_features(port, (rows, *shape[1:]), self.contract, self.scenario)
+        given = self.samples.laid_over(port.name, made)
+        return np.take(given, self.drawn, axis=0) if self.drawn else given
 
     def _encoder_length(self, past: Past) -> int:
         """How many encoder states there are: by the states, else by the cache that was made of them."""
@@ -353,64 +271,6 @@ class Deal:
                 length = past[slot.past].shape[slot.axes.index("encoder")]
                 return length or self.scenario.encoder
         return self.scenario.encoder
-
-    def _feed(  # noqa: C901, PLR0912 - one case for each role
-        self, port: Port, phase: PhaseName, span: tuple[int, int], past: Past, sizes: dict[Axis, int]
-    ) -> "Value | Array":
-        kind, begin = NUMPY_TYPES[port.dtype], sizes["past"]
-        if port.role == "past":
-            return self._past(port, past, sizes["new"])
-        shape = _sized(port, sizes)
-        made: Any
-        match port.role:
-            case "token_ids":
-                made = self.tokens[:, span[0] : span[1]]
-                made = made if len(shape) == 2 else made.reshape(-1)
-            case "token_and_position":
-                made = np.stack([self.tokens[:, span[0]], np.full(len(self.tokens), begin)], axis=1)
-            case "embeddings":
-                made = _word_table(self.contract, shape[-1])[self.tokens[:, span[0] : span[1]]]
-            case "attention_mask":
-                columns = np.arange(shape[-1])
-                made = np.broadcast_to((columns >= _by_row(self.padding, shape)) & (columns < sizes["total"]), shape)
-            case "encoder_mask":
-                made = np.broadcast_to(np.arange(shape[-1]) < shape[-1] - _by_row(self.encoder_padding, shape), shape)
-            case "additive_mask":
-                shape = _sized(port, {**sizes, "total": self._columns(past, sizes["total"])})
-                seen = _seen(shape, port, self.contract, (begin, sizes["total"]))
-                # Integer masks are those of Llama-2-Onnx: -1 where a query may look, 0 elsewhere.
-                made = (
-                    seen if kind is np.bool_ else np.where(seen, *((0.0, HIDDEN) if "float" in port.dtype else (-1, 0)))
-                )
-            case "position_ids" | "cache_position":
-                counted = np.arange(begin, sizes["total"]) - _by_row(self.padding, shape)
-                made = np.broadcast_to(np.maximum(counted, 0), shape)
-            case "rotary_cos" | "rotary_sin":
-                angles = _angles(begin, sizes["total"], shape[-1])
-                made = np.broadcast_to(np.cos(angles) if port.role == "rotary_cos" else np.sin(angles), shape)
-            case "encoder_states" if self.encoded.states is not None:
-                made = self.encoded.states
-            case "encoder_input":
-                # Noise is drawn row after row: the first rows are the same, however many follow.
-                rows = max(self.drawn) + 1 if self.drawn else shape[0]
-                made = _encoder_feed(port, (rows, *shape[1:]), self.contract, self.scenario)
-                given = self.samples.laid_over(port.name, made)
-                return np.take(given, self.drawn, axis=0) if self.drawn else given
-            case "branch_switch":
-                made = np.full(shape, self.contract.phases[phase].switch)
-            case "logits_to_keep" | "block_table":
-                made = np.zeros(shape)
-            case "beam_input":
-                made = np.full(shape, 1 if len(shape) < 2 else 0)
-            case "scale":
-                made = np.ones(shape)
-            case "setting" if port.value is not None:
-                made = np.full(shape, port.value)
-            case "write_index" | "past_length" | "total_length" | "last_index" | "new_length":
-                made = np.full(shape, _count(port, sizes))
-            case _:
-                raise ValueError(f"input {port.name!r} has role {port.role}, which no feed is known for")
-        return np.array(made, dtype=kind, order="C")
 
     def _columns(self, past: Past, total: int) -> int:
         """How many entries a mask with a row for each query covers: the whole of a buffer of fixed size."""
@@ -426,120 +286,3 @@ class Deal:
         held = as_array(past[port.name])
         width = [(0, new if axis == slot.length_axis else 0) for axis in range(held.ndim)]
         return np.pad(held, width)
-
-
-def encoder_feeds(contract: CacheContract, scenario: Scenario) -> dict[str, Array]:
-    """Synthesise the inputs of the encoder graph: ids and features from the seed, masks of ones."""
-    graph: Graph = contract.graph("encode")
-    sizes: dict[Axis, int] = {"batch": scenario.batch, "encoder_input": scenario.encoder, "fixed": scenario.encoder}
-    feeds = {}
-    for port in graph.inputs:
-        shape = _sized(port, sizes)
-        if port.role == "encoder_mask":
-            feeds[port.name] = np.ones(shape, NUMPY_TYPES[port.dtype])
-        elif port.role == "encoder_length":
-            feeds[port.name] = np.full(shape, scenario.encoder, NUMPY_TYPES[port.dtype])
-        else:
-            feeds[port.name] = _encoder_feed(port, shape, contract, scenario)
-    return feeds
-
-
-def synthetic_encoder_states(contract: CacheContract, scenario: Scenario) -> Array | None:
-    """Noise in place of encoder states, float[batch, encoder, hidden]; None where the decoder takes none."""
-    ports = [port for graph in contract.graphs.values() for port in graph.inputs if port.role == "encoder_states"]
-    if not ports:
-        return None
-    # One graph of a pair may know the width that the other leaves open.
-    ports.sort(key=lambda port: not isinstance((port.shape or (None,))[-1], int))
-    sizes: dict[Axis, int] = {"batch": scenario.batch, "encoder": scenario.encoder, "hidden": 16}
-    rng = np.random.default_rng(scenario.seed + 1)
-    return rng.standard_normal(_sized(ports[0], sizes)).astype(NUMPY_TYPES[ports[0].dtype])
-
-
-def synthetic_cross_caches(contract: CacheContract, scenario: Scenario) -> dict[str, Array]:
-    """Noise in place of the caches that an encoder would make, by the name of its output."""
-    rng = np.random.default_rng(scenario.seed + 2)
-    sizes: dict[Axis, int] = {"batch": scenario.batch, "encoder": scenario.encoder}
-    made = {}
-    for slot in contract.slots:
-        if slot.filled_in == "encode" and slot.filled_by is not None:
-            shape = [d if isinstance(d, int) else sizes.get(a, 1) for d, a in zip(slot.shape, slot.axes, strict=True)]
-            made[slot.filled_by] = rng.standard_normal(shape).astype(NUMPY_TYPES[slot.dtype])
-    return made
-
-
-def as_array(value: "Value | Array") -> Array:
-    """Give the numpy array of a value, whoever holds it."""
-    return value if isinstance(value, np.ndarray) else value.array()
-
-
-def _encoder_feed(port: Port, shape: tuple[int, ...], contract: CacheContract, scenario: Scenario) -> Array:
-    """Words or features for an encoder."""
-    rng, kind = np.random.default_rng(scenario.seed + 1), NUMPY_TYPES[port.dtype]
-    if np.issubdtype(kind, np.integer):
-        return rng.integers(*_plain_words(contract), shape).astype(kind)
-    return rng.standard_normal(shape).astype(kind)
-
-
-def _by_row(padding: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-    """The padding of each row, int64[batch, 1], for an input of that shape; 0 where there is none."""
-    return np.array(padding).reshape(-1, 1) if padding and len(shape) > 1 else np.zeros(1, np.int64)
-
-
-def _count(port: Port, sizes: dict[Axis, int]) -> int:
-    """The number that a length input stands for."""
-    counts = {
-        "total_length": sizes["total"],
-        "last_index": sizes["total"] - 1,
-        "new_length": sizes["new"],
-    }
-    return counts.get(port.role, sizes["past"])
-
-
-def _seen(shape: tuple[int, ...], port: Port, contract: CacheContract, span: tuple[int, int]) -> Array:
-    """Which entries a query may look at, bool in the shape of a mask with a row for each query.
-
-    Columns count from the start of the cache; from its end where the loop shifts entries in from the right. Rows are
-    the new tokens, or, in a square mask, all positions.
-    """
-    begin, end = span
-    rows = np.arange(shape[-2]) if port.axes[-2] == "total" else np.arange(begin, end)
-    columns = np.arange(shape[-1])
-    moving = any(slot.carry == "shift" or slot.growth == "ring" for slot in contract.slots)
-    if moving and not any(slot.carry == "drop-oldest" for slot in contract.slots):
-        columns = columns - (shape[-1] - end)
-    seen = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= 0)
-    return np.broadcast_to(seen, shape)
-
-
-def _angles(begin: int, end: int, half: int) -> Array:
-    """The angles of rotary positions, float[new, head_dim / 2]."""
-    return np.arange(begin, end)[:, None] * ROTARY_BASE ** (-np.arange(half) / half)
-
-
-def _word_table(contract: CacheContract, width: int) -> Array:
-    """Made up embeddings, float[vocabulary, width], in place of those of a file that is not here."""
-    return np.random.default_rng(7).standard_normal((max(contract.vocabulary or 16, 4), width))
-
-
-def _tokens(contract: CacheContract, shape: tuple[int, ...], seed: int) -> Array:
-    """Random ids, int64[batch, total], of plain words."""
-    return np.random.default_rng(seed).integers(*_plain_words(contract), shape)
-
-
-def _plain_words(contract: CacheContract) -> tuple[int, int]:
-    """The middle half of the vocabulary: padding and other special tokens stand at its ends.
-
-    A padding token is no word like others: M2M100 counts positions without it, so that its cached and its uncached
-    positions rightly differ from then on.
-    """
-    size = max(contract.vocabulary or 16, 4)
-    return size // 4, size - size // 4
-
-
-def _sized(port: Port, sizes: Mapping[Axis, int]) -> tuple[int, ...]:
-    """The shape of a port under the given sizes: declared numbers stay, axes get what they count."""
-    return tuple(
-        dim if isinstance(dim, int) else sizes.get(axis, 1)
-        for dim, axis in zip(port.shape or (), port.axes, strict=True)
-    )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvdoctor.feeds import Array, Value, as_array
+from kvdoctor.calls import Array, Value, as_array
 
 
 def save_call(path: Path, feeds: "Mapping[str, Value | Array]") -> None:

@@ -51,6 +51,6 @@ def _unfeedable(contract: CacheContract) -> Iterator[str]:
 
 
 def _feedable() -> set[str]:
-    from kvdoctor.feeds import NUMPY_TYPES
+    from kvdoctor.calls import NUMPY_TYPES
 
     return set(NUMPY_TYPES)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from kvdoctor.calls import Answer, Array, Call, Value, as_array
 from kvdoctor.contract import CacheContract, Port
 from kvdoctor.examination import Examination
 from kvdoctor.experiments import load
-from kvdoctor.feeds import Answer, Array, Call, Value, as_array
 from kvdoctor.parity import compare
 from kvdoctor.plain import from_plain, to_plain
 from kvdoctor.script import Comparison, Given, Returned, Script, ScriptCall, made

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvdoctor.feeds import NUMPY_TYPES, Array
+from kvdoctor.calls import NUMPY_TYPES, Array
 
 Kind = Literal["fails", "differs", "refused", "dies"]
 

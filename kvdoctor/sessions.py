@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import onnxruntime as ort
 
-from kvdoctor.feeds import NUMPY_TYPES, Array, Value, as_array
+from kvdoctor.calls import NUMPY_TYPES, Array, Value, as_array
 
 LEVELS = {
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from kvdoctor.feeds import Array
+from kvdoctor.calls import Array
 from kvdoctor.kept_calls import load_call
 from kvdoctor.sessions import OrtTensor, mentioned, session_options, to_runtime
 

@@ -12,10 +12,11 @@ from text_fixtures import load_all
 
 from kvdoctor.caller.holding import hold
 from kvdoctor.caller.recorded import Recorded, Trace, TraceStep
+from kvdoctor.calls import Array, Call, Scenario, Value, as_array
 from kvdoctor.contract import CacheContract
 from kvdoctor.doctor import Options, inspect, step_test
 from kvdoctor.examination import Examination
-from kvdoctor.feeds import Array, Call, Deal, Scenario, Value, as_array
+from kvdoctor.feeds import Deal
 from kvdoctor.runtimes import Runtime
 from kvdoctor.sessions import Sessions
 

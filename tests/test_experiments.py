@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvdoctor.calls import Answer, Array, Call, Encoded, Scenario
 from kvdoctor.contract import CacheContract
 from kvdoctor.doctor import inspect
 from kvdoctor.experiments import Experiment, load
-from kvdoctor.feeds import Answer, Array, Call, Deal, Encoded, Scenario
+from kvdoctor.feeds import Deal
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 

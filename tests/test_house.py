@@ -12,7 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "kvdoctor"
 
 ROOMS = (
-    *("errors", "plain", "choices", "uses", "contract", "trace", "tolerances", "parity", "samples", "feeds", "script"),
+    *("errors", "plain", "choices", "uses", "contract", "trace", "tolerances", "parity", "samples"),
+    *("calls", "words", "filling", "encoding", "feeds", "script"),
     *("experiments", "kept_calls", "caller"),
     *("sessions", "examination", "trials", "replaying", "worker", "child", "runtimes"),
     *(
@@ -69,6 +70,10 @@ LIGHT = (
     "tolerances",
     "parity",
     "samples",
+    "calls",
+    "words",
+    "filling",
+    "encoding",
     "feeds",
     "script",
     "experiments",

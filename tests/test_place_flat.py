@@ -11,16 +11,11 @@ from onnx import TensorProto
 from onnx.external_data_helper import load_external_data_for_model
 from onnx.numpy_helper import to_array
 
+from kvdoctor.calls import Encoded, Scenario, as_array
 from kvdoctor.child import Limits
+from kvdoctor.encoding import synthetic_cross_caches, synthetic_encoder_states
 from kvdoctor.errors import WorkerDied
-from kvdoctor.feeds import (
-    Deal,
-    Encoded,
-    Scenario,
-    as_array,
-    synthetic_cross_caches,
-    synthetic_encoder_states,
-)
+from kvdoctor.feeds import Deal
 from kvdoctor.kept_calls import load_call, save_call
 from kvdoctor.model_folder import open_folder
 from kvdoctor.place.flat import NotFlat, flatten

@@ -16,8 +16,8 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from kvdoctor.caller.recorded import Recorded, TraceStep, onnx_dtype
+from kvdoctor.calls import Array
 from kvdoctor.errors import UsageError
-from kvdoctor.feeds import Array
 
 MOST_TENSOR = 2 << 30
 MOST_ARCHIVE = 2 << 30

@@ -7,8 +7,9 @@ import numpy as np
 
 from kvdoctor.caller.moment import Before, Moment, size_of
 from kvdoctor.caller.recorded import Recorded, same
+from kvdoctor.calls import Answer, Array, Past, Scenario
 from kvdoctor.contract import Axis, Slot
-from kvdoctor.feeds import Answer, Array, Deal, Past, Scenario
+from kvdoctor.feeds import Deal
 
 MOST_ROWS = 64
 """Rows of a batch that are looked for one by one: more beams than that nobody has."""

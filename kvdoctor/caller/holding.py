@@ -12,9 +12,9 @@ from kvdoctor.caller.recorded import Recorded, Trace, TraceStep
 from kvdoctor.caller.returned import Untrue, first_untrue
 from kvdoctor.caller.rules import first_breaks
 from kvdoctor.caller.rules.branches import starts_again
+from kvdoctor.calls import Array
 from kvdoctor.contract import CacheContract, Graph, PhaseName
 from kvdoctor.errors import UsageError
-from kvdoctor.feeds import Array
 
 PHASES: tuple[PhaseName, ...] = ("encode", "prefill", "decode")
 LOOKED_AT = 8

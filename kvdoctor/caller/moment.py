@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvdoctor.caller.recorded import Recorded, TraceStep
+from kvdoctor.calls import Array
 from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port, Role, Slot
-from kvdoctor.feeds import Array
 
 TOKENS: tuple[Role, ...] = ("token_ids", "embeddings", "token_and_position")
 

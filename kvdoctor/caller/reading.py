@@ -13,8 +13,8 @@ import numpy as np
 
 from kvdoctor.caller import archives
 from kvdoctor.caller.recorded import Recorded, Trace, TraceStep, onnx_dtype
+from kvdoctor.calls import NUMPY_TYPES, Array
 from kvdoctor.errors import UsageError
-from kvdoctor.feeds import NUMPY_TYPES, Array
 
 MOST_LINE = 64 << 20
 MOST_FILE = 1 << 30

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvdoctor.calls import NUMPY_TYPES, Array
 from kvdoctor.contract import describe
-from kvdoctor.feeds import NUMPY_TYPES, Array
 
 NUMBERED = {
     1: "float",

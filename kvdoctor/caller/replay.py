@@ -13,9 +13,10 @@ import numpy as np
 from kvdoctor.caller.holding import broken_at, phase_of, walk
 from kvdoctor.caller.moment import Break, Moment
 from kvdoctor.caller.recorded import Recorded, Trace, TraceStep, same
+from kvdoctor.calls import NUMPY_TYPES, Answer, Array, Call, Encoded, Past, Scenario, Value, as_array
 from kvdoctor.contract import CacheContract, PhaseName, Role
 from kvdoctor.experiments import Decision, Experiment, always
-from kvdoctor.feeds import NUMPY_TYPES, Answer, Array, Call, Deal, Encoded, Past, Scenario, Value, as_array
+from kvdoctor.feeds import Deal
 from kvdoctor.parity import compare, judge
 from kvdoctor.trace import REPLAY, Cause
 

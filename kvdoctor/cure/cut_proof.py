@@ -22,7 +22,7 @@ from kvdoctor.skeleton import read_skeleton
 from kvdoctor.tolerances import tolerance
 
 if TYPE_CHECKING:
-    from kvdoctor.feeds import Array
+    from kvdoctor.calls import Array
 
 BATCH, NEW, SOURCE, PADDED = 2, 3, 7, 2
 """Sequences, new tokens, length of an encoder's input where the graph leaves it open, and how much of it is padding."""

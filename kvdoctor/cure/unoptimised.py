@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from kvdoctor.calls import Array
 from kvdoctor.contract import CacheContract
 from kvdoctor.cure.proof import Side
-from kvdoctor.feeds import Array
 from kvdoctor.options import Options
 from kvdoctor.report.document import Proof
 from kvdoctor.runtimes import Job, Runtime

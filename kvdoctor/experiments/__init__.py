@@ -9,8 +9,9 @@ import pkgutil
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
+from kvdoctor.calls import Answer, Array, Call, Scenario
 from kvdoctor.contract import CacheContract
-from kvdoctor.feeds import Answer, Array, Call, Deal, Scenario
+from kvdoctor.feeds import Deal
 from kvdoctor.trace import Cause
 
 Calls = Generator[Call, Answer, None]

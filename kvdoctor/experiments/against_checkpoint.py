@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from kvdoctor.calls import Array, Scenario, as_array
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Experiment
-from kvdoctor.feeds import Array, Deal, Scenario, as_array
+from kvdoctor.feeds import Deal
 
 NAME = "against-checkpoint"
 GREEDY = "greedy-against-checkpoint"

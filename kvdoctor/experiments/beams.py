@@ -1,8 +1,9 @@
 """A beam search: rows of the cache are put in another order between two steps."""
 
+from kvdoctor.calls import Scenario
 from kvdoctor.experiments import Calls, Experiment
 from kvdoctor.experiments.loops import takes_any_batch
-from kvdoctor.feeds import Deal, Scenario
+from kvdoctor.feeds import Deal
 
 ORDER = (2, 0, 0)
 """Which row each beam goes on from: none stays, one is dropped, one comes twice."""

@@ -1,11 +1,12 @@
 """Several new tokens on top of a cache: chunked prefill, a second turn, speculation."""
 
+from kvdoctor.calls import Answer, Past, Scenario
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Decision, Experiment
 from kvdoctor.experiments.rows import disturbed, other_token, probe, same_logits
 from kvdoctor.experiments.why import can_be_looked_into
 from kvdoctor.experiments.workarounds import has_length
-from kvdoctor.feeds import Answer, Deal, Past, Scenario
+from kvdoctor.feeds import Deal
 from kvdoctor.trace import Cause
 
 CHUNK = 3

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from kvdoctor.calls import Scenario
 from kvdoctor.experiments import Calls, Experiment
-from kvdoctor.feeds import Deal, Scenario
+from kvdoctor.feeds import Deal
 
 LENGTHS = (5, 50)
 """Tokens so far, the new one included."""

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from kvdoctor.calls import Past, Scenario, as_array
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.experiments import Calls, Experiment, several_tokens
-from kvdoctor.feeds import Deal, Past, Scenario, as_array
+from kvdoctor.feeds import Deal
 
 LARGE, LEFT_OVER = 1e4, 10.0
 """What stands where zeros might: in a branch that reads no past, within the range of float16; in a buffer about what

@@ -1,8 +1,9 @@
 """A past whose length is a number: how far does a loop come?"""
 
+from kvdoctor.calls import Scenario
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Experiment
-from kvdoctor.feeds import Deal, Scenario
+from kvdoctor.feeds import Deal
 
 NAME = "frozen-past"
 

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+from kvdoctor.calls import Scenario
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Experiment, several_tokens
 from kvdoctor.experiments.chunk import takes_chunks
-from kvdoctor.feeds import Deal, Scenario
+from kvdoctor.feeds import Deal
 
 LONGEST = 4096
 """Tokens; a reference run of more takes minutes and gigabytes on models that people really use."""

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvdoctor.calls import Answer, Array, Loop, Past, Scenario, Value
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Experiment, always, several_tokens
 from kvdoctor.experiments.rows import growing
-from kvdoctor.feeds import Answer, Array, Deal, Loop, Past, Scenario, Value
+from kvdoctor.feeds import Deal
 
 FEW = 3
 """Decode steps of an experiment that repeats the loop with other sizes."""

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvdoctor.calls import Scenario
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Decision, Experiment
 from kvdoctor.experiments.rows import alike, growing, probe, returned, rows
 from kvdoctor.experiments.why import can_be_looked_into
-from kvdoctor.feeds import Deal, Scenario
+from kvdoctor.feeds import Deal
 from kvdoctor.trace import Cause
 
 FEWEST = 4

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvdoctor.calls import Answer, Array, Call, Past, as_array
 from kvdoctor.contract import Slot
 from kvdoctor.experiments import Decision
 from kvdoctor.experiments.rows import alike, growing, other_token, probe, returned, rows
 from kvdoctor.experiments.workarounds import has_length
-from kvdoctor.feeds import Answer, Array, Call, Deal, Past, as_array
+from kvdoctor.feeds import Deal
 from kvdoctor.trace import Cause
 
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvdoctor.calls import Answer, Array, Call, Encoded, Scenario
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.experiments import Calls, Experiment
 from kvdoctor.experiments.loops import has_exact_rows, takes_encoder_states
 from kvdoctor.experiments.rows import probe, same_logits
-from kvdoctor.feeds import Answer, Array, Call, Deal, Encoded, Scenario
+from kvdoctor.feeds import Deal
 
 PADDING = (2, 1, 0)
 """Tokens of padding before each row of the batch."""

@@ -1,9 +1,10 @@
 """What every cache rests on: the same feed gives the same logits, and a token's logits do not know the next token."""
 
+from kvdoctor.calls import Array, Scenario
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Decision, Experiment, several_tokens
 from kvdoctor.experiments.rows import other_token, probe, same_logits
-from kvdoctor.feeds import Array, Deal, Scenario
+from kvdoctor.feeds import Deal
 from kvdoctor.parity import measurable
 from kvdoctor.trace import Cause
 

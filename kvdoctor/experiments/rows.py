@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from kvdoctor.calls import Answer, Array, Call, Past, as_array
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.feeds import Answer, Array, Call, Deal, Past, as_array
+from kvdoctor.feeds import Deal
 from kvdoctor.parity import compare, judge
 from kvdoctor.tolerances import tolerance
 

@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 
+from kvdoctor.calls import Past, Scenario, as_array
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Decision, Experiment
 from kvdoctor.experiments.loops import takes_any_batch
 from kvdoctor.experiments.rows import other_token, probe, same_logits
-from kvdoctor.feeds import Deal, Past, Scenario, as_array
+from kvdoctor.feeds import Deal
 from kvdoctor.trace import Cause
 
 

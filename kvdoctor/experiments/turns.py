@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from kvdoctor.calls import Past, as_array
 from kvdoctor.contract import CacheContract
 from kvdoctor.experiments import Calls, Experiment, several_tokens
 from kvdoctor.experiments.chunk import BEFORE, SHARED, takes_chunks
-from kvdoctor.feeds import Deal, Past, as_array
+from kvdoctor.feeds import Deal
 
 TURNS = (1, 2, 2)
 """New tokens of the calls after the prefill."""

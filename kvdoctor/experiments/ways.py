@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvdoctor.calls import Scenario, Way
 from kvdoctor.experiments import Calls, Experiment
-from kvdoctor.feeds import Deal, Scenario, Way
+from kvdoctor.feeds import Deal
 
 
 def by(way: Way) -> Callable[[Deal], Calls]:

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvdoctor.calls import Answer, Array, Call, Past, Scenario, as_array
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.experiments import Decision, Experiment
 from kvdoctor.experiments.origins import crossed, new_entry, other_attention, right_entry, same_for_two, where_from
 from kvdoctor.experiments.premises import looks_ahead
 from kvdoctor.experiments.rows import alike, disturbed, growing, probe, returned, rows, same_logits, swapped
-from kvdoctor.feeds import Answer, Array, Call, Deal, Past, Scenario, as_array
+from kvdoctor.feeds import Deal
 from kvdoctor.trace import Cause
 
 LOOPS = ("plain-loop", "held-loop")

@@ -14,7 +14,7 @@ from kvdoctor.runtimes import Runtime
 from kvdoctor.trace import Seen
 
 if TYPE_CHECKING:
-    from kvdoctor.feeds import Array
+    from kvdoctor.calls import Array
 
 SHORT = 64
 """Elements of a tensor up to which its numbers are of interest: shapes, axes, positions."""

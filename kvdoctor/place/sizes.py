@@ -16,7 +16,7 @@ from kvdoctor.place.words import layer_in, node_of, origin_words, scope_of
 from kvdoctor.trace import Blame, Place, Seen
 
 if TYPE_CHECKING:
-    from kvdoctor.feeds import Array
+    from kvdoctor.calls import Array
 
 MOST_PROOFS = 4
 """Fed lengths of one axis that are changed to see whether the axis moves with them."""

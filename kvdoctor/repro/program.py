@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdoctor.feeds import NUMPY_TYPES
+from kvdoctor.calls import NUMPY_TYPES
 from kvdoctor.report.safe import printable
 from kvdoctor.script import Comparison, Given, Returned, Script, made
 from kvdoctor.tolerances import TOLERANCES

@@ -84,7 +84,7 @@ def made_up(graph: Graph, switch: bool, given: Mapping[Axis, int] | None = None)
     """Feeds in the sizes that the inputs declare."""
     import numpy as np
 
-    from kvdoctor.feeds import NUMPY_TYPES
+    from kvdoctor.calls import NUMPY_TYPES
 
     random, sizes = np.random.default_rng(SEED), _sizes(graph, given or {})
     feeds: dict[str, Array] = {}

@@ -6,8 +6,8 @@ import numpy as np
 
 from kvdoctor.caller.moment import Break, Kind, Moment, tokens
 from kvdoctor.caller.recorded import Recorded
+from kvdoctor.calls import Array
 from kvdoctor.contract import Axis, Port, describe
-from kvdoctor.feeds import Array
 
 OTHER_RULES = ("past", "token_ids", "embeddings", "token_and_position")
 COUNTED = {
