@@ -9,11 +9,12 @@ from kvdoctor.configs import Configured, configured, context_limit, decoder_conf
 from kvdoctor.contract import CacheContract, Graph, Lack, Phase, Port, Slot
 from kvdoctor.dialects import CACHE_LIKE, Dialect, RoleRule, axes, inputs, spoken
 from kvdoctor.exactness import exactness_of
+from kvdoctor.first_filling import shared_pasts
 from kvdoctor.graph import Declared, GraphView
 from kvdoctor.lacks import lacks
 from kvdoctor.model_folder import SideCars
 from kvdoctor.roles import Looks, hidden_states, named, ruled, with_numbers
-from kvdoctor.slots import SlotReader, shared_pasts
+from kvdoctor.slots import SlotReader
 from kvdoctor.stacks import OnnxFile, StackFiles
 from kvdoctor.trace import Run
 
@@ -59,7 +60,7 @@ class _Reader:
         first = self.stack.files.get("decoder", self.decode)
         self.first = first if self.stack.kind == "pair" else self.decode
         self.encoder = self.stack.files.get("encoder")
-        self.dialect: Dialect | None = spoken(_view(self.decode).inputs)
+        self.dialect: Dialect | None = spoken(self.decode.graph.inputs)
 
     def read(self) -> CacheContract:
         ids = {
@@ -71,7 +72,7 @@ class _Reader:
             first=self.first,
             encoder=self.encoder,
             dialect=self.dialect,
-            templates=tuple(self.known.slots(_view(self.decode).inputs)),
+            templates=tuple(self.known.slots(self.decode.graph.inputs)),
             claimed=self._claimed(ids[self.decode.name]),
             ids={name} if (name := ids[self.first.name]) else set(),
             tokens=self._tokens(ids[self.decode.name]),
@@ -118,7 +119,7 @@ class _Reader:
 
     def _token_ids(self, file: OnnxFile) -> str | None:
         """The input that carries tokens: by its name, else by the table it is looked up in."""
-        view = _view(file)
+        view = file.graph
         rules = (*(self.dialect.inputs if self.dialect else ()), *inputs.INPUTS)
         known = [(name, named(port, rules)) for name, port in view.inputs.items()]
         tokens = [name for name, role in known if role in ("token_ids", "token_and_position")]
@@ -137,9 +138,9 @@ class _Reader:
     def _tokens(self, ids: str | None) -> set[str]:
         """What carries the new tokens into a decode step: their ids, or their embeddings."""
         rules = (*(self.dialect.inputs if self.dialect else ()), *inputs.INPUTS)
-        embedded = {name for name, port in _view(self.decode).inputs.items() if named(port, rules) == "embeddings"}
+        embedded = {name for name, port in self.decode.graph.inputs.items() if named(port, rules) == "embeddings"}
         if not ids and not embedded and self.first is self.decode and self.decode.dataflow is not None:
-            self.hidden = hidden_states(_view(self.decode), self.decode.dataflow)
+            self.hidden = hidden_states(self.decode.graph, self.decode.dataflow)
         return embedded | {name for name in (ids, self.hidden) if name is not None}
 
     @staticmethod
@@ -150,7 +151,7 @@ class _Reader:
 
     def _claimed(self, ids: str | None) -> set[str]:
         """Inputs of the decode graph that a name gives another part than that of a slot."""
-        view = _view(self.decode)
+        view = self.decode.graph
         rules = (*(self.dialect.inputs if self.dialect else ()), *inputs.INPUTS)
         slots = {n.past for n in self.dialect.named(view.inputs)} if self.dialect else set()
         switch = {view.branches[0]} if view.branches else set()
@@ -177,14 +178,14 @@ class _Reader:
         return f"{family}-{kind}"
 
     def _anonymous(self) -> str:
-        return "torch" if _view(self.decode).model.producer_name == "pytorch" else "unnamed"
+        return "torch" if self.decode.graph.model.producer_name == "pytorch" else "unnamed"
 
     def _first_step(self) -> Any:
         return {"merged": "no-past-branch", "pair": "no-past-graph"}.get(self.stack.kind, "empty-past")
 
     def _phases(self, graphs: dict[str, Graph]) -> dict[str, Phase]:
         if self.stack.kind == "merged":
-            switch = (_view(self.decode).branches or ("",))[0]
+            switch = (self.decode.graph.branches or ("",))[0]
             self.evidence.append(f"an If decided by {switch!r} holds the cached and the no-past branch")
             return {"prefill": Phase("decoder", False), "decode": Phase("decoder", True)}
         if "first-step" in graphs:
@@ -194,9 +195,9 @@ class _Reader:
         return {"prefill": Phase("decoder"), "decode": Phase("decoder")}
 
     def _decoder_graph(self, file: OnnxFile, slots: tuple[Slot, ...], ids: str | None) -> Graph:
-        view = _view(file)
+        view = file.graph
         switch = view.branches[0] if view.branches else None
-        shared = shared_pasts(_view(self.decode), view, {slot.past for slot in slots})
+        shared = shared_pasts(self.decode.graph, view, {slot.past for slot in slots})
         pasts = {slot.past: slot for slot in slots if slot.past in shared}
         looks = Looks(file.first_dataflow, view.inputs, self._logits_width(view)) if file.first_dataflow else None
         cross = self._cross_sites(file, slots, looks)
@@ -254,7 +255,7 @@ class _Reader:
         """An input of the encoder, in a first step that holds it: the decoder's own inputs say whose the others are."""
         if file is not self.first or not inputs.WHOSE_WITHOUT_A_WORD.fullmatch(port.name):
             return None
-        names = _view(file).inputs
+        names = file.graph.inputs
         if "input_ids" not in names or not any(map(inputs.DECODERS_OWN.fullmatch, names)):
             return None
         return self.known.role(port) or ruled(port, self._encoder_rules)
@@ -300,7 +301,7 @@ class _Reader:
                     use = None
                     if name in flow.flow.results:
                         use = flow.made(name)
-                    elif name in _view(file).inputs:
+                    elif name in file.graph.inputs:
                         use = flow.use(name)
                     if use is not None and use.part in ("key", "key-value"):
                         found |= looks.softmax_behind(use.site)
@@ -344,7 +345,7 @@ class _Reader:
         return takes_states or any(slot.filled_in == "encode" for slot in slots)
 
     def _encoder_graph(self, file: OnnxFile, slots: tuple[Slot, ...]) -> Graph:
-        view = _view(file)
+        view = file.graph
         ports = [
             with_numbers(ruled(port, self._encoder_rules) or self._encoder_input(port, file))
             for port in view.inputs.values()
@@ -367,7 +368,7 @@ class _Reader:
         """An unnamed input of the encoder: words or features by its element type and rank."""
         rank, looks = len(port.shape or ()), None
         if file.dataflow is not None:
-            looks = Looks(file.dataflow, _view(file).inputs, None)
+            looks = Looks(file.dataflow, file.graph.inputs, None)
         if rank == 2 and port.dtype in ("int64", "int32") and looks is not None:
             role = "encoder_input" if looks.token_ids([port.name]) else "encoder_mask"
             return Port(port.name, port.dtype, port.shape, role, ("batch", "encoder_input"))  # type: ignore[arg-type]
@@ -395,8 +396,8 @@ class _Reader:
 
     def _decoding(self) -> Iterator[GraphView]:
         """The graphs that decode, the one that uses the cache first."""
-        yield _view(self.decode)
-        yield from (_view(f) for role, f in self.stack.files.items() if role != "encoder" and f is not self.decode)
+        yield self.decode.graph
+        yield from (f.graph for role, f in self.stack.files.items() if role != "encoder" and f is not self.decode)
 
     def _vocabulary(self, graph: Graph) -> int | None:
         logits = graph.port("logits")
@@ -412,11 +413,6 @@ def _has_axis(graphs: dict[str, Graph], axis: str) -> bool:
 
 def _as_declared(port: Port) -> Declared:
     return Declared(port.name, port.dtype, port.shape)
-
-
-def _view(file: OnnxFile) -> GraphView:
-    assert file.view is not None  # noqa: S101 - stacks hold files that were read
-    return file.view
 
 
 def _wide(view: GraphView) -> Iterator[Declared]:

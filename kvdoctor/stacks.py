@@ -62,6 +62,12 @@ class OnnxFile:
         return f"_{rest}" if rest else ""
 
     @property
+    def graph(self) -> GraphView:
+        """The graph of a file that was read: stacks hold no other."""
+        assert self.view is not None  # noqa: S101 - what is unreadable is in no stack
+        return self.view
+
+    @property
     def dataflow(self) -> Dataflow | None:
         """What the graph does with its inputs when the cache is used; None where it is too large to be followed."""
         return followed(self.view) if self.view is not None else None

@@ -30,7 +30,7 @@ ROOMS = (
         "exactness",
     ),
     *("flow", "dataflow", "dialects", "axes", "roles", "configs", "stacks", "lost_state", "lacks", "model_folder"),
-    *("slots", "reading", "given", "given_samples", "twins", "place"),
+    *("affixes", "slot_rules", "first_filling", "slots", "reading", "given", "given_samples", "twins", "place"),
     *("fingerprints", "findings", "baseline", "case", "checks", "kept", "memory_notes", "memory", "report", "facts"),
     *("second_look", "options", "policy", "obstacles", "open_questions"),
     *("export", "reference", "stack_test", "elsewhere"),
