@@ -21,7 +21,7 @@ class CachePorts:
 
     `keys`, `values` and `mask` are further inputs that take keys, values and a mask or bias; `growth` says what becomes
     of the length. `fixed_with` is an input whose presence makes the cache a buffer of fixed size. `roles` are inputs
-    whose meaning the operator fixes.
+    whose meaning the operator fixes. `batch` is the axis of the past that counts the batch.
     """
 
     pasts: dict[int, tuple[PortPart, int]] = field(default_factory=dict)
@@ -31,6 +31,7 @@ class CachePorts:
     mask: tuple[int, ...] = ()
     fixed_with: int | None = None
     roles: dict[int, str] = field(default_factory=dict)
+    batch: int = 0
 
 
 CACHE_OPERATORS: dict[tuple[str, str], CachePorts] = {
@@ -40,9 +41,9 @@ CACHE_OPERATORS: dict[tuple[str, str], CachePorts] = {
     ("", "TensorScatter"): CachePorts({0: ("", 0)}, growth="static", roles={2: "write_index"}),
     ("", "CausalConvWithState"): CachePorts({3: ("conv", 1)}, growth="replace"),
     ("", "LinearAttention"): CachePorts({3: ("recurrent", 1)}, growth="replace"),
-    ("", "LSTM"): CachePorts({5: ("recurrent", 1), 6: ("recurrent", 2)}, growth="replace"),
-    ("", "GRU"): CachePorts({5: ("recurrent", 1)}, growth="replace"),
-    ("", "RNN"): CachePorts({5: ("recurrent", 1)}, growth="replace"),
+    ("", "LSTM"): CachePorts({5: ("recurrent", 1), 6: ("recurrent", 2)}, growth="replace", batch=1),
+    ("", "GRU"): CachePorts({5: ("recurrent", 1)}, growth="replace", batch=1),
+    ("", "RNN"): CachePorts({5: ("recurrent", 1)}, growth="replace", batch=1),
     (CONTRIB, "Attention"): CachePorts({4: ("key-value", 1)}, mask=(3, 5), fixed_with=6, roles={6: "past_length"}),
     (CONTRIB, "QAttention"): CachePorts({8: ("key-value", 1)}, mask=(5,)),
     (CONTRIB, "DecoderAttention"): CachePorts({6: ("key", 1), 7: ("value", 2)}),

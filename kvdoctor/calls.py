@@ -22,6 +22,10 @@ NUMPY_TYPES: dict[str, Any] = {
 }
 
 
+class TooShort(Exception):
+    """An experiment needs more tokens than a sequence may have."""
+
+
 class Value(Protocol):
     """A tensor as the runtime holds it; the array is made only when asked for."""
 

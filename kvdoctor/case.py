@@ -99,6 +99,12 @@ class Case:
             if slot.present is not None and slot.past in self.main.inputs and slot.present in self.main.outputs:
                 yield slot, self.main.inputs[slot.past], self.main.outputs[slot.present]
 
+    @property
+    def proved_right(self) -> bool:
+        """Whether the judged loop was held against a run without a cache, and agreed."""
+        one_token = self.contract is not None and self.contract.new_tokens is not None
+        return self.judged is not None and self.judged.outcome == "passed" and not one_token
+
     def re_export(self, text: str) -> Advice:
         """Advice to let kvdoctor repair the graph."""
         targets = "".join(f" --target {target.asked}" for target in self.targets)

@@ -66,6 +66,7 @@ Role = Literal[
     "branch_switch",
     "logits_to_keep",
     "setting",
+    "unused",
     "beam_input",
     "block_table",
     "scale",
@@ -78,7 +79,8 @@ Role = Literal[
 """The part a port plays.
 
 `cache_position` is the arange past..total, `write_index` the past length as the place to write at; `last_index` is
-total - 1 (`seqlens_k`); a `setting` is a part of the configuration that is fed, its number in `value`.
+total - 1 (`seqlens_k`); a `setting` is a part of the configuration that is fed, its number in `value`; nothing
+reads what is `unused`, which has to be fed all the same.
 """
 
 SlotKind = Literal[

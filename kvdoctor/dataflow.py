@@ -6,7 +6,7 @@ written into it, it is a buffer; what reaches an attention's Softmax is a key, w
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from typing import Literal
@@ -14,6 +14,7 @@ from typing import Literal
 from kvdoctor.cache_operators import ports_of
 from kvdoctor.contract import Growth
 from kvdoctor.flow import Flow, FlowNode
+from kvdoctor.graph import integers
 
 KEEPS = {
     "Identity": (0,),
@@ -86,6 +87,9 @@ PRODUCTS = {
 }
 """Matrix products: which inputs are operands."""
 
+COUNTS_ON = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Add"}
+"""Operators between a counter and the output that returns it, larger by the new tokens."""
+
 TRIMS = {"Slice", "Gather", "Split", "GatherND"}
 """Operators that cut entries off."""
 
@@ -95,10 +99,16 @@ SHAPES = {"Shape", "Size", "ConstantOfShape", "Range"}
 MOST_VISITED = 4000
 """Values that one walk looks at before it gives up: the attention of a state is near to it."""
 
+NEAR = 64
+"""Values that are looked at where an answer, if there is one, is next door."""
+
 MOST_LOOKS = 300_000
 """Values that all walks over one graph look at together, where a layer takes 30: thousands of inputs on one long chain
 would take minutes.
 """
+
+NEW = -1
+"""An axis that is none of the input's."""
 
 How = Literal["append", "write", "operator", "unchanged", "update"]
 Part = Literal["key", "value", "key-value", "memory", "conv"]
@@ -124,7 +134,10 @@ class StateFlow:
     `output` carries its content on, `how` it gets there, `axis` is the input's axis along which new entries come, or
     None where it cannot be followed. `joined` says that new entries meet it before its use, `trimmed` that some are cut
     off afterwards, `window` how many tokens the operator that holds the cache looks back over. `delta` is an output
-    that holds the new entries alone.
+    that holds the new entries alone. `cut` says that the graph takes a part of the input before they join, whose end
+    is computed; `at_end` that the place to write at is reckoned from the input's own length; `batch` is the axis that
+    counts the batch where an operator holds the state, `layers` that along which it is taken apart for one attention
+    after the other.
     """
 
     input: str
@@ -137,16 +150,21 @@ class StateFlow:
     trimmed: bool = False
     delta: str | None = None
     window: int | None = None
+    cut: bool = False
+    at_end: bool = False
+    batch: int = 0
+    layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a walk came to a value: where its axes are, the crossing it passed, and what became of it since."""
+    """How a walk came to a value: where its axes are, what became of it before the crossing it passed and since."""
 
     axes: tuple[int, ...] | None
     crossing: FlowNode | None = None
     axis: int | None = None
     trimmed: bool = False
+    cut: bool = False
 
 
 @dataclass
@@ -170,6 +188,9 @@ class Dataflow:
 
     def state(self, name: str, rank: int) -> StateFlow:
         """Follow one graph input forward."""
+        return replace(self._followed(name, rank), layers=self._layers(name, rank))
+
+    def _followed(self, name: str, rank: int) -> StateFlow:
         use, reached = self.use(name), None
         for output, way in self._carried_on(name, rank):
             if way.crossing is not None:
@@ -251,6 +272,48 @@ class Dataflow:
                         heappush(waiting, (node.index, output))
         return None
 
+    def used_first(self, name: str) -> int:
+        """The place of the first node that takes a value."""
+        return min((node.index for node, _ in self.flow.consumers.get(name, ())), default=-1)
+
+    def made_last(self, output: str) -> int:
+        """The place of the node that makes an output, before it is only turned and passed out."""
+        value = self.flow.results.get(output, output)
+        node = self.flow.producers.get(value)
+        while node is not None and node.op in PASSES_OUT and node.inputs[0] in self.flow.producers:
+            node = self.flow.producers[node.inputs[0]]
+        return node.index if node is not None else -1
+
+    def counted(self, name: str, fitting: "set[str]") -> str | None:
+        """The output that returns a counter: the input itself with something added."""
+        waiting, seen, added = deque([name]), {name}, False
+        while waiting and len(seen) < MOST_VISITED and self.goes_on():
+            value = waiting.popleft()
+            output = next((output for output in self.flow.outputs_of.get(value, ()) if output in fitting), None)
+            if output is not None and added:
+                return output
+            for node, _ in self.flow.consumers.get(value, ()):
+                if node.op in COUNTS_ON and node.outputs[0] not in seen:
+                    added = added or node.op == "Add"
+                    seen.add(node.outputs[0])
+                    waiting.append(node.outputs[0])
+        return None
+
+    def meets(self, name: str, values: "set[str]") -> bool:
+        """Whether an input is multiplied with or added to one of some values before it comes to an attention.
+
+        What is reckoned with new tokens so is no past: it is a table of rotations, or a mask.
+        """
+        waiting, seen = deque([name]), {name}
+        while waiting and len(seen) < MOST_VISITED and self.goes_on():
+            for node, index in self.flow.consumers.get(waiting.popleft(), ()):
+                if node.op in MIXES and any(other in values for i, other in enumerate(node.inputs) if i != index):
+                    return True
+                if (index in KEEPS.get(node.op, ()) or node.op in MIXES) and node.outputs[0] not in seen:
+                    seen.add(node.outputs[0])
+                    waiting.append(node.outputs[0])
+        return False
+
     def reached_from(self, names: "set[str]") -> set[str]:
         """All values that the content of some inputs has a part in; shapes alone do not count."""
         reached = set(names)
@@ -296,7 +359,7 @@ class Dataflow:
             found = False
             while waiting and not found and len(seen) < MOST_VISITED and self.goes_on():
                 for taker, index in self.flow.consumers.get(waiting.popleft(), ()):
-                    found = found or self._is_softmax(taker)
+                    found = found or self.is_softmax(taker)
                     if index in KEEPS.get(taker.op, ()) or taker.op in MIXES:
                         for output in taker.outputs:
                             if output and output not in seen:
@@ -305,7 +368,7 @@ class Dataflow:
             self._scores[node.index] = found
         return self._scores[node.index]
 
-    def _is_softmax(self, node: FlowNode) -> bool:
+    def is_softmax(self, node: FlowNode) -> bool:
         """A Softmax, or the Exp of one that is spelled out: divided by its sum."""
         if node.op != "Exp":
             return node.op in SOFTMAX
@@ -322,7 +385,7 @@ class Dataflow:
             maker = self.flow.producers.get(waiting.popleft())
             if maker is None:
                 continue
-            if self._is_softmax(maker):
+            if self.is_softmax(maker):
                 return True
             if maker.op in KEEPS or maker.op in MIXES or maker.op == "Dropout":
                 fresh = [value for value in maker.inputs if value and value not in seen]
@@ -352,12 +415,80 @@ class Dataflow:
                     if (crosses and way.crossing is not None) or not output or (output, crossed) in seen:
                         continue
                     seen.add((output, crossed))
-                    axes = _moved(node, way.axes)
+                    axes = self._moved(node, way.axes)
                     if crosses:
-                        waiting.append((output, _Way(axes, node, _axis(node, way.axes))))
+                        waiting.append((output, _Way(axes, node, _axis(node, way.axes), cut=way.cut)))
                     else:
                         trimmed = way.trimmed or (way.crossing is not None and node.op in TRIMS)
-                        waiting.append((output, _Way(axes, way.crossing, way.axis, trimmed)))
+                        cut = way.cut or (way.crossing is None and self._cuts(node))
+                        waiting.append((output, _Way(axes, way.crossing, way.axis, trimmed, cut)))
+
+    def _cuts(self, node: FlowNode) -> bool:
+        """Whether a node takes a part of its input whose end depends on what the graph is fed."""
+        return node.op == "Slice" and any(name and name not in self.flow.fixed for name in node.inputs[1:3])
+
+    def _moved(self, node: FlowNode, axes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Where the input's axes are after a node, NEW where it put one in; None once that cannot be told."""
+        if axes is None or node.op in ("Reshape", "Flatten", "Expand", "Compress"):
+            return None
+        if node.op == "Transpose":
+            order = node.numbers("perm") or tuple(reversed(range(len(axes))))
+            return tuple(axes[i] for i in order) if sorted(order) == list(range(len(axes))) else None
+        if node.op == "Gather":
+            picked = self.flow.constant(node.inputs[1])
+            if picked is None or len(picked.dims) > 1:
+                return None
+            at = _within(node.number("axis", 0), len(axes))
+            return axes if picked.dims or at is None else (*axes[:at], *axes[at + 1 :])
+        if node.op in ("Squeeze", "Unsqueeze"):
+            return self._squeezed(node, axes)
+        return axes
+
+    def _squeezed(self, node: FlowNode, axes: tuple[int, ...]) -> tuple[int, ...] | None:
+        given = node.numbers("axes")
+        if given is None and len(node.inputs) > 1:
+            tensor = self.flow.constant(node.inputs[1])
+            given = integers(tensor) if tensor is not None else None
+        if not given:
+            return None
+        rank = len(axes) + (len(given) if node.op == "Unsqueeze" else 0)
+        places = {_within(axis, rank) for axis in given}
+        if node.op == "Squeeze":
+            return tuple(axis for at, axis in enumerate(axes) if at not in places)
+        kept = iter(axes)
+        return tuple(NEW if at in places else next(kept, NEW) for at in range(rank))
+
+    def _layers(self, name: str, rank: int) -> int | None:
+        """The axis along which an input is taken apart into what one attention after the other uses."""
+        waiting: deque[tuple[str, tuple[int, ...]]] = deque([(name, tuple(range(rank)))])
+        seen, sites = {name}, set[tuple[int, str, int]]()
+        while waiting and self.goes_on():
+            value, axes = waiting.popleft()
+            for node, index in self.flow.consumers.get(value, ()):
+                moved = self._moved(node, axes)
+                if (
+                    index == 0
+                    and node.op in ("Identity", "Cast", "Transpose")
+                    and moved
+                    and node.outputs[0] not in seen
+                ):
+                    seen.add(node.outputs[0])
+                    waiting.append((node.outputs[0], moved))
+                elif index == 0 and (at := self._taken_along(node, len(axes))) is not None:
+                    uses = (self.use(output) for output in node.outputs if output)
+                    sites |= {(axes[at], use.part, use.site) for use in uses if use is not None}
+        several = [(axis, part) for axis, part, _ in sites]
+        return next((axis for axis, part in several if several.count((axis, part)) > 1), None)
+
+    def _taken_along(self, node: FlowNode, rank: int) -> int | None:
+        """The axis along which a node takes out entries that the graph names: no others at another length."""
+        if node.op == "Split" or (node.op == "Gather" and node.inputs[1] in self.flow.fixed):
+            return _within(node.number("axis", 0), rank)
+        if node.op == "Slice" and all(name in self.flow.fixed for name in node.inputs[1:] if name):
+            tensor = self.flow.constant(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] else None
+            axes = integers(tensor) if tensor is not None else node.numbers("axes")
+            return _within(axes[0], rank) if axes is not None and len(axes) == 1 else None
+        return None
 
     def _chooses_new(self, node: FlowNode, index: int, name: str) -> bool:
         """Whether a Where has new entries beside the content of an input: padding put to zero brings none."""
@@ -379,15 +510,45 @@ class Dataflow:
             views = (self._view_of(v) for v in new if v and v != name and v not in self.flow.fixed)
             delta = next((view for view in views if view is not None and view != output), None)
         found = how if output is not None else None
-        window = crossing.number("local_window_size", -1) if ports_of(crossing.domain, crossing.op) else -1
+        ports = ports_of(crossing.domain, crossing.op)
+        window = crossing.number("local_window_size", -1) if ports else -1
         return StateFlow(
-            name, use, output, found, growth, way.axis, True, way.trimmed, delta, window if window > 0 else None
+            name,
+            use,
+            output,
+            found,
+            growth,
+            axis=way.axis,
+            joined=True,
+            trimmed=way.trimmed,
+            delta=delta,
+            window=window if window > 0 else None,
+            cut=way.cut,
+            batch=ports.batch if ports is not None else 0,
+            at_end=crossing.op in WRITES and len(crossing.inputs) > 1 and self._measured(crossing.inputs[1], name),
         )
+
+    def _measured(self, value: str, name: str) -> bool:
+        """Whether a value is reckoned from the length of an input, which another length is taken from."""
+        waiting, seen, less = deque([value]), {value}, False
+        while waiting and len(seen) < NEAR and self.goes_on():
+            node = self.flow.producers.get(waiting.popleft())
+            if node is None:
+                continue
+            if node.op == "Shape":
+                if less and node.inputs[0] == name:
+                    return True
+                continue
+            less = less or node.op == "Sub"
+            fresh = [value for value in node.inputs if value and value not in seen]
+            seen.update(fresh)
+            waiting.extend(fresh)
+        return False
 
     def _view_of(self, value: str) -> str | None:
         """A graph output that shows a value through operators that keep content, forward or on the way to it."""
         waiting, seen = deque([value]), {value}
-        while waiting and len(seen) < 64:
+        while waiting and len(seen) < NEAR:
             current = waiting.popleft()
             if current in self.flow.outputs_of:
                 return self.flow.outputs_of[current][0]
@@ -457,14 +618,9 @@ def _axis(node: FlowNode, axes: tuple[int, ...] | None) -> int | None:
         at = len(axes) - 2
     if at is None or not -len(axes) <= at < len(axes):
         return None
-    return axes[at]
+    return axes[at] if axes[at] != NEW else None
 
 
-def _moved(node: FlowNode, axes: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Where the input's axes are after a node; None once that cannot be told."""
-    if axes is None or node.op in ("Reshape", "Flatten", "Expand", "Squeeze", "Unsqueeze", "Gather", "Compress"):
-        return None
-    if node.op == "Transpose":
-        order = node.numbers("perm") or tuple(reversed(range(len(axes))))
-        return tuple(axes[i] for i in order) if sorted(order) == list(range(len(axes))) else None
-    return axes
+def _within(axis: int, rank: int) -> int | None:
+    """An axis counted from the front; None where a tensor of that rank has none such."""
+    return axis % rank if -rank <= axis < rank else None

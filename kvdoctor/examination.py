@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdoctor.calls import Answer, Array, Call, Encoded, Scenario, Value, as_array
+from kvdoctor.calls import Answer, Array, Call, Encoded, Scenario, TooShort, Value, as_array
 from kvdoctor.contract import CacheContract, with_last_logits_only
 from kvdoctor.encoding import encoder_feeds, synthetic_cross_caches, synthetic_encoder_states
 from kvdoctor.experiments import Experiment
@@ -40,6 +40,9 @@ TIMING_REPEATS = 5
 TIMING_SECONDS = 0.1
 ENCODER_FACTORS = (1, 40, 400)
 """Longer inputs are tried where an encoder refuses a short one: speech is sampled many times for each state."""
+
+
+SHORT = "the context is too short for it"
 
 
 class LastLogitsOnly(Exception):
@@ -73,7 +76,7 @@ class Examination:
         reason = experiment.applies(self.contract)
         scenario = self._fitted(replace(experiment.scenario, seed=self.seed))
         if reason is None and scenario.steps < 2:
-            reason = "the context is too short for it"
+            reason = SHORT
         if experiment.asks_why and "differs" not in map(self.outcomes.get, experiment.asks_why):
             reason = "nothing differs"
         if experiment.unless_passed and self.outcomes.get(experiment.unless_passed) == "passed":
@@ -239,6 +242,8 @@ class _Performance:
             return self._finish(end.value)
         except LastLogitsOnly:
             return self.exam.run(self.experiment)
+        except TooShort:
+            return self._result("skipped", reason=SHORT)
         except Refused as error:
             return self._result("skipped", reason=f"the runtime does not open {error}")
         except StepFailed as error:

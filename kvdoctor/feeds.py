@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdoctor.calls import NUMPY_TYPES, Answer, Array, Call, Encoded, Loop, Past, Scenario, Value, as_array
+from kvdoctor.calls import NUMPY_TYPES, Answer, Array, Call, Encoded, Loop, Past, Scenario, TooShort, Value, as_array
 from kvdoctor.contract import Axis, CacheContract, PhaseName, Port, Slot
 from kvdoctor.encoding import words_or_features
 from kvdoctor.filling import Step, fill, sized
@@ -221,6 +221,8 @@ class Deal:
         return written
 
     def _call(self, phase: PhaseName, start: int, stop: int, past: Past, past_length: int, **more: Any) -> Call:
+        if stop > self.scenario.total:
+            raise TooShort
         total = past_length + stop - start
         sizes: dict[Axis, int] = {
             "batch": self.scenario.batch,

@@ -97,8 +97,9 @@ def _additive_mask(want: Wanted) -> Array:
     seen = _seen(want.port, want.step)
     if want.port.dtype == "bool":
         return seen
-    # Integer masks are those of Llama-2-Onnx: -1 where a query may look, 0 elsewhere.
-    shown, hidden = (0.0, HIDDEN) if "float" in want.port.dtype else (-1, 0)
+    # Square masks of integers are those of Llama-2-Onnx: -1 where a query may look, 0 elsewhere.
+    square = want.port.axes[-2] == "total"
+    shown, hidden = (0.0, HIDDEN) if "float" in want.port.dtype else (-1, 0) if square else (1, 0)
     return np.asarray(np.where(seen, shown, hidden))
 
 
@@ -149,6 +150,7 @@ FILLS: dict[str, Callable[[Wanted], Array]] = {
     "beam_input": lambda want: np.full(want.shape, 1 if len(want.shape) < 2 else 0),
     "scale": lambda want: np.ones(want.shape),
     "setting": _setting,
+    "unused": lambda want: np.zeros(want.shape),
     "write_index": lambda want: np.full(want.shape, want.step.begin),
     "past_length": lambda want: np.full(want.shape, want.step.begin),
     "total_length": lambda want: np.full(want.shape, want.step.end),

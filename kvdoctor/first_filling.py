@@ -1,6 +1,6 @@
 """What first fills a slot, and what the first step is fed: another graph, another branch, the encoder, or nothing."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kvdoctor.contract import First, Slot, SlotKind
@@ -24,13 +24,15 @@ class FirstFilling:
     """The first step of a stack, as its slots see it.
 
     `decode`, `first` and `encoder` are its files as in `SlotReader`, `ids` the inputs of the first step that carry
-    tokens.
+    tokens, `slots` those that are to be filled.
     """
 
     decode: OnnxFile
     first: OnnxFile
     encoder: OnnxFile | None
     ids: set[str]
+    slots: list[Slot]
+    evidence: list[str] = field(default_factory=list)
 
     def filled(self, slot: Slot, name: SlotName | None) -> Slot:
         """Add what first fills the slot, and what the first step is fed."""
@@ -38,7 +40,7 @@ class FirstFilling:
         if self.first is not self.decode or self.decode.graph.branches is not None:
             filled = self._filled_by_first(slot, name)
             if filled is not None:
-                first: First = "prefill" if self.first is not self.decode else "ignored"
+                first: First = "prefill" if self.first is not self.decode else self._in_other_branch(slot)
                 if self.first is not self.decode and slot.past in takes_too:
                     first = "zeros" if slot.growth not in ("grow", "shared") else "empty"
                 if self.first is self.decode and slot.present is None:
@@ -54,7 +56,16 @@ class FirstFilling:
                 return replace(slot, filled_by=filled, filled_in="encode", first="encoder", carry="hold")
         missing_first = self.first is not self.decode
         first = "prefill" if missing_first else "empty" if {"past", "encoder"} & set(slot.axes) else "zeros"
-        return replace(slot, filled_by=None if missing_first else slot.present, first=first)
+        # A constant that a step only passes on is made by nothing here.
+        made = None if missing_first or slot.growth == "constant" else slot.present
+        return replace(slot, filled_by=made, first=first)
+
+    def _in_other_branch(self, slot: Slot) -> First:
+        """What the branch without a cache is fed: nothing that counts, unless it reads the past too."""
+        flow = self.decode.first_dataflow
+        if flow is None or slot.past not in flow.flow.consumers:
+            return "ignored"
+        return "empty" if {"past", "encoder"} & set(slot.axes) else "zeros"
 
     def sized(self, slot: Slot) -> Slot:
         """Sizes that the past leaves open and that the output which fills it declares as numbers."""
@@ -100,7 +111,34 @@ class FirstFilling:
     def _filled_by_encoder(self, slot: Slot, name: SlotName | None) -> str | None:
         outputs = list(self.encoder.graph.outputs) if self.encoder is not None else []
         named = name.filled_by if name is not None else None
-        return next((n for n in (named, slot.past) if n in outputs), None)
+        passed_on = name.present if name is not None else None
+        return next((n for n in (named, slot.past, passed_on) if n in outputs), None) or self._by_order.get(slot.past)
+
+    @cached_property
+    def _by_order(self) -> dict[str, str]:
+        """Outputs of the encoder for slots that no name connects: keys before values, layer after layer.
+
+        Nothing else tells them apart: a projection does not say what it is used for in another graph.
+        """
+        flow = self.encoder.dataflow.flow if self.encoder is not None and self.encoder.dataflow is not None else None
+        if self.encoder is None or flow is None:
+            return {}
+        held = sorted((s for s in self.slots if s.growth == "constant"), key=lambda s: (s.layer or 0, s.part))
+
+        def made_at(output: str) -> tuple[int, int]:
+            value = flow.results.get(output, output)
+            node = flow.producers.get(value)
+            return (node.index, node.outputs.index(value)) if node is not None else (-1, 0)
+
+        outputs, wanted = self.encoder.graph.outputs, self.decode.graph.inputs
+        given = sorted(
+            (o for o, port in outputs.items() if any(port.like(wanted[slot.past]) for slot in held)), key=made_at
+        )
+        fits = all(outputs[output].like(wanted[slot.past]) for slot, output in zip(held, given, strict=False))
+        if not held or len(given) != len(held) or not fits:
+            return {}
+        self.evidence.append("outputs of the encoder fill the cross-attention cache in their order: no name tells")
+        return {slot.past: output for slot, output in zip(held, given, strict=True)}
 
 
 def shared_pasts(decode: GraphView, first: GraphView, pasts: set[str]) -> set[str]:

@@ -4,6 +4,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 from kvdoctor.contract import Dim
 from kvdoctor.onnx_schema import (
@@ -30,6 +31,18 @@ class Declared:
     name: str
     dtype: str
     shape: tuple[Dim, ...] | None
+
+    def like(self, other: "Declared") -> bool:
+        """Whether it may hold what the other holds: the same element type and rank, and no other size."""
+        if self.shape is None or other.shape is None or len(self.shape) != len(other.shape):
+            return False
+        pairs = zip(self.shape, other.shape, strict=True)
+        fits = all(one == size for one, size in pairs if isinstance(one, int) and isinstance(size, int))
+        return fits and self.dtype == other.dtype
+
+
+SWITCH = "use_cache_branch"
+"""Optimum's name of the switch, which says that the cache is used."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +90,15 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """The `If` of a merged decoder: its node, and the bodies taken when the switch is true and when it is false."""
+    """The `If` of a merged decoder: its node, the body that uses the cache and the other one.
+
+    `on` is the value of the switch for which the cache is used: false where the switch says that it is the first step.
+    """
 
     node: NodeProto
     cached: Scope
     no_past: Scope
+    on: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +164,17 @@ class GraphView:
                 bodies = {a.name: Scope(a.g, f"If {node.name!r}, {a.name}", self.main) for a in node.attribute}
                 if switch in flags and {"then_branch", "else_branch"} <= set(bodies):
                     chosen, other = bodies["then_branch"], bodies["else_branch"]
-                    return switch, Branches(node, *((chosen, other) if holds else (other, chosen)))
+                    chosen, other = (chosen, other) if holds else (other, chosen)
+                    if switch != SWITCH and self._reads_more(other, chosen):
+                        return switch, Branches(node, other, chosen, on=False)
+                    return switch, Branches(node, chosen, other)
         return None
+
+    def _reads_more(self, one: Scope, other: Scope) -> bool:
+        """Whether a body reads several inputs that may be a past, and the other one fewer of its own."""
+        may_be = {name for name, port in self.inputs.items() if "float" in port.dtype and len(port.shape or ()) >= 3}
+        reads = [{name for node in nodes_of(scope.graph) for name in node.input} & may_be for scope in (one, other)]
+        return len(reads[0] - reads[1]) > max(1, len(reads[1] - reads[0]))
 
     def behind(self, output: str) -> "tuple[Scope, str]":
         """Where a graph output comes from when the cache is used: the scope and the name of the value there.
@@ -182,11 +208,32 @@ class GraphView:
         return name, holds
 
 
+def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
+    """All nodes of a graph, those of its subgraphs included."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for body in bodies_of(attribute):
+                yield from nodes_of(body)
+
+
 def bodies_of(attribute: AttributeProto) -> Iterator[GraphProto]:
     """The subgraphs that an attribute holds."""
     if attribute.HasField("g"):
         yield attribute.g
     yield from attribute.graphs
+
+
+def integers(tensor: TensorProto) -> tuple[int, ...] | None:
+    """The numbers of a short tensor of integers; None of any other."""
+    if tensor.data_type not in (TensorProto.INT64, TensorProto.INT32) or prod(tensor.dims) > 64:
+        return None
+    wide = tensor.data_type == TensorProto.INT64
+    if tensor.raw_data:
+        width = 8 if wide else 4
+        count = len(tensor.raw_data) // width
+        return struct.unpack(f"<{count}{'q' if wide else 'i'}", tensor.raw_data[: count * width])
+    return tuple(tensor.int64_data if wide else tensor.int32_data)
 
 
 def _filled_shape(scope: Scope, name: str) -> tuple[int, ...] | None:
@@ -195,11 +242,7 @@ def _filled_shape(scope: Scope, name: str) -> tuple[int, ...] | None:
     if node is None or node.op_type != "ConstantOfShape" or not node.input:
         return None
     sizes = scope.constant(node.input[0])
-    if sizes is None or sizes.data_type != TensorProto.INT64:
-        return None
-    if sizes.raw_data:
-        return struct.unpack(f"<{len(sizes.raw_data) // 8}q", sizes.raw_data[: len(sizes.raw_data) // 8 * 8])
-    return tuple(sizes.int64_data)
+    return integers(sizes) if sizes is not None and sizes.data_type == TensorProto.INT64 else None
 
 
 def declared(value: ValueInfoProto) -> Declared:

@@ -23,6 +23,9 @@ def lacks(contract: CacheContract) -> Iterator[Lack]:
         yield Lack(decode.file, "there are both token_ids and embeddings, and nothing says which to feed")
     if not decode.port("logits") and not decode.port("next_token"):
         yield Lack(decode.file, "there is no logits")
+    carried = {slot.continues_as for slot in contract.slots if slot.continues_as is not None}
+    if (logits := decode.port("logits")) is not None and logits.name in carried:
+        yield Lack(logits.name, "this output is named as the logits, and the graph carries a past on there")
     for role in ("token_ids", "logits", "position_ids"):
         rivals = [port.name for port in (*decode.inputs, *decode.outputs) if port.role == role]
         if len(rivals) > 1:

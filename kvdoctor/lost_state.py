@@ -19,7 +19,7 @@ def gives_logits(file: OnnxFile) -> bool:
         return view is not None
     if flow is None:
         return False
-    looks = Looks(flow, view.inputs, None)
+    looks = Looks(flow, view.inputs)
     words = {looks.words(name) for name, port in view.inputs.items() if port.dtype in INTEGERS} - {None}
     return any(_width(view, name) in words for name in view.outputs)
 

@@ -16,11 +16,10 @@ def undecided(case: Case) -> Iterator[NotChecked]:
     judged, names = case.judged, {experiment.name for experiment in load() if experiment.judged}
     contract = case.contract
     if contract and judged and judged.outcome == "passed" and contract.new_tokens is not None and case.stack:
-        recurrent = all(slot.growth == "replace" for slot in contract.slots)
         reason = (
             f"the first step takes {contract.new_tokens} new token only, so no call without a cache can be held against"
         )
-        yield NotChecked(case.stack.name, "KV301", f"logits parity: {reason}", essential=not recurrent)
+        yield NotChecked(case.stack.name, "KV301", f"logits parity: {reason}", essential=True)
     for run in case.runs:
         unclear = run.outcome in ("ambiguous", "inconclusive") and run.experiment in names
         if case.stack and (unclear or (run is judged and run.outcome in UNDECIDED)):

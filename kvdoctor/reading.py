@@ -15,11 +15,14 @@ from kvdoctor.lacks import lacks
 from kvdoctor.model_folder import SideCars
 from kvdoctor.roles import Looks, hidden_states, named, ruled, with_numbers
 from kvdoctor.slots import SlotReader
-from kvdoctor.stacks import OnnxFile, StackFiles
+from kvdoctor.stacks import FLOATS, OnnxFile, StackFiles
 from kvdoctor.trace import Run
 
 RANK_WITH_TOKENS = 3
 """Of logits float[batch, new, vocabulary]; some graphs give those of the last token alone, float[batch, vocabulary]."""
+
+MOST_UNREAD = 8
+"""Inputs that nothing reads: an exporter leaves a few; a graph full of them is none that anybody would drive."""
 
 MOST_CODEBOOKS = 64
 """Twice those of EnCodec, which has the most of the codecs that decoders of sound are written for."""
@@ -54,6 +57,8 @@ class _Reader:
     missing: list[Lack] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)
     hidden: str | None = None
+    words: int | None = None
+    unread: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.decode = self.stack.main
@@ -129,7 +134,10 @@ class _Reader:
         if dataflow is None:
             return None
         free = [name for name, role in known if role is None]
-        found = Looks(dataflow, view.inputs, self._logits_width(view)).token_ids(free)
+        looks = Looks(dataflow, view.inputs, _logits_widths(view))
+        found = looks.token_ids(free)
+        if len(found) == 1 and looks.words(found[0]) not in looks.widths and hidden_states(view, dataflow):
+            return None  # beside embeddings, integers that look up another table than the words are positions
         if len(found) > 1:
             both = " and ".join(map(repr, found[:3]))
             self.missing.append(Lack(found[1], f"{both} look up tables alike, and nothing says which holds the words"))
@@ -142,12 +150,6 @@ class _Reader:
         if not ids and not embedded and self.first is self.decode and self.decode.dataflow is not None:
             self.hidden = hidden_states(self.decode.graph, self.decode.dataflow)
         return embedded | {name for name in (ids, self.hidden) if name is not None}
-
-    @staticmethod
-    def _logits_width(view: GraphView) -> int | None:
-        port = view.outputs.get("logits") or next(iter(_wide(view)), None)
-        size = port.shape[-1] if port is not None and port.shape else None
-        return size if isinstance(size, int) else None
 
     def _claimed(self, ids: str | None) -> set[str]:
         """Inputs of the decode graph that a name gives another part than that of a slot."""
@@ -185,9 +187,10 @@ class _Reader:
 
     def _phases(self, graphs: dict[str, Graph]) -> dict[str, Phase]:
         if self.stack.kind == "merged":
-            switch = (self.decode.graph.branches or ("",))[0]
+            switch, branches = self.decode.graph.branches or ("", None)
+            on = branches.on if branches is not None else True
             self.evidence.append(f"an If decided by {switch!r} holds the cached and the no-past branch")
-            return {"prefill": Phase("decoder", False), "decode": Phase("decoder", True)}
+            return {"prefill": Phase("decoder", not on), "decode": Phase("decoder", on)}
         if "first-step" in graphs:
             self.evidence.append("a graph without past makes the cache that a second graph takes")
             return {"prefill": Phase("first-step"), "decode": Phase("decoder")}
@@ -199,7 +202,7 @@ class _Reader:
         switch = view.branches[0] if view.branches else None
         shared = shared_pasts(self.decode.graph, view, {slot.past for slot in slots})
         pasts = {slot.past: slot for slot in slots if slot.past in shared}
-        looks = Looks(file.first_dataflow, view.inputs, self._logits_width(view)) if file.first_dataflow else None
+        looks = Looks(file.first_dataflow, view.inputs, _logits_widths(view)) if file.first_dataflow else None
         cross = self._cross_sites(file, slots, looks)
         ports = []
         for port in view.inputs.values():
@@ -220,6 +223,7 @@ class _Reader:
         ports = [self._by_codebook(with_numbers(port)) for port in ports]
         fed = any(port.role in ("token_ids", "token_and_position", "embeddings") for port in ports)
         words = looks.words(ids) if looks is not None and ids is not None else None
+        self.words = min(filter(None, (self.words, words)), default=None)
         return Graph(file.name, tuple(ports), tuple(_with_logits(outputs, words) if fed else outputs))
 
     def _input(self, port: Declared, file: OnnxFile, ids: str | None, looks: Looks | None, cross: set[int]) -> Port:
@@ -236,16 +240,32 @@ class _Reader:
                 found = replace(found, role="encoder_mask", axes=("batch", "encoder"))
         if found is not None:
             return found
-        if looks is not None and not CACHE_LIKE.match(port.name):
+        if looks is not None and (not CACHE_LIKE.match(port.name) or _is_number(port)):
             looked = looks.role(port.name, cross)
             if looked is not None:
                 self.evidence.append(f"{port.name!r} is {looked[0]} by what the graph does with it")
-                return Port(port.name, port.dtype, port.shape, *looked)
+                # Kinds of tokens (segments, languages): all are of the first.
+                value = 0.0 if looked[0] == "setting" else None
+                return Port(port.name, port.dtype, port.shape, *looked, value=value)
         if file is self.first and file is not self.decode:
             encoder = ruled(port, self._encoder_rules)
             if encoder is not None:
                 return encoder
         return self._unknown(port, file, named(port, rules) is not None)
+
+    def _is_unused(self, port: Declared, file: OnnxFile) -> bool:
+        """Whether no node takes an input, in no branch; what might be a past that is ignored is not called so."""
+        if port.shape is None or CACHE_LIKE.match(port.name) or port.name not in self._unread(file):
+            return False
+        return port.dtype not in FLOATS or not any(port.like(output) for output in file.graph.outputs.values())
+
+    def _unread(self, file: OnnxFile) -> frozenset[str]:
+        """Inputs that no node takes; none where there are too many for that to be an exporter's doing."""
+        if file.name not in self.unread:
+            flows = [flow.flow.consumers for flow in (file.dataflow, file.first_dataflow) if flow is not None]
+            names = {name for name in file.graph.inputs if flows and not any(name in read for read in flows)}
+            self.unread[file.name] = frozenset(names if len(names) <= MOST_UNREAD else ())
+        return self.unread[file.name]
 
     @property
     def _encoder_rules(self) -> tuple[RoleRule, ...]:
@@ -282,6 +302,8 @@ class _Reader:
         return replace(port, value=value)
 
     def _unknown(self, port: Declared, file: OnnxFile, is_named: bool) -> Port:
+        if self._is_unused(port, file):
+            return _port(port, "unused")
         if is_named:
             self.missing.append(Lack(port.name, f"this input of {file.name} has not the rank its name stands for"))
         else:
@@ -368,7 +390,7 @@ class _Reader:
         """An unnamed input of the encoder: words or features by its element type and rank."""
         rank, looks = len(port.shape or ()), None
         if file.dataflow is not None:
-            looks = Looks(file.dataflow, file.graph.inputs, None)
+            looks = Looks(file.dataflow, file.graph.inputs)
         if rank == 2 and port.dtype in ("int64", "int32") and looks is not None:
             role = "encoder_input" if looks.token_ids([port.name]) else "encoder_mask"
             return Port(port.name, port.dtype, port.shape, role, ("batch", "encoder_input"))  # type: ignore[arg-type]
@@ -402,9 +424,14 @@ class _Reader:
     def _vocabulary(self, graph: Graph) -> int | None:
         logits = graph.port("logits")
         if logits and logits.shape and isinstance(logits.shape[-1], int) and is_count(logits.shape[-1]):
-            return logits.shape[-1]
+            # A head may be padded with words that the table has not.
+            return min(logits.shape[-1], self.words or logits.shape[-1])
         size: Any = decoder_config(self.side_cars.config).get("vocab_size")
         return size if is_count(size) else None
+
+
+def _is_number(port: Declared) -> bool:
+    return port.dtype in ("int64", "int32") and port.shape in ((), (1,))
 
 
 def _has_axis(graphs: dict[str, Graph], axis: str) -> bool:
@@ -413,6 +440,13 @@ def _has_axis(graphs: dict[str, Graph], axis: str) -> bool:
 
 def _as_declared(port: Port) -> Declared:
     return Declared(port.name, port.dtype, port.shape)
+
+
+def _logits_widths(view: GraphView) -> frozenset[int]:
+    """Widths of the outputs that may be logits."""
+    named = view.outputs.get("logits")
+    ports = [named] if named is not None else _wide(view)
+    return frozenset(size for port in ports if port.shape and isinstance(size := port.shape[-1], int))
 
 
 def _wide(view: GraphView) -> Iterator[Declared]:

@@ -1,7 +1,7 @@
 """The part that each input and output plays besides the cache: by name first, by what the graph does with it else."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 
 from kvdoctor.axes import as_number
@@ -28,6 +28,12 @@ LOGIC = {
     "ReduceMax",
     "Trilu",
 }
+RANGES = {"Range": 0}
+LENGTHS = ("last_index", "past_length", "total_length")
+RECKONED = KEEPS.keys() | MIXES | PRODUCTS.keys() | LOGIC
+WHOLE = {"Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Flatten"}
+"""Operators that pass an input on as it is, not a part of it."""
+WRITTEN_AT = {"ScatterND": 1, "ScatterElements": 1, "Scatter": 1}
 COUNTS = ("past_length", "write_index")
 FLOATS = ("float", "float16", "bfloat16", "double")
 KEPT_PARTS = ("key", "value", "key-value")
@@ -61,10 +67,10 @@ def named(port: Declared, rules: Iterable[RoleRule]) -> Role | None:
 
 
 def hidden_states(view: GraphView, flow: Dataflow) -> str | None:
-    """The input of an attention, or of a stack of them, that stands by itself: hidden states in place of tokens.
+    """The input that stands in place of tokens: embeddings, or the hidden states of a stage.
 
-    New keys and values of every cache that grows are made of it, and it comes out again in its own shape. None where no
-    input does so, or several.
+    New keys and values of every cache that grows are made of it, those of the first layer as well, which encoder states
+    have no part in. None where no input does so, or several.
     """
     wide = {name: port for name, port in view.inputs.items() if port.dtype in FLOATS and len(port.shape or ()) >= 3}
     states = {name: flow.state(name, len(port.shape or ())) for name, port in wide.items()}
@@ -77,26 +83,23 @@ def hidden_states(view: GraphView, flow: Dataflow) -> str | None:
     fitting = [
         name
         for name, port in wide.items()
-        if states[name].output not in grown
-        and len(port.shape or ()) == 3
-        and any((out.dtype, out.shape) == (port.dtype, port.shape) for out in view.outputs.values())
-        and results <= flow.reached_from({name})
+        if states[name].output not in grown and len(port.shape or ()) == 3 and results <= flow.reached_from({name})
     ]
     return fitting[0] if len(fitting) == 1 else None
 
 
 @dataclass(frozen=True)
 class Looks:
-    """What dataflow tells of the unnamed inputs of one graph. `vocabulary` is the width of its logits, if known."""
+    """What dataflow tells of the unnamed inputs of one graph. `widths` are those of the outputs that may be logits."""
 
     dataflow: Dataflow
     inputs: dict[str, Declared]
-    vocabulary: int | None
+    widths: frozenset[int] = frozenset()
 
     def token_ids(self, candidates: Iterable[str]) -> list[str]:
         """The integer input that looks rows up in the table of words; several where nothing tells them apart."""
         tables = {name: rows for name in candidates if (rows := self._table_rows(name)) is not None}
-        exact = [name for name, rows in tables.items() if rows == self.vocabulary]
+        exact = [name for name, rows in tables.items() if rows in self.widths]
         if len(exact) == 1:
             return exact
         largest = max(tables.values(), default=0)
@@ -112,22 +115,40 @@ class Looks:
         rank = len(port.shape) if port.shape is not None else 0
         by_port = self._operator_role(name)
         if by_port is not None:
-            return by_port, axes("B") if rank == 1 else axes("1" * rank)
-        if port.dtype in INTEGERS and (rank == 0 or port.shape == (1,)) and self._counts_places(name):
-            return "past_length", axes("1" * rank)
-        if port.dtype in INTEGERS and rank in (1, 2, 3) and self._counts_places(name):
+            # Which beam each entry of a buffer comes from is told row by row.
+            letters = "B" if rank == 1 else "B1M" if by_port == "beam_input" and rank == 3 else "1" * rank
+            return by_port, axes(letters)
+        found = self._counted(name, port, rank) if port.dtype in INTEGERS else None
+        found = found or self._mask(name, port, rank, cross_sites)
+        if found is None and rank == 3 and port.dtype.startswith(("float", "bfloat")):
+            projected = self.dataflow.use(name)
+            if projected is not None and projected.part in ("memory", "key-value"):
+                return "encoder_states", axes("BED")
+        return found
+
+    def _counted(self, name: str, port: Declared, rank: int) -> tuple[Role, tuple[Axis, ...]] | None:
+        """What integers are: places of tokens, how many there are, or their kinds, of which all are the first."""
+        if rank == 0 or port.shape == (1,):
+            found = self._counts_places(name) or self._begins(name)
+            return ("past_length", axes("1" * rank)) if found else None
+        if rank in (1, 2, 3) and self._counts_places(name):
             return ("position_ids", axes("BQ" if rank == 2 else "1BQ")) if rank > 1 else ("cache_position", axes("Q"))
+        if rank == 1 and self._reaches(name, WRITTEN_AT):
+            return "cache_position", axes("Q")
+        if rank == 2 and 0 < (self._table_rows(name) or 0) < FEW_ROWS:
+            return "setting", axes("BQ")
+        return None
+
+    def _mask(
+        self, name: str, port: Declared, rank: int, cross_sites: set[int]
+    ) -> tuple[Role, tuple[Axis, ...]] | None:
         sites = self.mask_sites(name)
         if rank == 2 and sites:
             return ("encoder_mask", axes("BE")) if sites <= cross_sites else ("attention_mask", axes("BT"))
         if rank == 2 and port.dtype in INTEGERS and self._is_counted(name):
             return "attention_mask", axes("BT")
-        if rank == 4 and sites:
-            return "additive_mask", axes("B1QT")
-        if rank == 3 and port.dtype.startswith(("float", "bfloat")):
-            projected = self.dataflow.use(name)
-            if projected is not None and projected.part == "memory":
-                return "encoder_states", axes("BED")
+        if rank in (3, 4, 5) and sites:
+            return "additive_mask", axes({3: "BQT", 4: "B1QT", 5: "B11QT"}[rank])
         return None
 
     def _counts_places(self, name: str) -> bool:
@@ -136,8 +157,16 @@ class Looks:
         return rows >= FEW_ROWS if rows is not None else self._reaches(name, LOOKUPS, ROTATIONS)
 
     def _is_counted(self, name: str) -> bool:
-        """Whether positions are made of an input by counting its ones: then it is a mask."""
-        return self._reaches(name, SUMS) and self._reaches(name, LOOKUPS, ROTATIONS, summed=True)
+        """Whether positions or the lengths of a cache are made by counting the ones of an input: then it is a mask."""
+        if self._reaches(name, SUMS) and self._reaches(name, LOOKUPS, ROTATIONS, summed=True):
+            return True
+        flow = self.dataflow.flow
+        sums = [node for node, index in flow.consumers.get(name, ()) if node.op == "ReduceSum" and index == 0]
+        return any(self._operator_role(output, MIXES) in LENGTHS for node in sums for output in node.outputs)
+
+    def _begins(self, name: str) -> bool:
+        """Whether an input is where the numbers of the new tokens begin."""
+        return self._reaches(name, RANGES, through=KEEPS)
 
     def mask_sites(self, name: str) -> set[int]:
         """The attentions whose scores an input takes part in without passing a product or a table: those it masks."""
@@ -145,7 +174,7 @@ class Looks:
         while waiting and self.dataflow.goes_on():
             for node, index in self.dataflow.flow.consumers.get(waiting.popleft(), ()):
                 ports = ports_of(node.domain, node.op)
-                if node.op in SOFTMAX or (ports is not None and index in ports.mask):
+                if self.dataflow.is_softmax(node) or (ports is not None and index in ports.mask):
                     found.add(node.index)
                 elif node.op in KEEPS or node.op in MIXES or node.op in LOGIC or node.op == "ReduceSum":
                     for output in node.outputs:
@@ -179,16 +208,20 @@ class Looks:
         while waiting and len(seen) < NEAR and self.dataflow.goes_on():
             for node, index in flow.consumers.get(waiting.popleft(), ()):
                 if LOOKUPS.get(node.op) == index:
-                    table = flow.constant(node.inputs[0 if index else 2])
+                    name_of_table = node.inputs[0 if index else 2]
+                    table, made = flow.constant(name_of_table), flow.producers.get(name_of_table)
                     if table is not None and len(table.dims) >= 2:
-                        return int(table.dims[0])
+                        turned = made is not None and made.op == "Transpose"  # the weights of the head, used again
+                        return int(table.dims[-1 if turned else 0])
                 elif node.op in KEEPS or node.op in ("Clip", "Where", "Max"):
                     fresh = [output for output in node.outputs if output and output not in seen]
                     seen.update(fresh)
                     waiting.extend(fresh)
         return None
 
-    def _reaches(self, name: str, *goals: dict[str, int], summed: bool = False) -> bool:
+    def _reaches(
+        self, name: str, *goals: dict[str, int], summed: bool = False, through: Container[str] = RECKONED
+    ) -> bool:
         """Whether an input reaches one of some operators before long, reckoned with or not.
 
         What is summed up on the way is a mask, of which positions are made: positions are not.
@@ -200,13 +233,13 @@ class Looks:
                     return True
                 if node.op == "CumSum" and not summed:
                     continue
-                if node.op in KEEPS or node.op in MIXES or node.op in PRODUCTS or node.op in LOGIC:
+                if node.op in through:
                     fresh = [output for output in node.outputs if output and output not in seen]
                     seen.update(fresh)
                     waiting.extend(fresh)
         return False
 
-    def _operator_role(self, name: str) -> Role | None:
+    def _operator_role(self, name: str, through: Container[str] = ()) -> Role | None:
         """The meaning that a cache operator gives to the input at one of its ports."""
         flow, waiting, seen = self.dataflow.flow, deque([name]), {name}
         while waiting and len(seen) < NEAR and self.dataflow.goes_on():
@@ -214,7 +247,7 @@ class Looks:
                 ports = ports_of(node.domain, node.op)
                 if ports is not None and index in ports.roles:
                     return ports.roles[index]  # type: ignore[return-value]
-                if index in KEEPS.get(node.op, ()):
+                if node.op in WHOLE or node.op in through:
                     fresh = [output for output in node.outputs if output and output not in seen]
                     seen.update(fresh)
                     waiting.extend(fresh)

@@ -36,10 +36,10 @@ def growth_of(kind: SlotKind, name: SlotName | None, state: StateFlow | None, sh
     if kind in REPLACED:
         return "replace"
     seen = state.growth if state is not None and state.joined else None
+    if name is None and seen == "grow" and state is not None and state.output is None and state.delta is not None:
+        return "delta"
     if state is None or not isinstance(shape[state.axis or 0], int) or seen not in ("grow", None):
         return seen or "grow"
-    if name is None and state.output is None and state.delta is not None:
-        return "delta"
     return "ring" if seen == "grow" and state.trimmed else "grow"
 
 
@@ -70,12 +70,21 @@ def returns_rows(shape: tuple[Dim, ...], state: StateFlow | None, present: Decla
     return isinstance(before, int) and isinstance(after, int) and after < before
 
 
-def carry_of(kind: SlotKind, name: SlotName | None, growth: Growth) -> Carry:
+def carry_of(
+    kind: SlotKind, name: SlotName | None, growth: Growth, state: StateFlow | None, shape: tuple[Dim, ...]
+) -> Carry:
     """What a right loop does to have the next past: by a rule of its name, else by the growth."""
     if name is not None and name.rule.carry is not None:
         return name.rule.carry
     if kind == "cross-attention" or growth == "constant":
         return "hold"
+    if name is None and growth == "static" and state is not None and state.at_end:
+        return "extend"
     if growth == "delta":
-        return "append" if name is not None and name.rule.or_delta else "write"
+        if name is not None and name.rule.or_delta:
+            return "append"
+        if state is None or state.axis is None or state.cut:
+            return "write"
+        # What the graph takes whole has no free places: new rows come behind it, or push the oldest out.
+        return "shift" if isinstance(shape[state.axis], int) else "append"
     return "feed-back"

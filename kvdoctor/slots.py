@@ -6,15 +6,16 @@ The dataflow of the graph is the proof; names say what it leaves open, and which
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
-from typing import Any
 
 from kvdoctor.affixes import by_affix
 from kvdoctor.axes import as_number, slot_axes
-from kvdoctor.contract import Dim, Growth, Lack, Slot, SlotKind
+from kvdoctor.contract import Axis, Dim, Growth, Lack, Slot, SlotKind
 from kvdoctor.dataflow import StateFlow, Use
-from kvdoctor.dialects import CACHE_LIKE, Dialect, SlotName
+from kvdoctor.dialects import Dialect, SlotName
 from kvdoctor.first_filling import FirstFilling
 from kvdoctor.graph import Declared, GraphView
+from kvdoctor.head_sizes import head_width
+from kvdoctor.replaced_states import ReplacedStates
 from kvdoctor.slot_rules import (
     ATTENTION_PARTS,
     REPLACED,
@@ -26,6 +27,9 @@ from kvdoctor.slot_rules import (
     returns_rows,
 )
 from kvdoctor.stacks import FLOATS, OnnxFile
+
+UNCHANGED: tuple[SlotKind, ...] = ("cross-attention", "encoder-states", "counter")
+"""What new tokens need no part in; a counter goes by their number."""
 
 
 @dataclass
@@ -53,7 +57,7 @@ class SlotReader:
 
     def read(self) -> tuple[Slot, ...]:
         """Read all slots, in the order of layers, self-attention first, keys before values."""
-        view, filling = self.decode.graph, FirstFilling(self.decode, self.first, self.encoder, self.ids)
+        view = self.decode.graph
         names = {name.past: name for name in self.templates}
         if self.dialect is not None:
             names |= {n.past: n for n in self.dialect.named(view.inputs) if n.past not in names}
@@ -62,7 +66,9 @@ class SlotReader:
         found = [slot for past, state in states.items() if (slot := self._slot(view.inputs[past], names, state))]
         found += self._replaced(view, found)
         found = self._layered(self._by_affix(_prefixes(found, states), names), states)
+        filling = FirstFilling(self.decode, self.first, self.encoder, self.ids, found)
         found = [filling.sized(filling.filled(slot, names.get(slot.past))) for slot in found]
+        self.evidence += filling.evidence
         return tuple(sorted(self._traced(found, states), key=_order))
 
     def _by_affix(self, found: list[Slot], names: dict[str, SlotName]) -> list[Slot]:
@@ -118,14 +124,25 @@ class SlotReader:
                 found[past] = self._updated(port, state) if state is not None and not is_cross else state
             elif flow is not None and past not in self.claimed and port.dtype in FLOATS and rank >= 3:
                 state = self._updated(port, flow.state(past, rank))
-                attended = proven_part(state.use) is not None
-                kept = state.joined and (state.output is not None or state.delta is not None)
-                if attended or (kept and state.use is not None):
+                if self._kept(port, state):
                     found[past] = state
         unnamed = len(found.keys() - names.keys())
         if unnamed:
             self.evidence.append(f"{unnamed} past inputs were found by what the graph does with them, not by name")
         return found
+
+    def _kept(self, port: Declared, state: StateFlow) -> bool:
+        """Whether an unnamed input is a past: attended to, or joined by new entries and returned."""
+        flow, rank = self.decode.dataflow, len(port.shape or ())
+        attended = proven_part(state.use) is not None
+        if flow is None or (state.trimmed and not attended and _of_one(port, state)):
+            return False
+        if not state.joined and state.output is None:
+            # What is reckoned with new tokens is a table or a mask; keys and values at once are states of an encoder.
+            memory = rank == 3 and state.use is not None and state.use.part == "key-value"
+            return attended and not memory and not flow.meets(port.name, self._reached)
+        kept = state.joined and (state.output is not None or state.delta is not None)
+        return attended or (kept and state.use is not None)
 
     def _updated(self, port: Declared, state: StateFlow) -> StateFlow:
         """A buffer that is written by arithmetic (times a mask, plus new entries): it comes back in its own shape."""
@@ -147,23 +164,28 @@ class SlotReader:
             return None
         kind = self._kind(name, state)
         growth = growth_of(kind, name, state, port.shape)
+        if name is None and growth == "delta" and not self._only_new(state):
+            growth = "grow"
         self.contradictions += contradictions(name, kind, growth)
         present, continues = self._present(name, names, state, growth)
         returned = self.decode.graph.outputs.get(present or "")
         rows_only = growth == "grow" and returns_rows(port.shape, state, returned)
         growth = "delta" if rows_only else growth
         axes = slot_axes(port.shape, kind, growth, name, state)
+        if growth in ("grow", "shared") and _of_one_length(port, returned, axes, state):
+            growth = "static"
+            axes = slot_axes(port.shape, kind, growth, name, state)
         return Slot(
             kind=kind,
-            layer=name.layer if name is not None else -1,
+            layer=name.layer if name is not None else None if "layers" in axes else -1,
             part=part_of(name, state, kind),
             dtype=port.dtype,
-            shape=self._sized(port.shape, axes),
+            shape=self._sized(port, axes, state),
             axes=axes,
             past=port.name,
             present=present,
             filled_by=None,
-            carry="shift" if rows_only else carry_of(kind, name, growth),
+            carry="shift" if rows_only else carry_of(kind, name, growth, state, port.shape),
             emptied=present is not None and self.decode.graph.emptied(present) is not None,
             growth=growth,
             window=state.window if state is not None else None,
@@ -173,10 +195,19 @@ class SlotReader:
             takes_new=self._takes_new(kind, present),
         )
 
+    def _only_new(self, state: StateFlow | None) -> bool:
+        """Whether an output of new entries is declared as such: as long as the tokens, not as past and new together."""
+        returned = self.decode.graph.outputs.get(state.delta or "") if state is not None else None
+        tokens = (self.decode.graph.inputs[name].shape or () for name in self.tokens)
+        new = {size for shape in tokens for size in shape[1:]}
+        if returned is None or returned.shape is None or not new:
+            return True
+        return not any(isinstance(size, str) and size not in new for size in returned.shape[1:])
+
     def _takes_new(self, kind: SlotKind, present: str | None) -> bool | None:
         """Whether the tokens of a step have a part in the present; None where the graph cannot be followed."""
         flow = self.decode.dataflow
-        if flow is None or present not in flow.flow.results or not self.tokens or kind != "self-attention":
+        if flow is None or present not in flow.flow.results or not self.tokens or kind in UNCHANGED:
             return None
         return flow.flow.results[present] in self._reached
 
@@ -189,6 +220,8 @@ class SlotReader:
         """Self- or cross-attention by whether it grows; another kind of state by its name or its use."""
         ruled = name.rule.kind if name is not None else None
         use = state.use.part if state is not None and state.use is not None else None
+        if ruled is None and state is not None and (state.how, state.growth) == ("operator", "replace"):
+            return "conv-state" if use == "conv" else "recurrent-state"
         grows = state is not None and state.how == "append" and not state.trimmed and use in ATTENTION_PARTS
         if ruled is not None and ruled not in ("self-attention", "cross-attention"):
             attended = ruled == "hidden-memory" and state is not None and proven_part(state.use) is not None
@@ -210,7 +243,7 @@ class SlotReader:
         """The output that a loop takes for the next past, and the one that the content of the past reaches."""
         outputs = self.decode.graph.outputs
         reached = state.output if state is not None else None
-        if growth == "delta" and state is not None and reached is None:
+        if state is not None and reached is None and (growth == "delta" or name is None):
             reached = state.delta
         if name is None:
             return reached, reached
@@ -220,46 +253,21 @@ class SlotReader:
         return (reached if reached not in others else None), reached
 
     def _replaced(self, view: GraphView, found: list[Slot]) -> list[Slot]:
-        """Unnamed states of a fixed size: an input and the nearest output of the same type that depends on it."""
+        """Unnamed states of a fixed size."""
         flow = self.decode.dataflow
         if flow is None:
             return []
-        taken = {slot.past for slot in found} | self.claimed
-        free = {n: p for n, p in view.outputs.items() if n not in {slot.present for slot in found}}
-        more = []
-        for past, port in view.inputs.items():
-            rank = len(port.shape or ())
-            if past in taken | self.tokens or rank < 2 or port.dtype not in FLOATS or port.shape is None:
-                continue
-            # Beside other slots only what is named so, or stands in a graph of tokens: stages pass hidden states on.
-            likely = not found or CACHE_LIKE.match(past) or (self.tokens and rank > 2)
-            if not likely or sum(not isinstance(size, int) for size in port.shape) > 1:
-                continue  # of a state only the batch may vary
-            fitting = {n for n, p in free.items() if (p.dtype, p.shape) == (port.dtype, port.shape)}
-            output = flow.updated(past, fitting) if fitting else None
-            if output is None:
-                continue
-            del free[output]
-            state = flow.state(past, rank)
-            kind: SlotKind = "conv-state" if state.use and state.use.part == "conv" else "recurrent-state"
-            axes = slot_axes(port.shape, kind, "replace", None, state)
-            more.append(
-                Slot(
-                    kind,
-                    -1,
-                    "state",
-                    port.dtype,
-                    port.shape,
-                    axes,
-                    port.name,
-                    output,
-                    None,
-                    "feed-back",
-                    growth="replace",
-                    continues_as=output,
-                )
-            )
-        return more
+        taken = {slot.past for slot in found} | self.claimed | self.tokens
+        returned = {slot.present for slot in found}
+        return list(
+            ReplacedStates(
+                flow,
+                inputs=[port for past, port in view.inputs.items() if past not in taken],
+                outputs=[port for name, port in view.outputs.items() if name not in returned],
+                decodes=bool(self.tokens),
+                beside=bool(found),
+            ).read()
+        )
 
     def _layered(self, found: list[Slot], states: dict[str, StateFlow | None]) -> list[Slot]:
         """Give unnamed slots their layer: the rank of their attention among those of the same kind and part."""
@@ -276,12 +284,32 @@ class SlotReader:
             layers |= {slot.past: next(free) for slot in ordered}
         return [replace(slot, layer=layers[slot.past]) if slot.past in layers else slot for slot in found]
 
-    def _sized(self, shape: tuple[Dim, ...], axes: tuple[Any, ...]) -> tuple[Dim, ...]:
-        """Sizes that the graph leaves open and a config knows."""
-        shape = tuple(map(as_number, shape))
+    def _sized(self, port: Declared, axes: tuple[Axis, ...], state: StateFlow | None) -> tuple[Dim, ...]:
+        """Sizes that the declaration leaves open and the attention shows, or else a config knows."""
+        shape, known = tuple(map(as_number, port.shape or ())), dict(self.numbers)
+        flow = self.decode.dataflow
+        if flow is not None and state is not None and state.use is not None and "float" in port.dtype:
+            width = head_width(self.decode.graph, flow.flow, flow.flow.nodes[state.use.site])
+            known |= {"head_dim": width} if width is not None else {}
         return tuple(
-            dim if isinstance(dim, int) else self.numbers.get(axis, dim) for dim, axis in zip(shape, axes, strict=True)
+            dim if isinstance(dim, int) else known.get(axis, dim) for dim, axis in zip(shape, axes, strict=True)
         )
+
+
+def _of_one(port: Declared, state: StateFlow) -> bool:
+    """Whether a state keeps one entry: the last input of a layer, which each step replaces."""
+    return state.axis is not None and port.shape is not None and port.shape[state.axis] == 1
+
+
+def _of_one_length(past: Declared, present: Declared | None, axes: tuple[Axis, ...], state: StateFlow | None) -> bool:
+    """Whether a past and its present are declared with the same number of entries: a buffer, however it is written."""
+    if "past" not in axes or present is None or past.shape is None or len(past.shape) != len(present.shape or ()):
+        return False
+    if state is not None and state.trimmed:
+        return False
+    at = axes.index("past")
+    before, after = (as_number(shape[at]) for shape in (past.shape, present.shape or ()))
+    return isinstance(before, int) and before == after and before > 0
 
 
 def _prefixes(found: list[Slot], states: dict[str, StateFlow | None]) -> list[Slot]:

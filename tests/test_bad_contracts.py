@@ -63,11 +63,6 @@ INCOMPLETE: dict[str, tuple[Build, str, str]] = {
         "more",
         UNKNOWN,
     ),
-    "a-kind-that-no-rule-knows": (
-        lambda: edited("bad-two-position-ids", ("float[16, 8] w_kinds", "float[5, 8] w_kinds")),
-        "kinds",
-        UNKNOWN,
-    ),
     "two-token-ids-by-name": (
         lambda: renamed(edited("bad-two-token-ids"), {"first": "input_ids", "second": "targets"}),
         "targets",

@@ -42,14 +42,14 @@ def test_a_contract_given_back_changes_nothing(name: str, tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_read_can_be_said(tmp_path: Path) -> None:
-    """An input that plays no known part, and the edit that says it is always fed zeros."""
+    """An input that plays no known part, and the edit that says it is always one."""
     model = read(FOLDER / "contract-unknown-input.onnxtxt").write(tmp_path)
     document = written_out(model)
     assert document["stacks"]["decoder"]["missing"]
     unread = given_back(model, document, tmp_path / "contract.json")
     assert unread.verdict != "healthy"
     (unknown,) = (p for p in document["stacks"]["decoder"]["graphs"]["decoder"]["inputs"] if p["role"] == "auxiliary")
-    unknown |= {"role": "setting", "axes": ["batch", "new"], "value": 0}
+    unknown |= {"role": "setting", "axes": ["fixed"], "value": 1}
     assert given_back(model, document, tmp_path / "contract.json").verdict == "healthy"
 
 

@@ -27,7 +27,7 @@ def cached_branch_first(case: Case) -> Iterator[Fault]:
         severity="note",
         file=case.decode_file,
         subject=(switch.name if switch else "",),
-        where=f"input {switch.name if switch else ''}, true on step 0",
+        where=f"input {switch.name if switch else ''}, {str(contract.phases['decode'].switch).lower()} on step 0",
         promised="false on the first step",
         observed="the step fails" if run.outcome == "failed" else wrong,
         cause="the cached branch attends to whatever the cross-attention past holds, and never computes it",

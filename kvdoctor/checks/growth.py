@@ -51,10 +51,10 @@ def present_drops_past(case: Case) -> Iterator[Fault]:
 
 
 def _untouched(case: Case) -> Iterator[Fault]:
-    """Self-attention slots whose present the tokens of the step have no part in."""
+    """Slots whose present the tokens of the step have no part in."""
     lost = tuple(slot for slot in (case.contract.slots if case.contract else ()) if slot.takes_new is False)
     run = case.judged
-    if not lost or (run is not None and run.outcome == "passed"):
+    if not lost or case.proved_right:
         return
     names = tuple(slot.present or "" for slot in lost)
     yield Fault(

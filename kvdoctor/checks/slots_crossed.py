@@ -128,7 +128,7 @@ def _layer_at(slots: tuple[Slot, ...], slot: Slot) -> int | None:
 
 def _faults(case: Case, crossed: list[_Crossing], cause: str) -> Iterator[Fault]:
     run = case.judged
-    if not crossed or (run is not None and run.outcome == "passed"):
+    if not crossed or case.proved_right:
         return
     first = crossed[0]
     names = tuple(dict.fromkeys(item.output for item in crossed))

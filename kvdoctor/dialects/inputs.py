@@ -8,6 +8,8 @@ import re
 
 from kvdoctor.dialects import RoleRule
 
+PAST_LENGTH = r"past_sequence_length|past_key_values_length|past_(seq_)?len(gth)?|history_len|start_pos|pos"
+
 INPUTS = (
     RoleRule(r"(input\.)?(decoder_)?input_ids|tokens|targets|tgt", "token_ids", "BQ", "integer"),
     RoleRule(r"(decoder_)?inputs?_embeds|x", "embeddings", "BQD", "float"),
@@ -22,8 +24,18 @@ INPUTS = (
     RoleRule(r"write_indices", "write_index", "B", "integer"),
     RoleRule(r"offset|position|index|step", "write_index", "1", "integer"),
     RoleRule(r"offset|position|index|step", "write_index", "", "integer"),
-    RoleRule(r"past_sequence_length|past_key_values_length|history_len|pos|past_len", "past_length", "", "integer"),
-    RoleRule(r"past_sequence_length|past_key_values_length|history_len|pos|past_len", "past_length", "1", "integer"),
+    RoleRule(
+        r"past_sequence_length|past_key_values_length|history_len|pos|past_(seq_)?len(gth)?|start_pos",
+        "past_length",
+        "",
+        "integer",
+    ),
+    RoleRule(
+        r"past_sequence_length|past_key_values_length|history_len|pos|past_(seq_)?len(gth)?|start_pos",
+        "past_length",
+        "1",
+        "integer",
+    ),
     RoleRule(r"past_sequence_lengths|past_seq_lens", "past_length", "B", "integer"),
     RoleRule(r"seqlens_k", "last_index", "B", "integer"),
     RoleRule(r"total_sequence_length|current_sequence_length", "total_length", "", "integer"),
@@ -39,6 +51,8 @@ INPUTS = (
     RoleRule(r"use_cache_branch", "branch_switch", "1"),
     RoleRule(r"(num_)?logits_to_keep", "logits_to_keep", "", "integer"),
     RoleRule(r"(num_)?logits_to_keep", "logits_to_keep", "1", "integer"),
+    RoleRule(r"sliding_window", "setting", "", "integer"),
+    RoleRule(r"sliding_window", "setting", "1", "integer"),
     RoleRule(r"beam_width", "beam_input", "1", "integer"),
     RoleRule(r"cache_indirection", "beam_input", "B1M", "integer"),
     RoleRule(r"block_tables?(_windowed)?|kv_page_table", "block_table", "BK", "integer"),

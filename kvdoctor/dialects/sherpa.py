@@ -22,7 +22,6 @@ DIALECT = Dialect(
             "self-attention",
             "BMNH",
             growth="delta",
-            carry="write",
         ),
     ),
     inputs=(

@@ -56,7 +56,7 @@ def _unread_slots(contract: CacheContract) -> Iterator[Slot]:
         if "int" in slot.dtype or slot.kind == "counter":
             continue
         buffer = slot.growth == "static" and slot.carry in ("feed-back", "write") and "capacity" in slot.axes
-        if buffer or (contract.first_step == "no-past-branch" and slot.growth != "constant"):
+        if buffer or (slot.first == "ignored" and slot.growth != "constant"):
             yield slot
 
 

@@ -5,12 +5,11 @@ of a shape needs no algebra: the numbers are there. What a step back rests on is
 else equal sizes; a claim about a fed length is proved afterwards by feeding another one.
 """
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
-from kvdoctor.onnx_schema import TensorProto
+from kvdoctor.graph import integers
 from kvdoctor.place.bench import Known
 from kvdoctor.place.flat import Flat, FlatNode
 
@@ -171,18 +170,6 @@ class Origins:
     def _text(self, value: str) -> str:
         numbers = self.numbers(value)
         return str(list(numbers)) if numbers is not None else ""
-
-
-def integers(tensor: TensorProto) -> tuple[int, ...] | None:
-    """The numbers of a short tensor of integers."""
-    if tensor.data_type not in (TensorProto.INT64, TensorProto.INT32) or prod(tensor.dims) > 64:
-        return None
-    wide = tensor.data_type == TensorProto.INT64
-    if tensor.raw_data:
-        width = 8 if wide else 4
-        count = len(tensor.raw_data) // width
-        return struct.unpack(f"<{count}{'q' if wide else 'i'}", tensor.raw_data[: count * width])
-    return tuple(tensor.int64_data if wide else tensor.int32_data)
 
 
 def _concat(o: "Origins", back: "_Back") -> list[Source]:

@@ -129,7 +129,7 @@ def branches_taken(scene: Scene, phase: PhaseName) -> dict[str, bool]:
     branches = view.branches[1]
     cached_is_then = branches.cached.path.endswith("then_branch")
     first = next(filter(None, branches.node.output), None)
-    return {} if first is None else {first: switch == cached_is_then}
+    return {} if first is None else {first: (switch == branches.on) == cached_is_then}
 
 
 def _carried(run: Run, contract: CacheContract) -> Mapping[str, str]:

@@ -143,7 +143,8 @@ def _first_step(contract: CacheContract) -> str:
         words.append(whose + FIRST_WORDS[first].format(prefill=prefill))
     text = "; ".join(words) or "no past"
     if contract.first_step == "no-past-branch":
-        return f"{switch.name if switch else 'the switch'} = false, {text}; true on every later step"
+        off, on = (str(contract.phases[phase].switch).lower() for phase in ("prefill", "decode"))
+        return f"{switch.name if switch else 'the switch'} = {off}, {text}; {on} on every later step"
     return f"{prefill}: {text}; every later step {contract.graph('decode').file}" if _two_graphs(contract) else text
 
 

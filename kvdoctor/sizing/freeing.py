@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.contract import Axis, Graph
-from kvdoctor.graph import bodies_of
+from kvdoctor.graph import bodies_of, integers
 from kvdoctor.onnx_schema import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from kvdoctor.scoping import graphs
 from kvdoctor.sizing.known import Clash, Ledger, Site, StandIn
@@ -159,8 +159,6 @@ class Freeing:
             site.node.input[site.index] = found.value
             self.edits.append(Edit(where, before, found.words))
             return
-        from kvdoctor.place.origins import integers
-
         numbers: list[int | Term] = list(integers(site.tensor) or ())
         reshaped = self.walk.reshapes.get(id(site.node))
         if site.node.op_type == "Reshape" and site.index == 1 and reshaped is not None:
@@ -284,8 +282,6 @@ def place_of(node: NodeProto, scope: str = "main graph") -> str:
 
 
 def _shown(tensor: TensorProto) -> str:
-    from kvdoctor.place.origins import integers
-
     numbers = integers(tensor)
     return str(list(numbers)) if numbers else f"of shape {list(tensor.dims)}"
 

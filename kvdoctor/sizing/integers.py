@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from math import prod
 
-from kvdoctor.place.origins import integers
+from kvdoctor.graph import integers
 from kvdoctor.sizing.known import MOST_NUMBERS, Dims
 from kvdoctor.sizing.terms import Term, product, whole
 from kvdoctor.sizing.walk import Reading

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from kvdoctor.graph import bodies_of
+from kvdoctor.graph import bodies_of, integers
 from kvdoctor.onnx_schema import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
-from kvdoctor.place.origins import integers
 from kvdoctor.sizing.known import MOST_NUMBERS, UNKNOWN, Clash, Dims, Known, Ledger, Site, constant
 from kvdoctor.sizing.terms import Term
 

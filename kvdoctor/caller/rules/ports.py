@@ -7,7 +7,7 @@ from kvdoctor.caller.moment import Break, Moment, shown
 from kvdoctor.contract import Port, describe
 
 MEANINGS = {
-    "branch_switch": "false on the first step, true on every later step",
+    "branch_switch": "one value on the first step, the other on every later step",
     "attention_mask": "one entry for each token of the past and each new one",
     "position_ids": "the positions of the new tokens, counted on from the past",
     "cache_position": "the positions of the new tokens, counted on from the past",

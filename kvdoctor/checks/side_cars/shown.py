@@ -10,6 +10,7 @@ from kvdoctor.contract import Axis
 from kvdoctor.dataflow import KEEPS
 from kvdoctor.flow import Flow, FlowNode
 from kvdoctor.graph import ELEMENT_TYPES
+from kvdoctor.head_sizes import head_width
 from kvdoctor.roles import FEW_ROWS
 
 COUNTS = {"Range", "CumSum", "Shape"}
@@ -53,17 +54,10 @@ def logits_width(case: Case) -> int | None:
 
 
 def head_widths(case: Case) -> set[int]:
-    """Widths of the heads of fused attentions, by their number and the width of their queries."""
-    flow, found = _flow(case), set()
-    for node in flow.nodes if flow is not None else ():
-        if node.domain == CONTRIB and node.op in ("GroupQueryAttention", "MultiHeadAttention", "PagedAttention"):
-            heads, groups = node.number("num_heads", 0), node.number("kv_num_heads", 0)
-            if len(node.inputs) < 2 or not node.inputs[1]:  # queries, keys and values in one
-                heads = heads + 2 * groups if groups > 0 else 0
-            width = _width(case, flow, node.inputs[0]) if flow is not None else None
-            if width and heads > 0 and width % heads == 0:
-                found.add(width // heads)
-    return found
+    """Widths of the heads of fused attentions."""
+    flow = _flow(case)
+    found = (head_width(case.main, flow, node) for node in flow.nodes) if flow is not None else ()
+    return {width for width in found if width is not None}
 
 
 def windows(case: Case) -> dict[int | None, int] | None:
@@ -145,25 +139,6 @@ def _roots(flow: Flow, node: FlowNode, through: set[str]) -> tuple[set[str], boo
             waiting += [source for source in sources if source not in seen]
             seen.update(sources)
     return found, counts
-
-
-def _width(case: Case, flow: Flow, name: str) -> int | None:
-    """The last size of a value in the graph: as declared, or as the weight that it is multiplied with has it."""
-    declared = {value.name: value.type.tensor_type.shape.dim for value in case.main.model.graph.value_info}
-    for _ in range(4):
-        sizes = declared.get(name)
-        if sizes and len(sizes) <= 3 and sizes[-1].dim_value > 0:
-            return int(sizes[-1].dim_value)
-        node = flow.producers.get(name)
-        if node is None or node.op not in ("MatMul", "MatMulNBits", "Add", "Cast", "Identity"):
-            return None
-        if node.op == "MatMulNBits":
-            return node.number("N", 0) or None
-        if node.op == "MatMul":
-            weight = flow.constant(node.inputs[1]) if len(node.inputs) > 1 else None
-            return int(weight.dims[-1]) if weight is not None and len(weight.dims) == 2 else None
-        name = node.inputs[0]
-    return None
 
 
 def _flow(case: Case) -> Flow | None:
