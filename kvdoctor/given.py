@@ -5,33 +5,41 @@ for a reason that is not the model's.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.axes import as_number
-from kvdoctor.configs import MOST_COUNTED
-from kvdoctor.contract import CacheContract, Graph, Lack, Phase, Port, Slot
+from kvdoctor.contract import CacheContract, Phase, Port, Slot
 from kvdoctor.errors import UsageError
-from kvdoctor.graph import Declared, GraphView
-from kvdoctor.lacks import lacks
+from kvdoctor.given_misfits import misfits, unfed
+from kvdoctor.lacks import in_all
 from kvdoctor.model_folder import ModelFolder
 from kvdoctor.plain import from_plain
-from kvdoctor.reading import MOST_CODEBOOKS
+from kvdoctor.reading import read_contract
 from kvdoctor.stacks import FileRole, OnnxFile, StackFiles, StackKind
 
 SCHEMA = "kvdoctor/contract/1"
 MOST_BYTES = 64 << 20
-MOST_WIDE = 1 << 24
-"""Entries of one axis of a slot: more than any head, layer count or context of today."""
+MOST_STACKS = 64
+UNPROVED: dict[str, Any] = {
+    "used_as": None,
+    "used_at": None,
+    "continues_as": None,
+    "takes_new": None,
+    "made_as": None,
+    "made_at": None,
+    "emptied": False,
+    "trimmed": False,
+}
+"""What only a graph tells of a slot, and what stands there where it does not."""
 KNOWN_PHASES = ("encode", "prefill", "decode")
 
 
 def given_stacks(file: str, folder: ModelFolder) -> tuple[tuple[StackFiles, CacheContract], ...]:
     """Read the stacks that a contract file describes, for the model in a folder.
 
-    What keeps a stack from being driven is found anew: the `missing` of the file is not asked.
+    What the graphs themselves prove is read anew, and so is what keeps a stack from being driven: the file is asked for
+    the deal alone.
 
     Raises:
         UsageError: the file cannot be read, is no contract, or does not fit the graphs; the message names the place.
@@ -43,20 +51,46 @@ def given_stacks(file: str, folder: ModelFolder) -> tuple[tuple[StackFiles, Cach
         except ValueError as error:
             raise UsageError(f"{file!r}, stack {name!r}: {error}") from None
         stack = _stack(name, contract, folder, file)
-        for problem in _misfits(contract, {f.name: f.view for f in stack.files.values() if f.view is not None}):
+        contract = _proved(contract, read_contract(stack, folder.side_cars))
+        for problem in misfits(contract, {f.name: f.view for f in stack.files.values() if f.view is not None}):
             raise UsageError(f"{file!r}, stack {name!r}: {problem}; `kvdoctor contract MODEL` prints what is there")
-        missing = tuple(dict.fromkeys([*lacks(contract), *_unfed(contract)]))
         evidence = (*contract.evidence, "this contract was given")
-        found.append((stack, replace(contract, missing=missing, evidence=tuple(dict.fromkeys(evidence)))))
+        contract = replace(contract, missing=in_all(contract, unfed(contract)), evidence=tuple(dict.fromkeys(evidence)))
+        found.append((stack, contract))
     return tuple(found)
+
+
+def _proved(given: CacheContract, read: CacheContract) -> CacheContract:
+    """A contract with what the graphs prove in place of what the file says of that."""
+    slots = {slot.past: slot for slot in read.slots}
+    proved = []
+    for slot in given.slots:
+        by_graph = slots.get(slot.past)
+        proved.append(replace(slot, **{name: getattr(by_graph, name, UNPROVED[name]) for name in UNPROVED}))
+    # Who renames a slot's output or its part says that names mislead here.
+    same = all((s.past, s.present, s.part) in {(r.past, r.present, r.part) for r in read.slots} for s in given.slots)
+    contradictions = read.contradictions if same else ()
+    told = {slot.past: slot for slot in given.slots}  # what the file says of a slot holds for its port
+    graphs = {
+        name: replace(graph, inputs=tuple(_as_told(port, told.get(port.name)) for port in graph.inputs))
+        for name, graph in given.graphs.items()
+    }
+    return replace(given, graphs=graphs, slots=tuple(proved), exactness=read.exactness, contradictions=contradictions)
+
+
+def _as_told(port: Port, slot: Slot | None) -> Port:
+    return replace(port, shape=slot.shape, axes=slot.axes) if port.role == "past" and slot is not None else port
 
 
 def _stacks(file: str) -> dict[str, Any]:
     path = Path(file)
     try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{file!r} is no plain file; give the JSON that `kvdoctor contract MODEL` writes")
         if path.stat().st_size > MOST_BYTES:
             raise UsageError(f"{file!r} is larger than 64 MiB; a contract is not")
-        document = json.loads(path.read_text(encoding="utf-8"))
+        # From bytes: a shell of Windows writes UTF-16, and marks the order of bytes.
+        document = json.loads(path.read_bytes(), parse_constant=_no_number)
     except OSError as error:
         raise UsageError(f"{file!r} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
@@ -66,7 +100,13 @@ def _stacks(file: str) -> dict[str, Any]:
     stacks = document.get("stacks")
     if not isinstance(stacks, dict) or not stacks or not all(isinstance(entry, dict) for entry in stacks.values()):
         raise UsageError(f"{file!r} describes no stack under 'stacks'")
+    if len(stacks) > MOST_STACKS:
+        raise UsageError(f"{file!r} describes {len(stacks)} stacks; give one for each model, {MOST_STACKS} at most")
     return stacks
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 def _stack(name: str, contract: CacheContract, folder: ModelFolder, source: str) -> StackFiles:
@@ -101,91 +141,3 @@ def _roles(decode: Phase, files: dict[str, OnnxFile]) -> tuple[StackKind, dict[F
     if files["prefill"].name != files["decode"].name:
         return "pair", {"decoder": files["prefill"], "decoder-with-past": files["decode"], **encoder}
     return "decoder-only", {"decoder": files["decode"], **encoder}
-
-
-def _misfits(contract: CacheContract, views: dict[str, GraphView]) -> Iterator[str]:
-    """Where a contract contradicts the graphs, or itself."""
-    for graph in contract.graphs.values():
-        view = views.get(graph.file)
-        if view is None:
-            yield f"{graph.file!r} serves no phase"
-            continue
-        yield from _unlike(graph.file, "input", graph.inputs, view.inputs)
-        yield from _unlike(graph.file, "output", graph.outputs, view.outputs)
-        if lacking := [name for name in view.inputs if name not in {port.name for port in graph.inputs}]:
-            yield f"{graph.file!r} has an input {lacking[0]!r}, and the contract does not say what to feed it"
-    decode = contract.graph("decode")
-    pasts = {port.name: port for port in decode.inputs if port.role == "past"}
-    held = {slot.past for slot in contract.slots}
-    if set(pasts) != held:
-        yield f"{min(set(pasts) ^ held)!r} is a slot and no past input of {decode.file!r}, or the other way round"
-    if len(held) != len(contract.slots):
-        yield "an input is named as the past of two slots"
-    yield from _out_of_bounds(contract)
-    for slot in contract.slots:
-        yield from _slot_misfits(slot, contract, views[decode.file])
-
-
-def _slot_misfits(slot: Slot, contract: CacheContract, view: GraphView) -> Iterator[str]:
-    """Where one slot contradicts the graphs, or itself."""
-    filling = {name for phase in ("prefill", "encode") for name in _outputs(contract, phase)}
-    if len(slot.axes) != len(slot.shape):
-        yield f"slot {slot.past!r} has {len(slot.shape)} sizes and {len(slot.axes)} axes"
-    lengths = [axis for axis in slot.axes if axis in ("past", "capacity", "encoder", "batch", "batch_heads")]
-    if len(set(lengths)) != len(lengths):
-        yield f"slot {slot.past!r} has two axes of the same meaning"
-    yield from _other_sizes(slot, view.inputs.get(slot.past))
-    if slot.present is not None and slot.present not in _outputs(contract, "decode"):
-        yield f"slot {slot.past!r} comes back as {slot.present!r}, which is no output of the decode graph"
-    if slot.filled_by is not None and slot.filled_by not in filling:
-        yield f"slot {slot.past!r} is filled by {slot.filled_by!r}, which is no output of the first step"
-
-
-def _out_of_bounds(contract: CacheContract) -> Iterator[str]:
-    """Numbers that no model has, and of which no feed could be made."""
-    switched = any(port.role == "branch_switch" for port in contract.graph("decode").inputs)
-    if (contract.first_step == "no-past-branch") != switched:
-        yield "first_step is 'no-past-branch' where there is a branch_switch, and only there"
-    if not 1 <= contract.codebooks <= MOST_CODEBOOKS:
-        yield f"codebooks is {contract.codebooks}, not 1 to {MOST_CODEBOOKS}"
-    for name in ("vocabulary", "context_limit", "heads"):
-        number = getattr(contract, name)
-        if number is not None and not 1 <= number <= MOST_COUNTED:
-            yield f"{name} is {number}, which no model has"
-
-
-def _other_sizes(slot: Slot, port: Declared | None) -> Iterator[str]:
-    """Sizes that the graph declares as other numbers, or that nothing can have."""
-    for index, size in enumerate(slot.shape):
-        declared = port.shape[index] if port is not None and port.shape and index < len(port.shape) else None
-        known = as_number(declared)
-        if isinstance(size, int) and (not 0 <= size <= MOST_WIDE or (isinstance(known, int) and size != known)):
-            yield f"slot {slot.past!r} has size {size} on axis {index}, where the graph declares {declared!r}"
-
-
-def _outputs(contract: CacheContract, phase: str) -> set[str]:
-    served = contract.phases.get(phase)
-    graph: Graph | None = contract.graphs[served.graph] if served is not None else None
-    return {port.name for port in graph.outputs} if graph is not None else set()
-
-
-def _unlike(file: str, what: str, ports: tuple[Port, ...], declared: dict[str, Any]) -> Iterator[str]:
-    for port in ports:
-        if port.name not in declared:
-            yield f"{file!r} has no {what} {port.name!r}"
-        elif declared[port.name].dtype and port.dtype != declared[port.name].dtype:
-            yield f"{what} {port.name!r} of {file!r} is {declared[port.name].dtype}, not {port.dtype}"
-        elif port.axes and port.shape is not None and len(port.axes) != len(port.shape):
-            yield f"{what} {port.name!r} of {file!r} has {len(port.shape)} sizes and {len(port.axes)} axes"
-
-
-def _unfed(contract: CacheContract) -> Iterator[Lack]:
-    """Inputs whose role says nothing of what to feed."""
-    for graph in contract.graphs.values():
-        for port in graph.inputs:
-            if port.role == "auxiliary":
-                yield Lack(port.name, f"this input of {graph.file} plays no known part")
-            elif port.role == "setting" and port.value is None:
-                yield Lack(port.name, "the contract gives no value for this setting")
-            elif port.role == "branch_switch" and contract.phases["decode"].switch is None:
-                yield Lack(port.name, "the phases do not say which branch is the cached one")

@@ -34,6 +34,16 @@ def lacks(contract: CacheContract) -> Iterator[Lack]:
     yield from _unsized(contract)
 
 
+def in_all(contract: CacheContract, found: Iterable[Lack]) -> tuple[Lack, ...]:
+    """What was found missing, and what the contract lacks, each once.
+
+    A streaming encoder or a stage of a pipeline has states too, but no tokens: nothing of a decoder is missing there.
+    """
+    if contract.slots and not contract.takes_tokens:
+        return ()
+    return tuple(dict.fromkeys([*found, *lacks(contract)]))
+
+
 def _unsized(contract: CacheContract) -> Iterator[Lack]:
     """Widths of slots that nothing says."""
     for slot in contract.slots:

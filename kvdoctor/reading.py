@@ -11,7 +11,7 @@ from kvdoctor.dialects import CACHE_LIKE, Dialect, RoleRule, axes, inputs, spoke
 from kvdoctor.exactness import exactness_of
 from kvdoctor.first_filling import shared_pasts
 from kvdoctor.graph import Declared, GraphView
-from kvdoctor.lacks import lacks
+from kvdoctor.lacks import in_all
 from kvdoctor.model_folder import SideCars
 from kvdoctor.roles import Looks, hidden_states, named, ruled, with_numbers
 from kvdoctor.slots import SlotReader
@@ -108,9 +108,7 @@ class _Reader:
             evidence=tuple(dict.fromkeys(self.evidence)),
             contradictions=tuple(reader.contradictions),
         )
-        contract = replace(contract, missing=tuple(dict.fromkeys([*self.missing, *lacks(contract)])))
-        # A streaming encoder or a stage of a pipeline has states too, but no tokens: nothing of a decoder is missing.
-        return contract if contract.takes_tokens or not slots else replace(contract, missing=())
+        return replace(contract, missing=in_all(contract, self.missing))
 
     def _flaws(self) -> Iterator[Lack]:
         """What no runtime can compute, or what cannot be followed here, in the graphs of the first step and of all."""

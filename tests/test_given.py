@@ -90,7 +90,7 @@ BAD: dict[str, tuple[Edit, str]] = {
         "is int64, not float",
     ),
     "axes and sizes": (lambda d: d["stacks"]["decoder"]["slots"][0]["axes"].pop(), "4 sizes and 3 axes"),
-    "slot left out": (lambda d: d["stacks"]["decoder"]["slots"].pop(0), "is a slot and no past input"),
+    "slot left out": (lambda d: d["stacks"]["decoder"]["slots"].pop(0), "and no slot"),
     "slot twice": (
         lambda d: d["stacks"]["decoder"]["slots"].append(d["stacks"]["decoder"]["slots"][0]),
         "the past of two slots",

@@ -49,6 +49,7 @@ ROOMS = (
         "replaced_states",
         "slots",
         "reading",
+        "given_misfits",
         "given",
         "given_samples",
         "twins",

@@ -7,8 +7,9 @@ buffer, and the export made constants of what it held. Every call then starts fr
 
 Reproduce: `kvdoctor inspect MODEL` lists what was found and what is missing.
 
-Repair: export with the names of Hugging Face Optimum (`past_key_values.N.key`, `present.N.key`). A cache that the
-module keeps must go in and out of `forward` as tensors.
+Repair: write the contract out (`kvdoctor contract MODEL --format json`), say in it what is missing, and give it to
+`step-test --contract`. Or export with the names of Hugging Face Optimum (`past_key_values.N.key`, `present.N.key`). A
+cache that the module keeps must go in and out of `forward` as tensors.
 """
 
 from collections.abc import Iterator
@@ -20,6 +21,10 @@ from kvdoctor.lost_state import constant_caches, gives_logits
 HAND_OVER = Advice(
     "re-export",
     "take the cache as inputs of forward() and return it with the new entries as outputs, then export again",
+)
+DESCRIBE = (
+    "say what is missing: `kvdoctor contract MODEL --format json` writes the contract out, `step-test --contract FILE` "
+    "takes it as you edit it; or export again with past and present named as Optimum names them"
 )
 
 
@@ -44,7 +49,7 @@ def contract_unknown(case: Case) -> Iterator[Fault]:
         promised="a cache that a loop can drive",
         observed=f"{found}; {'; '.join(reasons)}" + ("; ..." if len(contract.missing) > len(reasons) else ""),
         cause="the cache contract cannot be read from the graph",
-        advice=Advice("re-export", "export with past and present named as Optimum names them"),
+        advice=Advice("caller", DESCRIBE),
     )
 
 
