@@ -2,6 +2,9 @@
 
 from difflib import SequenceMatcher
 
+MOST_LETTERS = 300
+"""Of names that are compared letter by letter."""
+
 
 def by_affix(pasts: list[str], presents: set[str], by_number: bool = False) -> dict[str, str]:
     """Pair pasts and presents by a change at the ends of their names that is the same for all; empty if there is none.
@@ -9,7 +12,7 @@ def by_affix(pasts: list[str], presents: set[str], by_number: bool = False) -> d
     Numbers alone prove little, `in1` and `out1` may be the first and the second tensor of their kind: they are asked
     for apart.
     """
-    if len(pasts) < 2:
+    if len(pasts) < 2 or max(map(len, (*pasts, *presents)), default=0) > MOST_LETTERS:
         return {}
     for present in sorted(presents):
         core = _longest_common(pasts[0], present)

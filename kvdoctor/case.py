@@ -126,6 +126,9 @@ def leading_cause(case: Case) -> tuple[str, Run] | None:
     ahead, why, judged = case.run("later-token"), case.run("why"), case.judged
     if ahead is not None and ahead.cause is not None:
         return ahead.cause.name, ahead
+    places = case.run("written-places")
+    if places is not None and places.cause is not None:
+        return places.cause.name, places
     if judged is None or judged.shows != "differs":
         return None
     if why is not None and why.cause is not None:

@@ -173,6 +173,8 @@ class Dataflow:
 
     flow: Flow
     looked: int = 0
+    _states: dict[tuple[str, int], StateFlow] = field(default_factory=dict)
+    _uses: dict[str, Use | None] = field(default_factory=dict)
     _scores: dict[int, bool] = field(default_factory=dict)
     _reached: dict[str, set[str]] = field(default_factory=dict)
 
@@ -188,7 +190,9 @@ class Dataflow:
 
     def state(self, name: str, rank: int) -> StateFlow:
         """Follow one graph input forward."""
-        return replace(self._followed(name, rank), layers=self._layers(name, rank))
+        if (name, rank) not in self._states:
+            self._states[name, rank] = replace(self._followed(name, rank), layers=self._layers(name, rank))
+        return self._states[name, rank]
 
     def _followed(self, name: str, rank: int) -> StateFlow:
         use, reached = self.use(name), None
@@ -205,6 +209,11 @@ class Dataflow:
 
     def use(self, name: str) -> Use | None:
         """What the nearest attention, projection or convolution behind a value takes it for."""
+        if name not in self._uses:
+            self._uses[name] = self._used(name)
+        return self._uses[name]
+
+    def _used(self, name: str) -> Use | None:
         waiting, seen = deque([name]), {name}
         found: dict[str, tuple[FlowNode, int]] = {}
         while waiting and len(seen) < MOST_VISITED and self.goes_on():

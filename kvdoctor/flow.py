@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvdoctor.graph import GraphView, bodies_of
+from kvdoctor.graph import GraphView, bodies_of, nodes_of
 from kvdoctor.onnx_schema import AttributeProto, GraphProto, NodeProto, TensorProto
 
 MOST_NODES = 500_000
@@ -240,12 +240,13 @@ class _Writer:
             raise TooLarge(f"the graph, with its functions written out, has more than {MOST_NODES:,} nodes")
 
     def _size(self, key: tuple[str, str], depth: int) -> int:
-        """Nodes of a function with all that it calls, those of control flow within not counted."""
+        """Nodes of a function with all that it calls, also from the bodies of control flow."""
         if depth > MOST_CALLS:
             raise TooLarge(f"the local functions of the graph call one another more than {MOST_CALLS} deep")
         if key not in self.sizes:
             self.sizes[key] = 0  # counts for a call of itself
-            called = ((n.domain if n.domain not in STANDARD else "", n.op_type) for n in self.functions[key].node)
+            nodes = nodes_of(self.functions[key].node)
+            called = ((n.domain if n.domain not in STANDARD else "", n.op_type) for n in nodes)
             self.sizes[key] = sum(1 + (self._size(c, depth + 1) if c in self.functions else 0) for c in called)
         return self.sizes[key]
 

@@ -1,7 +1,7 @@
 """GraphView: read-only questions to a graph, its subgraphs and its functions. No weights, no runtime."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -173,7 +173,9 @@ class GraphView:
     def _reads_more(self, one: Scope, other: Scope) -> bool:
         """Whether a body reads several inputs that may be a past, and the other one fewer of its own."""
         may_be = {name for name, port in self.inputs.items() if "float" in port.dtype and len(port.shape or ()) >= 3}
-        reads = [{name for node in nodes_of(scope.graph) for name in node.input} & may_be for scope in (one, other)]
+        reads = [
+            {name for node in nodes_of(scope.graph.node) for name in node.input} & may_be for scope in (one, other)
+        ]
         return len(reads[0] - reads[1]) > max(1, len(reads[1] - reads[0]))
 
     def behind(self, output: str) -> "tuple[Scope, str]":
@@ -208,13 +210,16 @@ class GraphView:
         return name, holds
 
 
-def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
-    """All nodes of a graph, those of its subgraphs included."""
-    for node in graph.node:
+def nodes_of(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """Nodes with those of their subgraphs."""
+    waiting = [iter(nodes)]
+    while waiting:
+        node = next(waiting[-1], None)
+        if node is None:
+            waiting.pop()
+            continue
         yield node
-        for attribute in node.attribute:
-            for body in bodies_of(attribute):
-                yield from nodes_of(body)
+        waiting += [iter(body.node) for attribute in node.attribute for body in bodies_of(attribute)]
 
 
 def bodies_of(attribute: AttributeProto) -> Iterator[GraphProto]:

@@ -101,6 +101,11 @@ class Kept:
         return self.position * alive.get(self.step, self.positions)
 
     @property
+    def added(self) -> int | None:
+        """Bytes that a step needs besides."""
+        return self.in_step - self.held if self.in_step is not None and self.held is not None else None
+
+    @property
     def once_for_the_batch(self) -> bool:
         """Whether all sequences have one of it: a counter without a batch axis."""
         return self.slot.kind == "counter" and "batch" not in self.slot.axes
@@ -121,7 +126,7 @@ class Kept:
     @property
     def bounded(self) -> bool:
         """Whether it keeps the last tokens alone, and forgets older ones."""
-        return self.slot.growth == "ring" or self.slot.carry in ("shift", "drop-oldest")
+        return self.slot.growth == "ring" or self.slot.trimmed or self.slot.carry in ("shift", "drop-oldest")
 
     @property
     def open_sizes(self) -> tuple[str, ...]:
@@ -250,7 +255,9 @@ def _positions(slot: Slot, window: int | None, measure: Measure) -> tuple[Counte
         return "encoder-states", fixed or measure.encoder_length, None
     if fixed is not None:
         return "capacity", fixed, min(fixed, context or fixed)
-    if slot.growth == "ring" and window is not None:
+    if slot.trimmed and window is None:
+        return "window", None, None  # the graph cuts old entries off, and does not declare how many it keeps
+    if (slot.growth == "ring" or slot.trimmed) and window is not None:
         return "window", window, min(window, context or window)
     return "tokens", context, context
 

@@ -180,7 +180,8 @@ class _Planner:
         once = [k for k in kept if k.once_for_the_batch]
         sequence = total(k.held for k in each)
         everything = total([product([sequence, self.batch]), *(k.held for k in once)])
-        in_step = total([product([total(k.in_step for k in each), self.batch]), *(k.in_step for k in once)])
+        at_once = min(self.batch, fixed_batch(self.contract) or self.batch)  # sequences of one call
+        in_step = total([everything, product([total(k.added for k in each), at_once]), *(k.added for k in once)])
         return sequence, everything, in_step
 
     def _alternatives(self) -> Iterator[Alternative]:

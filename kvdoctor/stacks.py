@@ -118,7 +118,7 @@ def role_of(path: Path, view: GraphView) -> FileRole:
 def takes_past(view: GraphView) -> bool:
     """Whether inputs are named like a cache, or are followed into an attention and out of the graph again."""
     named = _cache_like(view.inputs) or spoken(view.inputs) is not None
-    return named or bool(_followed_states(view)) or bool(_replaced_states(view))
+    return named or _follows_states(view) or _replaces_states(view)
 
 
 def has_logits(view: GraphView) -> bool:
@@ -251,23 +251,21 @@ def followed(view: GraphView, cached: bool = True) -> Dataflow | None:
 _FOLLOWED: WeakKeyDictionary[GraphView, dict[bool, Dataflow | None]] = WeakKeyDictionary()
 
 
-def _followed_states(view: GraphView) -> list[str]:
-    """Inputs that no name tells to be a cache, and the dataflow does."""
-    found = []
+def _follows_states(view: GraphView) -> bool:
+    """Whether an input that no name tells to be a cache is followed into an attention and out of the graph again."""
     for name, port in view.inputs.items():
         if port.dtype in FLOATS and port.shape is not None and len(port.shape) >= 3:
             dataflow = followed(view)
             state = dataflow.state(name, len(port.shape)) if dataflow is not None else None
             if state and state.joined and (state.output or state.delta) and state.use and state.use.part != "conv":
-                found.append(name)
-    return found
+                return True
+    return False
 
 
-def _replaced_states(view: GraphView) -> list[str]:
-    """States of fixed size in a graph that takes token ids: floats that come back in their own type and shape."""
+def _replaces_states(view: GraphView) -> bool:
+    """Whether a graph that takes token ids has states of fixed size: floats that come back in their type and shape."""
     if not any(port.dtype in ("int64", "int32") for port in view.inputs.values()):
-        return []
-    found = []
+        return False
     for name, port in view.inputs.items():
         if port.dtype not in FLOATS or not port.shape or len(port.shape) < 3:
             continue
@@ -276,8 +274,8 @@ def _replaced_states(view: GraphView) -> list[str]:
             continue
         dataflow = followed(view)
         if dataflow is not None and dataflow.updated(name, fitting) is not None:
-            found.append(name)
-    return found
+            return True
+    return False
 
 
 def _makes_cache(view: GraphView) -> bool:

@@ -374,8 +374,9 @@ def renamed(model: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto
 
 
 def with_input(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
-    """Add an input that nothing uses."""
+    """Add an input that a node takes, and that plays no part."""
     model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n"]))
+    model.graph.node.append(helper.make_node("Identity", [name], ["taken/for/nothing"]))
     return model
 
 

@@ -1,6 +1,7 @@
 """`step-test --contract FILE`: a contract that was written out, edited by hand, and given back."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,44 @@ BAD: dict[str, tuple[Edit, str]] = {
         "where there is a branch_switch",
     ),
     "present made up": (lambda d: d["stacks"]["decoder"]["slots"][0].update(present="x"), "comes back as 'x'"),
+    "an input without axes": (
+        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(axes=[]),
+        "2 sizes and 0 axes",
+    ),
+    "axes turned": (
+        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(axes=["new", "batch"]),
+        "not batch, new",
+    ),
+    "a length that the graph leaves open": (
+        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(shape=["batch_size", 7]),
+        "where the graph declares 'sequence_length'",
+    ),
+    "no number": (
+        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(value=float("nan")),
+        "NaN is no number",
+    ),
+    "a layer beyond all": (lambda d: d["stacks"]["decoder"]["slots"][0].update(layer=2**70), "layer is 118059"),
+    "more words than logits": (lambda d: d["stacks"]["decoder"].update(vocabulary=10**6), "the logits are"),
+    "codebooks without rows": (lambda d: d["stacks"]["decoder"].update(codebooks=2), "no input has an axis"),
+    "another slot type": (
+        lambda d: d["stacks"]["decoder"]["slots"][0].update(dtype="float16"),
+        "is float, not float16",
+    ),
+    "a state that grows": (
+        lambda d: d["stacks"]["decoder"]["slots"][0].update(kind="recurrent-state", growth="replace"),
+        "has no past axis",
+    ),
+    "filled by nothing": (lambda d: d["stacks"]["decoder"]["slots"][0].update(first="prefill"), "a graph of its own"),
+    "shifted without end": (lambda d: d["stacks"]["decoder"]["slots"][0].update(carry="shift"), "of fixed length"),
+    "switched": (lambda d: d["stacks"]["decoder"]["phases"]["decode"].update(switch=True), "there is none"),
+    "two graphs in one": (
+        lambda d: d["stacks"]["decoder"].update(first_step="no-past-graph"),
+        "where two graphs serve",
+    ),
+    "thousands": (
+        lambda d: d.update(stacks={str(n): d["stacks"]["decoder"] for n in range(65)}),
+        "describes 65 stacks",
+    ),
     "filling made up": (lambda d: d["stacks"]["decoder"]["slots"][0].update(filled_by="x"), "is filled by 'x'"),
 }
 
@@ -133,3 +172,31 @@ def test_what_is_no_contract_is_refused(text: str, tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         step_test(str(EXPORTS / "gpt2"), Options(contract=str(tmp_path / "none.json")))
+
+
+def test_what_the_graph_proves_is_not_asked_of_the_file(tmp_path: Path) -> None:
+    """Arithmetic that would hide a fault, and findings that nobody made."""
+    document = written_out(EXPORTS / "gpt2")
+    stack = document["stacks"]["decoder"]
+    plain = given_back(EXPORTS / "gpt2", document, tmp_path / "plain.json")
+    stack["exactness"] = "dynamic-quantisation"
+    stack["contradictions"] = [{"subject": "logits", "reason": "made up"}]
+    stack["slots"][0] |= {"used_as": "value", "used_at": 9, "continues_as": "nothing", "takes_new": False}
+    edited = given_back(EXPORTS / "gpt2", document, tmp_path / "contract.json")
+    assert edited.stacks[0].contract == plain.stacks[0].contract
+    assert edited.findings == plain.findings
+
+
+def test_a_file_of_another_shell_is_read(tmp_path: Path) -> None:
+    """PowerShell writes UTF-16, and marks it."""
+    document = written_out(EXPORTS / "gpt2")
+    (tmp_path / "contract.json").write_bytes(json.dumps(document).encode("utf-16"))
+    report = step_test(str(EXPORTS / "gpt2"), Options(contract=str(tmp_path / "contract.json")))
+    assert report.verdict == "healthy"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_is_no_contract(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="is no plain file"):
+        step_test(str(EXPORTS / "gpt2"), Options(contract=str(tmp_path / "pipe")))

@@ -89,9 +89,9 @@ SEVEN = Load(batch=3, context=10, encoder_length=7)
         # the graph with past does not return it at all
         ("pair-healthy", (64, 64), (640, 640 + 448), (3 * 1088, 3 * (64 * 19 + 448))),
         # 2 layers x 2 x 3 heads x 4 wide x 4 B = 192; a ring of 23 tokens whatever the context, twice in a step
-        ("layout-aihub-whisper-healthy", (192, 192), (192 * 23, 192 * 30), (3 * 192 * 30, 3 * 192 * (2 * 23 + 7))),
+        ("layout-aihub-whisper-healthy", (192, 192), (192 * 23, 192 * 30), (3 * 192 * 30, 3 * 192 * 30 + 192 * 23)),
         # a buffer of 23 tokens, of which one new row comes back
-        ("layout-aihub-opus-healthy", (192, 192), (192 * 23, 192 * 30), (3 * 192 * 30, 3 * 192 * (24 + 7))),
+        ("layout-aihub-opus-healthy", (192, 192), (192 * 23, 192 * 30), (3 * 192 * 30, 3 * 192 * 30 + 192)),
         # a buffer of 64 tokens, and a counter of 8 B in each of 2 layers for the whole batch
         ("layout-scatter-static-pair-healthy", (128, 0), (128 * 64, 128 * 64), (3 * 8192 + 16, 2 * (3 * 8192 + 16))),
         # 1 attention layer of 96 B per token, a conv state of 8 x 3 and a recurrent one of 2 x 4 x 5 floats
@@ -101,7 +101,7 @@ SEVEN = Load(batch=3, context=10, encoder_length=7)
         # 4 states of 12 and 2 of 3 x 4 x 4 floats
         ("layout-rwkv-healthy", (0, 0), (0, 576), (3 * 576, 6 * 576)),
         # 3 layers of hidden memory, 8 wide
-        ("layout-canary-healthy", (96, 0), (960, 960), (2880, 3 * 96 * 19)),
+        ("layout-canary-healthy", (96, 0), (960, 960), (2880, 2880 + 96 * 9)),
         # written in place through a block table, float16
         ("layout-paged-healthy", (64, 0), (640, 640), (1920, 1920)),
         # batch x heads in one axis, 2 heads by the config

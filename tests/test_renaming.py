@@ -8,12 +8,39 @@ import onnx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling import sampled
+from text_fixtures import load_all
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.doctor import Options, inspect, step_test
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 NAMES = sorted(path.name for path in EXPORTS.iterdir() if path.is_dir())
+
+TEXTS = load_all()
+ONLY_NAMES_TELL = {
+    "layout-aihub-opus-healthy": "whether new rows go to a place or push the oldest out",
+    "layout-aihub-trocr-healthy": "whether the host drops the oldest row",
+    "layout-aihub-whisper-healthy": "which of an encoder's axes is the length, where all are numbers",
+    "layout-canary-healthy": "what the encoder's lengths are",
+    "layout-delta-healthy": "what a mask is that the graph multiplies by zero",
+    "layout-ep-context-healthy": "that an operator holds a cache",
+    "layout-llama2-msft-stacked-healthy": "that the new rows of all layers, put together, are those of a cache",
+    "layout-mamba-states-healthy": "that a state is a convolution's, where it is spelled out",
+    "layout-moonshine-v1-healthy": "which number is the length",
+    "layout-ort-t5-init-healthy": "that a file called encoder decodes the first token as well",
+    "layout-paged-healthy": "the tables of a paged cache",
+    "layout-qnn-window-healthy": "which stage of a pipeline gives logits",
+    "layout-rwkv-healthy": "states of rank 1",
+    "layout-rwkv-mobile-healthy": "which output of a graph without batch holds the logits",
+    "layout-scatter-static-pair-healthy": "which inputs of two graphs are the same buffer",
+    "layout-shift-left-healthy": "which of two tables holds the sines",
+    "layout-shift-left-prompt-healthy": "which of two tables holds the sines",
+    "layout-wenet-stream-healthy": "the states of a streaming encoder",
+    "names-mislead-conv-healthy": "the part of a state that its name gets wrong",
+}
+"""Healthy fixtures whose deal nobody could read without their names, and what is told by names alone there."""
+TOLD = sorted(name for name, text in TEXTS.items() if text.healthy and name not in ONLY_NAMES_TELL and not text.targets)
 
 
 def renamed(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
@@ -71,6 +98,27 @@ def deal(contract: CacheContract) -> list[tuple[object, ...]]:
     return sorted(map(key, contract.slots), key=str)
 
 
+def ranked(contract: CacheContract) -> list[tuple[object, ...]]:
+    """The same with layers by their rank, and heads that are not split called as wide as one."""
+    layers: dict[str, list[int]] = {}
+    for slot in contract.slots:
+        layers.setdefault(slot.kind, []).append(-1 if slot.layer is None else slot.layer)
+    found = []
+    for slot in contract.slots:
+        rank = sorted(set(layers[slot.kind])).index(-1 if slot.layer is None else slot.layer)
+        axes = tuple("head_dim" if axis == "hidden" else axis for axis in slot.axes)
+        returned = (slot.filled_by is not None, slot.present is not None)
+        found.append((slot.kind, rank, slot.part, slot.dtype, axes, slot.carry, slot.growth, slot.emptied, *returned))
+    return sorted(found, key=str)
+
+
+def rename_text(name: str, out: Path, seed: int) -> Path:
+    TEXTS[name].write(out)
+    for path in out.rglob("*.onnx"):
+        onnx.save(renamed(onnx.load(str(path)), seed), str(path))
+    return out
+
+
 def contracts(folder: Path) -> dict[str, CacheContract]:
     return {stack.name: stack.contract for stack in inspect(str(folder)).stacks if stack.contract is not None}
 
@@ -95,3 +143,27 @@ DRIVEN = [("gpt2", 5), ("llama-gqa", 5), ("marian-4.46.3", 7), ("marian-4.57.6",
 def test_a_renamed_export_is_driven(name: str, seed: int, tmp_path: Path) -> None:
     report = step_test(str(rename_folder(name, tmp_path / name, seed)), Options(consumer="held"))
     assert report.verdict == "healthy", [finding.cause for finding in report.findings]
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_every_layout_is_read_without_names(name: str, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "other").mkdir()
+    plain = contracts(TEXTS[name].write(tmp_path / "plain"))
+    other = contracts(rename_text(name, tmp_path / "other", 3))
+    assert [ranked(contract) for contract in other.values()] == [ranked(contract) for contract in plain.values()]
+    assert not any(contract.missing for contract in other.values())
+
+
+@pytest.mark.parametrize("name", sampled(TOLD, 4))
+def test_no_healthy_layout_is_accused_without_names(name: str, tmp_path: Path) -> None:
+    report = step_test(str(rename_text(name, tmp_path, 3)), Options(consumer="held"))
+    assert report.verdict != "unhealthy", [finding.cause for finding in report.findings]
+
+
+@pytest.mark.parametrize("name", sampled(sorted(ONLY_NAMES_TELL), 4))
+def test_what_only_names_tell_is_said_to_be_missing(name: str, tmp_path: Path) -> None:
+    """Nothing but that the contract is unknown, or that a slot has nothing to be filled from."""
+    report = step_test(str(rename_text(name, tmp_path, 3)), Options(consumer="held"))
+    errors = {finding.name for finding in report.findings if finding.severity == "error"}
+    assert errors <= {"contract-unknown", "past-without-present", "past-axis-frozen"}

@@ -6,7 +6,8 @@ history is lost when it is fed back. KV205 is also a present of the right length
 the past comes back as it was, or turned round. An exporter can lose the write of new keys and values when it traces a
 cache that is changed in place. That is found by following the tokens through the graph, without a run; a run whose
 logits are right overrules it. Where the graph does not tell, a step whose logits differ is run with another token: its
-entry must change.
+entry must change. A buffer that is written one place too far decodes alike with and without a cache; where its logits
+change with what stood in it before, it is looked at which places a step has written.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths stand in the table of steps.
 
@@ -14,6 +15,7 @@ Repair: export again; in a loop of your own, append what is returned to what you
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvdoctor.case import Case, first_and_count
 from kvdoctor.checks.caused import Words, caused
@@ -29,6 +31,11 @@ WORDS = Words(
     advice=EXPORT_AGAIN,
     on_graph=True,
 )
+ELSEWHERE = replace(
+    WORDS,
+    cause="tokens are written beside their places in the buffer, so that what stood there before is seen",
+    promised="each token at its own place: the first new one behind the last of the past",
+)
 
 
 @check("KV205", "present-does-not-grow", "contract", "runs")
@@ -40,7 +47,9 @@ def present_does_not_grow(case: Case) -> Iterator[Fault]:
     wrong = [item for item in wrong_lengths(case) if not dropped(item)]
     yield from _faults(case, wrong, "the present has another length than past + new")
     if not wrong:
-        yield from caused(case, "present-does-not-grow", WORDS)
+        places = case.run("written-places")
+        elsewhere = places is not None and places.cause is not None
+        yield from caused(case, "present-does-not-grow", ELSEWHERE if elsewhere else WORDS)
 
 
 @check("KV206", "present-drops-past", "runs")

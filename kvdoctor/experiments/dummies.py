@@ -8,8 +8,9 @@ import numpy as np
 
 from kvdoctor.calls import Past, Scenario, as_array
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.experiments import Calls, Experiment, several_tokens
+from kvdoctor.experiments import Calls, Decision, Experiment, several_tokens
 from kvdoctor.feeds import Deal
+from kvdoctor.trace import Cause
 
 LARGE, LEFT_OVER = 1e4, 10.0
 """What stands where zeros might: in a branch that reads no past, within the range of float16; in a buffer about what
@@ -31,6 +32,29 @@ def unread(deal: Deal) -> Calls:
         answer = yield deal.decode(position, position + 1, past, expected[:, position : position + 1])
         past = deal.carry(past, answer, "held")
     yield from deal.controls(position, position + 1, before, expected)
+
+
+def written_places(deal: Deal) -> Decision:
+    """Whether a step writes its tokens at their places: what stood there must be gone, and stay behind them."""
+    start = deal.scenario.prompt
+    call = deal.prefill(start)
+    past = Past({slot.past: call.feeds[slot.past] for slot in deal.contract.slots if slot.past in call.feeds})
+    filled = _filled(deal.contract, past, 0)
+    answer = yield replace(call, feeds={**call.feeds, **filled}, kind="probe")
+    for slot in _unread_slots(deal.contract):
+        made = slot.filled_by or ""
+        if answer.failed or slot.growth != "static" or made not in answer.outputs:
+            continue
+        places = np.moveaxis(as_array(answer.outputs[made]), slot.axes.index("capacity"), 0)
+        after = places.reshape(len(places), -1)
+        kept = [place for place in range(start) if np.all(after[place] == LEFT_OVER)]
+        beyond = [place for place in range(start, len(after)) if np.any(after[place] != LEFT_OVER)]
+        if kept and beyond:
+            return Cause(
+                "present-does-not-grow",
+                f"{start} tokens leave place {kept[0]} of {slot.filled_by} as it was, and change place {beyond[0]}",
+            )
+    return None
 
 
 def _filled(contract: CacheContract, past: Past, length: int, buffers_only: bool = False) -> dict[str, Any]:
@@ -75,5 +99,15 @@ EXPERIMENTS = (
         Scenario(steps=4),
         has_unread_content,
         order=7,
+    ),
+    Experiment(
+        "written-places",
+        "which places of its buffers a prefill writes",
+        written_places,
+        Scenario(),
+        has_unread_content,
+        shown=False,
+        asks_why=("unread-content",),
+        order=8,
     ),
 )

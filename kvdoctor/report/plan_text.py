@@ -152,7 +152,7 @@ def assumptions(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
         yield WAYS.get(way.name, way.name), way.explained
     attended = [part for part in plan.parts if part.kind == "self-attention"]
     if attended and not any(part.window or part.growth == "ring" for part in attended):
-        yield "window", "no layer is known to look back over one; keeping fewer tokens would change the logits"
+        yield "window", "no layer is known to look back over one; keeping fewer tokens may change the logits"
 
 
 def paged(plan: MemoryPlan) -> Table | None:
