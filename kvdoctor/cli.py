@@ -238,10 +238,12 @@ def schema(name: str) -> None:
 def contract(path: str, format_: str) -> None:
     """Print the cache contract of each stack: what a loop must feed, feed back and hold."""
     from kvdoctor import doctor
+    from kvdoctor.findings import Selection
+    from kvdoctor.options import Options
     from kvdoctor.report import formats, machine, text
     from kvdoctor.report.safe import printable, shortened
 
-    report = doctor.inspect(path)
+    report = doctor.inspect(path, Options(selection=Selection(("unreadable",))))  # no finding is told here but why not
     if format_ == "json":
         sys.stdout.write(machine.render_contracts(report))
     else:

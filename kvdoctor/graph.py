@@ -132,9 +132,13 @@ class GraphView:
         """Name and version of the program that wrote the file."""
         return f"{self.model.producer_name} {self.model.producer_version}".strip()
 
-    def scopes(self) -> Iterator[Scope]:
+    def scopes(self) -> tuple[Scope, ...]:
         """The main graph and every subgraph, outer ones first. Function bodies hold no graph values of their own."""
-        yield from _scopes_below(self.main)
+        return self._scopes
+
+    @cached_property
+    def _scopes(self) -> tuple[Scope, ...]:
+        return tuple(_scopes_below(self.main))
 
     @cached_property
     def operators(self) -> dict[str, int]:

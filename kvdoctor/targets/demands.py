@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from kvdoctor.graph import GraphView
 from kvdoctor.onnx_schema import NodeProto
@@ -28,13 +29,26 @@ class Demands:
 
 
 def demands(view: GraphView) -> Demands:
-    """What a graph asks for, at any depth and in its functions."""
+    """What a graph asks for, at any depth and in its functions. Read once for each graph."""
+    if view not in _READ:
+        _READ[view] = _demands(view)
+    return _READ[view]
+
+
+_READ: WeakKeyDictionary[GraphView, Demands] = WeakKeyDictionary()
+
+
+def _demands(view: GraphView) -> Demands:
     opset = max([view.opsets.get("", 1), *_function_opsets(view)])
     own = {(function.domain, function.name) for function in view.model.functions}
     found: dict[str, str] = {}
+    seen: set[tuple[str, str, int]] = set()
     for node, version in _nodes(view):
-        if (node.domain, node.op_type) in own:
+        kind = node.domain, node.op_type, version
+        if kind[:2] in own or kind in seen:
             continue
+        if not tried().by_attribute(CONTRIB_IN_STANDARD if node.domain in STANDARD else node.domain, node.op_type):
+            seen.add(kind)  # the next one asks for the same
         for feature in _features(node, version):
             found.setdefault(feature, node.name)
     return Demands(int(view.model.ir_version), opset, found)

@@ -44,6 +44,10 @@ class Tried:
         fitting = [version for version in self.since.get(operator, ()) if version <= opset]
         return f"{operator}-{fitting[-1]}" if fitting else None
 
+    def by_attribute(self, domain: str, operator: str) -> bool:
+        """Whether what an operator asks for depends on its attributes or inputs."""
+        return bool(self.contrib.get(f"{domain}:{operator}"))
+
     def other(self, domain: str, operator: str, attributes: set[str], inputs: int) -> tuple[str, ...]:
         """The features that an operator of another domain is: itself, its attributes, the number of its inputs.
 
