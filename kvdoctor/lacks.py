@@ -32,6 +32,14 @@ def lacks(contract: CacheContract) -> Iterator[Lack]:
             yield Lack(rivals[1], f"{' and '.join(rivals[:3])} look like {role}, and nothing says which it is")
     yield from _unfeedable(port for graph in contract.graphs.values() for port in graph.inputs)
     yield from _unsized(contract)
+    yield from unfilled(contract)
+
+
+def unfilled(contract: CacheContract) -> Iterator[Lack]:
+    """Slots that no output of any file fills, and that no caller is to give."""
+    for slot in contract.slots:
+        if slot.filled_by is None and not slot.is_given:
+            yield Lack(slot.past, "no output of any file fills this past")
 
 
 def in_all(contract: CacheContract, found: Iterable[Lack]) -> tuple[Lack, ...]:

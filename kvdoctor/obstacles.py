@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from kvdoctor.contract import CacheContract
+from kvdoctor.lacks import unfilled
 from kvdoctor.stacks import StackFiles
 
 COMPILED = "EPContext"
@@ -14,7 +15,8 @@ def obstacles(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
     for file in stack.files.values():
         if file.external_problems:
             yield f"external data of {file.name} cannot be read"
-    if contract.missing or stack.kind == "unpaired" or not contract.slots:
+    empty = {*unfilled(contract)}
+    if set(contract.missing) - empty or stack.kind == "unpaired" or not contract.slots:
         yield "the cache contract is not complete"
     yield from _undrivable(stack, contract)
     yield from _unfeedable(contract)
@@ -32,7 +34,7 @@ def _undrivable(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
         yield "the decoder returns tokens and no logits, so there is nothing to hold against a reference run"
     if any(slot.growth == "paged" for slot in contract.slots):
         yield "a paged cache is addressed by tables that the serving engine keeps"
-    if any(slot.filled_by is None and not slot.is_given for slot in contract.slots):
+    if any(unfilled(contract)):
         yield "a past has no present that fills it"
     from kvdoctor.experiments import frozen_past
 

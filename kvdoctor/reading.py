@@ -106,7 +106,7 @@ class _Reader:
             heads=self.known.numbers.get("heads"),
             codebooks=self._codebooks() or 1 if _has_axis(graphs, "batch_codebooks") else 1,
             evidence=tuple(dict.fromkeys(self.evidence)),
-            contradictions=tuple(reader.contradictions),
+            contradictions=(*reader.contradictions, *self._exchanged()),
         )
         return replace(contract, missing=in_all(contract, self.missing))
 
@@ -140,6 +140,18 @@ class _Reader:
             both = " and ".join(map(repr, found[:3]))
             self.missing.append(Lack(found[1], f"{both} look up tables alike, and nothing says which holds the words"))
         return found[0] if len(found) == 1 else None
+
+    def _exchanged(self) -> Iterator[Lack]:
+        """Token ids and positions that bear each other's names, by the tables that they look up."""
+        view, flow = self.decode.graph, self.decode.first_dataflow
+        roles = {named(port, inputs.INPUTS): name for name, port in view.inputs.items()}
+        ids, places = roles.get("token_ids"), roles.get("position_ids") or roles.get("cache_position")
+        if flow is None or ids is None or places is None:
+            return
+        looks = Looks(flow, view.inputs, _logits_widths(view))
+        rows, others = looks.words(ids), looks.words(places)
+        if rows is not None and rows not in looks.widths and others in looks.widths:
+            yield Lack(ids, f"it looks up a table of {rows} rows, and {places!r} that of the {others} words")
 
     def _tokens(self, ids: str | None) -> set[str]:
         """What carries the new tokens into a decode step: their ids, or their embeddings."""

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from kvdoctor.case import Case, first_and_count
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.lacks import unfilled
 from kvdoctor.lost_state import constant_caches, gives_logits
 
 HAND_OVER = Advice(
@@ -34,20 +35,24 @@ def contract_unknown(case: Case) -> Iterator[Fault]:
     contract = case.contract
     if case.file is not None:
         yield from _kept_inside(case)
-    if contract is None or not contract.missing:
+    if contract is None:
+        return
+    empty = {*unfilled(contract)}  # past-without-present names these
+    missing = [lack for lack in contract.missing if lack not in empty]
+    if not missing:
         return
     presents = any(port.role == "present" for graph in contract.graphs.values() for port in graph.outputs)
     if case.stack and case.stack.kind == "unpaired" and (contract.slots or presents):
         return  # past-without-present and present-without-past name this fault
     found = f"{len(contract.slots)} slots" if contract.slots else "no slot"
-    reasons = [f"{lack.subject!r}: {lack.reason}" for lack in contract.missing[:4]]
+    reasons = [f"{lack.subject!r}: {lack.reason}" for lack in missing[:4]]
     yield Fault(
         severity="error",
         file=case.decode_file,
-        subject=tuple(dict.fromkeys(lack.subject for lack in contract.missing)),
+        subject=tuple(dict.fromkeys(lack.subject for lack in missing)),
         where=f"file {case.decode_file}",
         promised="a cache that a loop can drive",
-        observed=f"{found}; {'; '.join(reasons)}" + ("; ..." if len(contract.missing) > len(reasons) else ""),
+        observed=f"{found}; {'; '.join(reasons)}" + ("; ..." if len(missing) > len(reasons) else ""),
         cause="the cache contract cannot be read from the graph",
         advice=Advice("caller", DESCRIBE),
     )

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from kvdoctor.case import Case, first_and_count
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.lacks import unfilled
 
 EXPORT_AGAIN = Advice("re-export", "bring the missing file of the export, or export again with the task ...-with-past")
 
@@ -24,15 +25,13 @@ def past_without_present(case: Case) -> Iterator[Fault]:
     contract = case.contract
     if case.stack is not None and case.stack.kind == "operator":
         return  # the operator fills the slots of the graphs within it
-    unfilled = tuple(
-        slot.past for slot in (contract.slots if contract else ()) if slot.filled_by is None and not slot.is_given
-    )
+    empty = tuple(lack.subject for lack in unfilled(contract)) if contract else ()
     lost = tuple(
         slot.past
         for slot in (contract.slots if contract else ())
         if slot.filled_by is not None and slot.present is None and slot.kind == "self-attention"
     )
-    for subject, observed in ((unfilled, "no output of any file fills it"), (lost, "no decode step returns it")):
+    for subject, observed in ((empty, "no output of any file fills it"), (lost, "no decode step returns it")):
         if subject:
             yield Fault(
                 severity="error",

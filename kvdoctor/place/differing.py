@@ -17,6 +17,9 @@ from kvdoctor.trace import Blame, Place, Seen, Step
 CONTENT = ("token_ids", "token_and_position", "embeddings", "encoder_states", "past")
 LEVELS = ("basic", "extended", "all")
 
+MOST_TOLD = 1e6
+"""Spreads that a value may be off by before its spread is no measure: that of equal numbers is none."""
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -138,7 +141,11 @@ class Differing:
     def _described(self, flat: Flat, parted: Parted, exchanged: tuple[str, str] | None) -> Place:
         node = parted.node
         assert node is not None  # noqa: S101 - asked only where there is one
-        off = "not finite alike" if parted.relative < 0 else f"off by {parted.relative:g} of its spread"
+        off = f"off by {parted.relative:g} of its spread"
+        if parted.relative < 0:
+            off = "not finite alike"
+        elif parted.relative > MOST_TOLD:
+            off = "another number, where the other run has one and the same throughout"
         root = flat.label(parted.root) if parted.root is not None else None
         blame: Blame = "graph" if parted.sudden or root is not None else "precision"
         if exchanged is not None:
