@@ -21,7 +21,8 @@ def slot_axes(
     if kind == "recurrent-state" and state is not None and state.batch == 1:
         return axes("1B" + "Z" * (len(shape) - 2))  # of an LSTM, GRU or RNN of ONNX
     if growth == "paged":
-        return axes("KkNH" if len(shape) == 4 else "KkH")[: len(shape)]
+        known = axes("KkNH" if len(shape) == 4 else "KkH")[: len(shape)]
+        return (*known, *axes("1" * (len(shape) - len(known))))
     at = state.axis if state is not None else None
     ruled = _ruled(shape, name)
     length = next((i for i, axis in enumerate(ruled or ()) if axis in ("past", "capacity", "encoder")), None)

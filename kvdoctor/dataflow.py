@@ -262,10 +262,10 @@ class Dataflow:
         wanted: dict[str, str] = {}
         for output in sorted(fitting):
             value: str | None = self.flow.results[output]
-            while value is not None:  # as it was before it was only turned and passed out: that may come late
-                wanted.setdefault(value, output)
+            while value and value not in wanted:  # as it was before it was only passed out: that may come late
+                wanted[value] = output
                 node = self.flow.producers.get(value)
-                value = node.inputs[0] if node is not None and node.op in PASSES_OUT else None
+                value = node.input(0) if node is not None and node.op in PASSES_OUT else None
         waiting: list[tuple[int, str]] = [(-1, name)]
         seen = {name}
         while waiting and self.goes_on():
@@ -288,25 +288,43 @@ class Dataflow:
     def made_last(self, output: str) -> int:
         """The place of the node that makes an output, before it is only turned and passed out."""
         value = self.flow.results.get(output, output)
-        node = self.flow.producers.get(value)
-        while node is not None and node.op in PASSES_OUT and node.inputs[0] in self.flow.producers:
-            node = self.flow.producers[node.inputs[0]]
+        node, passed = self.flow.producers.get(value), set[int]()
+        while node is not None and node.op in PASSES_OUT and node.index not in passed:
+            passed.add(node.index)
+            node = self.flow.producers.get(node.input(0))
         return node.index if node is not None else -1
 
-    def counted(self, name: str, fitting: "set[str]") -> str | None:
-        """The output that returns a counter: the input itself with something added."""
-        waiting, seen, added = deque([name]), {name}, False
+    def counted(self, name: str, fitting: "set[str]", tokens: "set[str]") -> str | None:
+        """The output that returns a counter: the input with a number added that only `tokens` have a part in."""
+        waiting, seen = deque([(name, False)]), {(name, False)}
         while waiting and len(seen) < MOST_VISITED and self.goes_on():
-            value = waiting.popleft()
+            value, added = waiting.popleft()
             output = next((output for output in self.flow.outputs_of.get(value, ()) if output in fitting), None)
             if output is not None and added:
                 return output
-            for node, _ in self.flow.consumers.get(value, ()):
-                if node.op in COUNTS_ON and node.outputs[0] not in seen:
-                    added = added or node.op == "Add"
-                    seen.add(node.outputs[0])
-                    waiting.append(node.outputs[0])
+            for node, index in self.flow.consumers.get(value, ()):
+                step = (node.output(), added or node.op == "Add")
+                if node.op not in COUNTS_ON or not step[0] or step in seen:
+                    continue
+                if node.op != "Add" or self._made_of(node.input(1 - index), tokens):
+                    seen.add(step)
+                    waiting.append(step)
         return None
+
+    def _made_of(self, value: str, names: "set[str]") -> bool:
+        """Whether no other inputs of the graph than some have a part in a value, not even by their shape."""
+        waiting, seen = deque([value]), {value}
+        while waiting and self.goes_on():
+            current = waiting.popleft()
+            node = self.flow.producers.get(current)
+            if node is None and current not in names and current not in self.flow.constants:
+                return False
+            fresh = [name for name in (node.inputs if node is not None else ()) if name and name not in seen]
+            seen.update(fresh)
+            waiting.extend(fresh)
+            if len(seen) > NEAR:
+                return False
+        return True
 
     def meets(self, name: str, values: "set[str]") -> bool:
         """Whether an input is multiplied with or added to one of some values before it comes to an attention.
@@ -318,9 +336,9 @@ class Dataflow:
             for node, index in self.flow.consumers.get(waiting.popleft(), ()):
                 if node.op in MIXES and any(other in values for i, other in enumerate(node.inputs) if i != index):
                     return True
-                if (index in KEEPS.get(node.op, ()) or node.op in MIXES) and node.outputs[0] not in seen:
-                    seen.add(node.outputs[0])
-                    waiting.append(node.outputs[0])
+                if (index in KEEPS.get(node.op, ()) or node.op in MIXES) and node.output() not in seen:
+                    seen.add(node.output())
+                    waiting.append(node.output())
         return False
 
     def reached_from(self, names: "set[str]") -> set[str]:
@@ -444,7 +462,7 @@ class Dataflow:
             order = node.numbers("perm") or tuple(reversed(range(len(axes))))
             return tuple(axes[i] for i in order) if sorted(order) == list(range(len(axes))) else None
         if node.op == "Gather":
-            picked = self.flow.constant(node.inputs[1])
+            picked = self.flow.constant(node.input(1))
             if picked is None or len(picked.dims) > 1:
                 return None
             at = _within(node.number("axis", 0), len(axes))
@@ -475,14 +493,10 @@ class Dataflow:
             value, axes = waiting.popleft()
             for node, index in self.flow.consumers.get(value, ()):
                 moved = self._moved(node, axes)
-                if (
-                    index == 0
-                    and node.op in ("Identity", "Cast", "Transpose")
-                    and moved
-                    and node.outputs[0] not in seen
-                ):
-                    seen.add(node.outputs[0])
-                    waiting.append((node.outputs[0], moved))
+                passed = node.output() if node.op in ("Identity", "Cast", "Transpose") else ""
+                if index == 0 and passed and moved and passed not in seen:
+                    seen.add(passed)
+                    waiting.append((passed, moved))
                 elif index == 0 and (at := self._taken_along(node, len(axes))) is not None:
                     uses = (self.use(output) for output in node.outputs if output)
                     sites |= {(axes[at], use.part, use.site) for use in uses if use is not None}
@@ -491,7 +505,7 @@ class Dataflow:
 
     def _taken_along(self, node: FlowNode, rank: int) -> int | None:
         """The axis along which a node takes out entries that the graph names: no others at another length."""
-        if node.op == "Split" or (node.op == "Gather" and node.inputs[1] in self.flow.fixed):
+        if node.op == "Split" or (node.op == "Gather" and node.input(1) in self.flow.fixed):
             return _within(node.number("axis", 0), rank)
         if node.op == "Slice" and all(name in self.flow.fixed for name in node.inputs[1:] if name):
             tensor = self.flow.constant(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] else None
@@ -501,7 +515,7 @@ class Dataflow:
 
     def _chooses_new(self, node: FlowNode, index: int, name: str) -> bool:
         """Whether a Where has new entries beside the content of an input: padding put to zero brings none."""
-        other = node.inputs[3 - index]
+        other = node.input(3 - index)
         if other in self.flow.fixed:
             return False
         if name not in self._reached:

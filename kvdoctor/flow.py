@@ -54,6 +54,14 @@ class FlowNode:
     call: "FlowNode | None" = None
     index: int = 0
 
+    def input(self, index: int) -> str:
+        """The input of that number; empty where there is none, as in a node that is cut short."""
+        return self.inputs[index] if index < len(self.inputs) else ""
+
+    def output(self, index: int = 0) -> str:
+        """The output of that number; empty where there is none."""
+        return self.outputs[index] if index < len(self.outputs) else ""
+
     @property
     def domain(self) -> str:
         """The operator's domain; empty for the operators of ONNX itself."""
@@ -81,13 +89,15 @@ class FlowNode:
 class Flow:
     """The flat graph. `results` gives the value behind each graph output; graph inputs keep their names.
 
-    `flaws` says why no runtime can compute the graph, as far as its structure tells: the reason by value or function.
+    `decides` are the conditions of branches. `flaws` says why no runtime can compute the graph, as far as its structure
+    tells: the reason by value or function.
     """
 
     nodes: list[FlowNode] = field(default_factory=list)
     constants: dict[str, TensorProto] = field(default_factory=dict)
     results: dict[str, str] = field(default_factory=dict)
     flaws: dict[str, str] = field(default_factory=dict)
+    decides: set[str] = field(default_factory=set)
 
     @cached_property
     def producers(self) -> dict[str, FlowNode]:
@@ -267,6 +277,7 @@ class _Writer:
             for index, end in enumerate(ends[: len(results)]):
                 results[index].append(end)
         if node.op == "If":
+            self.flow.decides.update(node.inputs)
             for output, ends in zip(node.outputs, results, strict=True):
                 if output:
                     self._same(ends, output)

@@ -169,18 +169,27 @@ class GraphView:
                 if switch in flags and {"then_branch", "else_branch"} <= set(bodies):
                     chosen, other = bodies["then_branch"], bodies["else_branch"]
                     chosen, other = (chosen, other) if holds else (other, chosen)
-                    if switch != SWITCH and self._reads_more(other, chosen):
-                        return switch, Branches(node, other, chosen, on=False)
-                    return switch, Branches(node, chosen, other)
+                    if switch == SWITCH or self._reads_alone(chosen, other):
+                        turned = switch != SWITCH and self._reads_more(other, chosen)
+                        return switch, Branches(node, *((other, chosen) if turned else (chosen, other)), on=not turned)
         return None
+
+    def _own_reads(self, one: Scope, other: Scope) -> tuple[set[str], set[str]]:
+        """Inputs that may be a past, and that one body of two reads alone."""
+        may_be = {name for name, port in self.inputs.items() if "float" in port.dtype and len(port.shape or ()) >= 3}
+        mine, others = (
+            may_be & {name for node in nodes_of(scope.graph.node) for name in node.input} for scope in (one, other)
+        )
+        return mine - others, others - mine
+
+    def _reads_alone(self, one: Scope, other: Scope) -> bool:
+        """Whether two bodies differ in what they read of the cache: else their `If` chooses something else."""
+        return any(self._own_reads(one, other))
 
     def _reads_more(self, one: Scope, other: Scope) -> bool:
         """Whether a body reads several inputs that may be a past, and the other one fewer of its own."""
-        may_be = {name for name, port in self.inputs.items() if "float" in port.dtype and len(port.shape or ()) >= 3}
-        reads = [
-            {name for node in nodes_of(scope.graph.node) for name in node.input} & may_be for scope in (one, other)
-        ]
-        return len(reads[0] - reads[1]) > max(1, len(reads[1] - reads[0]))
+        mine, others = self._own_reads(one, other)
+        return len(mine) > max(1, len(others))
 
     def behind(self, output: str) -> "tuple[Scope, str]":
         """Where a graph output comes from when the cache is used: the scope and the name of the value there.

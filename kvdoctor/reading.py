@@ -13,7 +13,7 @@ from kvdoctor.first_filling import shared_pasts
 from kvdoctor.graph import Declared, GraphView
 from kvdoctor.lacks import in_all
 from kvdoctor.model_folder import SideCars
-from kvdoctor.roles import Looks, hidden_states, named, ruled, with_numbers
+from kvdoctor.roles import FEW_ROWS, Looks, hidden_states, named, ruled, with_numbers
 from kvdoctor.slots import SlotReader
 from kvdoctor.stacks import FLOATS, OnnxFile, StackFiles
 from kvdoctor.trace import Run
@@ -150,7 +150,8 @@ class _Reader:
             return
         looks = Looks(flow, view.inputs, _logits_widths(view))
         rows, others = looks.words(ids), looks.words(places)
-        if rows is not None and rows not in looks.widths and others in looks.widths:
+        named_logits = "logits" in view.outputs
+        if named_logits and rows is not None and others in looks.widths and rows > max(looks.widths) + FEW_ROWS:
             yield Lack(ids, f"it looks up a table of {rows} rows, and {places!r} that of the {others} words")
 
     def _tokens(self, ids: str | None) -> set[str]:
@@ -272,8 +273,9 @@ class _Reader:
     def _unread(self, file: OnnxFile) -> frozenset[str]:
         """Inputs that no node takes; none where there are too many for that to be an exporter's doing."""
         if file.name not in self.unread:
-            flows = [flow.flow.consumers for flow in (file.dataflow, file.first_dataflow) if flow is not None]
-            names = {name for name in file.graph.inputs if flows and not any(name in read for read in flows)}
+            flows = [flow.flow for flow in (file.dataflow, file.first_dataflow) if flow is not None]
+            read = {name for flow in flows for name in (*flow.consumers, *flow.decides)}
+            names = {name for name in file.graph.inputs if flows and name not in read}
             self.unread[file.name] = frozenset(names if len(names) <= MOST_UNREAD else ())
         return self.unread[file.name]
 

@@ -19,13 +19,13 @@ Type = tuple[str, tuple[Dim, ...]]
 class ReplacedStates:
     """Finds them among the ports of one graph that nothing else claims.
 
-    `decodes` says that the graph takes tokens, `beside` that it has other slots.
+    `tokens` are the inputs that carry the new tokens, if it takes any; `beside` says that it has other slots.
     """
 
     flow: Dataflow
     inputs: Sequence[Declared]
     outputs: Sequence[Declared]
-    decodes: bool
+    tokens: set[str]
     beside: bool
 
     def read(self) -> Iterator[Slot]:
@@ -51,7 +51,7 @@ class ReplacedStates:
         Of a state only the batch may vary.
         """
         shape = port.shape or ()
-        likely = not self.beside or CACHE_LIKE.match(port.name) or (self.decodes and len(shape) > 2)
+        likely = not self.beside or CACHE_LIKE.match(port.name) or (self.tokens and len(shape) > 2)
         return len(shape) > 1 and bool(likely) and sum(not isinstance(size, int) for size in shape) < 2
 
     def _paired(self, pasts: list[str], given: list[Declared]) -> Iterator[tuple[str, str]]:
@@ -59,10 +59,10 @@ class ReplacedStates:
 
         Layers come one after the other, so that of two states the one that is used first is made first.
         """
-        free = {port.name for port in given}
-        pasts = sorted(pasts, key=self.flow.used_first)
-        if len(pasts) == len(free):
-            pairs = list(zip(pasts, sorted(free, key=self.flow.made_last), strict=True))
+        presents = [port.name for port in given]
+        free, pasts = set(presents), sorted(pasts, key=self.flow.used_first)
+        if len(pasts) == len(presents):
+            pairs = list(zip(pasts, sorted(presents, key=self.flow.made_last), strict=True))
             if all(self.flow.updated(past, {present}) for past, present in pairs):
                 yield from pairs
                 return
@@ -75,7 +75,7 @@ class ReplacedStates:
     def _counters(self, found: list[Declared], free: set[str]) -> Iterator[Slot]:
         """Numbers that come back with something added to them."""
         for port in found:
-            present = self.flow.counted(port.name, free)
+            present = self.flow.counted(port.name, free, self.tokens)
             if present is not None:
                 free.discard(present)
                 yield self._slot(port, present, "counter")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from kvdoctor.axes import as_number
 from kvdoctor.cache_operators import ports_of
-from kvdoctor.contract import Axis, Port, Role
-from kvdoctor.dataflow import KEEPS, MIXES, PRODUCTS, SOFTMAX, Dataflow
+from kvdoctor.contract import Axis, Dim, Port, Role
+from kvdoctor.dataflow import KEEPS, MIXES, PRODUCTS, Dataflow
 from kvdoctor.dialects import RoleRule, axes
 from kvdoctor.graph import Declared, GraphView
 
@@ -131,6 +131,8 @@ class Looks:
         if rank == 0 or port.shape == (1,):
             found = self._counts_places(name) or self._begins(name)
             return ("past_length", axes("1" * rank)) if found else None
+        if rank == 1 and port.shape and self._is_batch(port.shape[0]):
+            return None  # one number for each sequence: a language, a speaker
         if rank in (1, 2, 3) and self._counts_places(name):
             return ("position_ids", axes("BQ" if rank == 2 else "1BQ")) if rank > 1 else ("cache_position", axes("Q"))
         if rank == 1 and self._reaches(name, WRITTEN_AT):
@@ -139,10 +141,16 @@ class Looks:
             return "setting", axes("BQ")
         return None
 
+    def _is_batch(self, size: Dim) -> bool:
+        """Whether an axis is called like the first one of an input of integers with more axes."""
+        shapes = [port.shape for port in self.inputs.values() if port.dtype in INTEGERS and port.shape]
+        return isinstance(size, str) and any(shape[0] == size for shape in shapes if len(shape) > 1)
+
     def _mask(
         self, name: str, port: Declared, rank: int, cross_sites: set[int]
     ) -> tuple[Role, tuple[Axis, ...]] | None:
-        sites = self.mask_sites(name)
+        # What has one number for all keys is a scale, a temperature: no mask.
+        sites = self.mask_sites(name) if port.shape and port.shape[-1] != 1 else set()
         if rank == 2 and sites:
             return ("encoder_mask", axes("BE")) if sites <= cross_sites else ("attention_mask", axes("BT"))
         if rank == 2 and port.dtype in INTEGERS and self._is_counted(name):
@@ -192,7 +200,7 @@ class Looks:
         waiting, seen = deque(start.outputs), set(start.outputs)
         while waiting and self.dataflow.goes_on():
             for node, _ in flow.consumers.get(waiting.popleft(), ()):
-                if node.op in SOFTMAX:
+                if self.dataflow.is_softmax(node):
                     return {node.index}
                 if node.op in KEEPS or node.op in MIXES:
                     fresh = [output for output in node.outputs if output and output not in seen]
@@ -208,7 +216,7 @@ class Looks:
         while waiting and len(seen) < NEAR and self.dataflow.goes_on():
             for node, index in flow.consumers.get(waiting.popleft(), ()):
                 if LOOKUPS.get(node.op) == index:
-                    name_of_table = node.inputs[0 if index else 2]
+                    name_of_table = node.input(0 if index else 2)
                     table, made = flow.constant(name_of_table), flow.producers.get(name_of_table)
                     if table is not None and len(table.dims) >= 2:
                         turned = made is not None and made.op == "Transpose"  # the weights of the head, used again

@@ -198,11 +198,17 @@ class SlotReader:
     def _only_new(self, state: StateFlow | None) -> bool:
         """Whether an output of new entries is declared as such: as long as the tokens, not as past and new together."""
         returned = self.decode.graph.outputs.get(state.delta or "") if state is not None else None
-        tokens = (self.decode.graph.inputs[name].shape or () for name in self.tokens)
-        new = {size for shape in tokens for size in shape[1:]}
-        if returned is None or returned.shape is None or not new:
+        shape, inputs = returned.shape if returned is not None else None, self.decode.graph.inputs
+        at = state.axis if state is not None else None
+        if state is None or at is None or shape is None or len(shape) <= at:
             return True
-        return not any(isinstance(size, str) and size not in new for size in returned.shape[1:])
+        size = shape[at]
+        if not isinstance(size, str):
+            return True
+        # A name that no other port has proves nothing: torch makes one up for each axis.
+        tokens = {size for name in self.tokens for size in inputs[name].shape or ()}
+        ports = (*inputs.values(), *self.decode.graph.outputs.values())
+        return size in tokens or sum(size in (port.shape or ()) for port in ports) < 2
 
     def _takes_new(self, kind: SlotKind, present: str | None) -> bool | None:
         """Whether the tokens of a step have a part in the present; None where the graph cannot be followed."""
@@ -264,7 +270,7 @@ class SlotReader:
                 flow,
                 inputs=[port for past, port in view.inputs.items() if past not in taken],
                 outputs=[port for name, port in view.outputs.items() if name not in returned],
-                decodes=bool(self.tokens),
+                tokens=self.tokens,
                 beside=bool(found),
             ).read()
         )
