@@ -126,6 +126,9 @@ class SlotReader:
                 state = self._updated(port, flow.state(past, rank))
                 if self._kept(port, state):
                     found[past] = state
+        # What another past is returned as holds no new entries alone: a prefix stands in front of a cache.
+        whole = {state.output for state in found.values() if state is not None and state.output is not None}
+        found |= {p: replace(s, delta=None) for p, s in found.items() if s is not None and s.delta in whole}
         unnamed = len(found.keys() - names.keys())
         if unnamed:
             self.evidence.append(f"{unnamed} past inputs were found by what the graph does with them, not by name")
