@@ -101,3 +101,14 @@ def _demand(expected: "tuple[Expected, ...] | list[Expected]", report: Report) -
 def _means(expected: str, subject: str) -> bool:
     """A subject is a name, or a sentence that has the name in quotes."""
     return expected == subject or f"'{expected}'" in subject
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "later"),
+    [("merged-healthy", "false", "true"), ("merged-first-step-switch-healthy", "true", "false")],
+)
+def test_words_go_by_the_switch_of_the_graph(name: str, first: str, later: str, tmp_path: Path) -> None:
+    report = step_test(str(FIXTURES[name].write(tmp_path)), Options())
+    (note,) = (finding for finding in report.findings if finding.name == "cached-branch-first")
+    assert note.promised == f"{first} on the first step"
+    assert note.repair.text == f"feed {first} on the first step and {later} on every later one"

@@ -81,7 +81,8 @@ def _go_in(case: Case) -> Iterator[Fault]:
         return
     text = f"use release {hurt[0][1].mended} or newer"
     if case.main.branches is not None:
-        text += f", or feed a past of length 1 with {case.main.branches[0]} off, which ignores it"
+        switch, branches = case.main.branches
+        text += f", or feed a past of length 1 with {switch} = {str(not branches.on).lower()}, which ignores it"
     seen = first.fed[names[0]]
     yield Fault(
         severity="warning",

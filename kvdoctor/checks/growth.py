@@ -5,9 +5,9 @@ fixed size as long as before. It has another length (KV205), or it holds the new
 history is lost when it is fed back. KV205 is also a present of the right length that nothing of the new tokens reaches:
 the past comes back as it was, or turned round. An exporter can lose the write of new keys and values when it traces a
 cache that is changed in place. That is found by following the tokens through the graph, without a run; a run whose
-logits are right overrules it. Where the graph does not tell, a step whose logits differ is run with another token: its
-entry must change. A buffer that is written one place too far decodes alike with and without a cache; where its logits
-change with what stood in it before, it is looked at which places a step has written.
+logits are those of a run without the cache overrules it. Where the graph does not tell, a step whose logits differ is
+run with another token: its entry must change. A buffer that is written one place too far decodes alike with and without
+a cache; where its logits change with what stood in it before, it is looked at which places a step has written.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths stand in the table of steps.
 
@@ -31,6 +31,7 @@ WORDS = Words(
     advice=EXPORT_AGAIN,
     on_graph=True,
 )
+STATE = "the state with what the new tokens make of it"
 ELSEWHERE = replace(
     WORDS,
     cause="tokens are written beside their places in the buffer, so that what stood there before is seen",
@@ -71,7 +72,7 @@ def _untouched(case: Case) -> Iterator[Fault]:
         file=case.decode_file,
         subject=names,
         where=f"output {first_and_count(names)}",
-        promised="the past and the keys or values of the new tokens",
+        promised=STATE if lost[0].growth == "replace" else WORDS.promised,
         observed=f"the tokens of the step do not reach {names[0]}",
         cause="a decode step returns a cache without its new tokens",
         advice=case.re_export(

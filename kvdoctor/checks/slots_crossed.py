@@ -8,8 +8,8 @@ it is a note: a tool that quantises keys and values apart, or drops layers, woul
 
 How it is found: by following each past to the output that carries its content and to the attention that uses it, before
 the Softmax as a key or behind it as a value; and each output that first fills a past to its own attention. A run whose
-logits are right overrules that. Where the graph does not tell, a step whose logits differ is looked into: an entry is
-held against those of the other slots.
+logits are those of a run without the cache overrules that. Where the graph does not tell, a step whose logits differ is
+looked into: an entry is held against those of the other slots.
 
 Reproduce: `kvdoctor contract MODEL --format json`: `used_as`, `used_at`, `continues_as`, `made_as` and `made_at` of a
 slot beside its `part`, `layer` and `present`.

@@ -4,10 +4,9 @@ import difflib
 from collections.abc import Iterator
 
 from kvdoctor.caller.moment import Break, Moment, shown
-from kvdoctor.contract import Port, describe
+from kvdoctor.contract import CacheContract, Port, describe
 
 MEANINGS = {
-    "branch_switch": "one value on the first step, the other on every later step",
     "attention_mask": "one entry for each token of the past and each new one",
     "position_ids": "the positions of the new tokens, counted on from the past",
     "cache_position": "the positions of the new tokens, counted on from the past",
@@ -24,7 +23,7 @@ def ports(moment: Moment) -> Iterator[Break]:
     missing = [port for name, port in known.items() if name not in fed]
     unknown = [name for name in fed if name not in known]
     if missing:
-        yield _missing(missing, unknown, file)
+        yield _missing(missing, unknown, file, moment.contract)
     elif unknown:
         near = difflib.get_close_matches(unknown[0], known, 1)
         yield Break(
@@ -44,10 +43,16 @@ def ports(moment: Moment) -> Iterator[Break]:
         yield _unlike(ranks, moment, "wrong-rank", text)
 
 
-def _missing(missing: list[Port], unknown: list[str], file: str) -> Break:
+def switched(contract: CacheContract) -> str:
+    """The values of a branch switch, in words."""
+    first, later = (str(contract.phases[phase].switch).lower() for phase in ("prefill", "decode"))
+    return f"{first} on the first step, {later} on every later step"
+
+
+def _missing(missing: list[Port], unknown: list[str], file: str, contract: CacheContract) -> Break:
     names, first = [port.name for port in missing], missing[0]
     near = difflib.get_close_matches(first.name, unknown, 1, 0.8)
-    meaning = MEANINGS.get(first.role)
+    meaning = switched(contract) if first.role == "branch_switch" else MEANINGS.get(first.role)
     return Break(
         kind="input-missing",
         inputs=tuple(names),
