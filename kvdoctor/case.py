@@ -40,7 +40,7 @@ class Case:
     it). `required` are the uses that must work, `thorough` says that all is to be tried; `timings` are seconds by
     label. `caller` is what holding the caller's own steps against the contract brought, where a trace was given.
     `targets` are the runtimes that the model must live in, `stays` what it showed under each of them, and `here` is
-    the release of the runtime that `runs` are from, empty where nothing is run.
+    the runtime that `runs` are from, None where nothing is run.
     """
 
     folder: ModelFolder
@@ -57,7 +57,7 @@ class Case:
     caller: "Held | None" = None
     targets: tuple[Target, ...] = ()
     stays: tuple[Stay, ...] = ()
-    here: str = ""
+    here: Target | None = None
 
     def run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""

@@ -29,6 +29,7 @@ from kvdoctor.report.document import (
 from kvdoctor.runtimes import Examined, Runtime
 from kvdoctor.stack_test import Left, examine, held_against, placed
 from kvdoctor.stacks import StackFiles
+from kvdoctor.targets import Target, of_release
 from kvdoctor.tolerances import told, tolerating
 from kvdoctor.trace import REPLAY, Run
 
@@ -171,7 +172,7 @@ def _diagnose(case: Case, options: Options, verdicts: Verdicts, shown: _Shown) -
         kept = shown.scratch or (Path(calls) if options.targets else None)
         left = Left(kept / f"{stack.name}.npz" if kept else None, Path(calls))
         case, examined = examine(case, options, verdicts, shown.runtime, left)
-        case = replace(case, here=shown.runtime.versions.get("onnxruntime", ""))  # told when the worker answers
+        case = replace(case, here=_here(case, shown.runtime))
         case = _elsewhere(case, options, Here(shown.runtime, contract, left.logits), verdicts)
         case = held_against(case, shown.checkpoint, left.logits, verdicts)
         shown.stacks.append(stack_facts(stack, case.contract or contract, case.folder.side_cars))
@@ -187,6 +188,18 @@ def _diagnose(case: Case, options: Options, verdicts: Verdicts, shown: _Shown) -
         shown.told.append(_told(case, options.trace or ""))
     shown.runs += case.runs
     shown.stays[stack.name] = case.stays
+
+
+def _here(case: Case, runtime: Runtime) -> Target | None:
+    """The runtime that the runs are from; asked what it takes where it refuses a file and no table knows it."""
+    release = runtime.versions.get("onnxruntime")  # told when the worker answers
+    if release is None:
+        return None
+    if not case.refusals:
+        return of_release(release)
+    from kvdoctor.elsewhere.measuring import measured
+
+    return measured(of_release(release), runtime)
 
 
 def _elsewhere(case: Case, options: Options, here: Here, verdicts: Verdicts) -> Case:

@@ -8,9 +8,10 @@ Jobs:   {"stack", "folder", "contract", "experiments": [names], "seed", "provide
          "keep_calls", "prompt": [token ids], "inputs": a file of arrays, "trace": a file, "settings", "timed",
          "tolerances": {arithmetic: share of the spread}};
          with "trial" one call on a changed graph (see trials.py), with "record" one experiment is told call by call,
-         with "script" calls are played (see replaying.py)
+         with "script" calls are played (see replaying.py); with
+         "ceilings" it is told what the runtime takes (see ceilings.py)
 Events: hello, start (an experiment), open / refused (a file), step (about to run), stepped, timing, run, note,
-obstacle, crash, tried, scripted, playing, played, done.
+obstacle, crash, tried, ceilings, scripted, playing, played, done.
 """
 
 import json
@@ -88,6 +89,13 @@ def try_out(job: dict[str, Any], announce: Announce) -> None:
     announce("tried", **trial(job))
 
 
+def measure(_: dict[str, Any], announce: Announce) -> None:
+    """Tell what this runtime takes."""
+    from kvdoctor.ceilings import ceilings
+
+    announce("ceilings", **ceilings())
+
+
 def record(job: dict[str, Any], announce: Announce) -> None:
     """Tell an experiment call by call."""
     from kvdoctor import replaying
@@ -118,7 +126,7 @@ def main() -> None:
     for line in _jobs():
         try:
             job = json.loads(line)
-            kinds = {"trial": try_out, "record": record, "script": play}
+            kinds = {"trial": try_out, "record": record, "script": play, "ceilings": measure}
             next((carry_out for kind, carry_out in kinds.items() if kind in job), examine)(job, announce)
         except Exception:  # a fault of ours must reach the parent as a fact, not as a dead pipe
             announce("crash", text=traceback.format_exc())

@@ -8,10 +8,15 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from text_fixtures import compile_text
+from text_fixtures import compile_text, load_all
 
+from kvdoctor import targets
+from kvdoctor.child import Limits
+from kvdoctor.doctor import step_test
 from kvdoctor.lowering import CannotLower, Wanted, lower, wanted
 from kvdoctor.lowering.ir import floor
+from kvdoctor.options import Options
+from kvdoctor.runtimes import Runtime
 from kvdoctor.targets import parse_targets
 
 ROOT = Path(__file__).parent.parent
@@ -213,3 +218,24 @@ def test_a_model_that_is_too_new_for_the_runtime_here_is_mended(tmp_path: Path) 
     assert run("re-export", folder, "-o", out).returncode == 0
     assert run("gate", out).returncode == 0
     assert onnx.load(out / "model.onnx").ir_version < 99
+
+
+@pytest.mark.parametrize("name", ["ir-too-new", "opset-too-new"])
+def test_a_runtime_that_no_table_knows_is_asked_itself(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "limits_of", lambda _: None)
+    model = load_all()[name].write(tmp_path)
+    report = step_test(str(model), Options())
+    assert [finding.name for finding in report.findings] == [name]
+    assert report.findings[0].confidence == "confirmed"
+
+
+def test_what_the_runtime_here_takes_is_what_the_table_says() -> None:
+    with Runtime(Limits()) as runtime:
+        here = targets.of_release(runtime.greet())
+        (told,) = (event for event in runtime.ask({"ceilings": True}) if event["event"] == "ceilings")
+    in_table = here.limits
+    if in_table is None:
+        pytest.skip(f"{here.words} is newer than the table of limits")
+    assert (told["ir"], told["opset"]) == (in_table.ir, in_table.opset)

@@ -15,17 +15,17 @@ from kvdoctor.case import Case
 from kvdoctor.checks.invalid_graph import refusal_by_rule
 from kvdoctor.checks.target_limits import is_ruled_out
 from kvdoctor.findings import Advice, Fault, check
-from kvdoctor.targets.limits import limits_of
 
 
 @check("KV010", "session-refused", "runs")
 def session_refused(case: Case) -> Iterator[Fault]:
     """Files that no session could be made of, or only at a lower level."""
     files = {file.name: file for file in case.stack.files.values()} if case.stack else {}
+    limits = case.here.limits if case.here is not None else None
     for file, errors, opens_at in case.refusals:
         if opens_at is None and file in files and refusal_by_rule(files[file]) is not None:
             continue  # KV004 says why
-        if opens_at is None and file in files and is_ruled_out(files[file], limits_of(case.here)):
+        if opens_at is None and file in files and is_ruled_out(files[file], limits):
             continue  # KV401 to KV403 say why
         levels: dict[str, list[str]] = {}
         for level, error in errors.items():

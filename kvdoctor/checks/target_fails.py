@@ -49,6 +49,10 @@ def target_differs(case: Case) -> Iterator[Fault]:
             yield from _parted(case, stay)
 
 
+def _here(case: Case) -> str:
+    return case.here.words if case.here is not None else "the runtime here"
+
+
 def _others(case: Case) -> Iterator[Stay]:
     """What was run under other runtimes than the one that is here; one of several with the same runtime."""
     seen = set()
@@ -77,7 +81,7 @@ def _refused(case: Case, stay: Stay) -> Iterator[Fault]:
             subject=(file,),
             apart=(stay.target.asked,),
             where=f"file {file}, under {stay.target.words}",
-            promised=f"a model that opens, as with onnxruntime=={case.here}",
+            promised=f"a model that opens, as with {_here(case)}",
             observed="; ".join(f"level {', '.join(names)}: {error}" for error, names in levels.items()),
             cause=f"{stay.target.words} "
             + ("does not open the file" if opens_at is None else f"opens the file at level {opens_at!r} only"),
@@ -97,7 +101,7 @@ def _went_wrong(case: Case, stay: Stay, outcomes: tuple[str, ...]) -> Iterator[F
         subject=tuple(run.experiment for run in bad),
         apart=(stay.target.asked,),
         where=_where(run, stay.target),
-        promised=f"{run.experiment} as with onnxruntime=={case.here}, where it passes",
+        promised=f"{run.experiment} as with {_here(case)}, where it passes",
         observed=_observed(run),
         cause=_cause(run, stay.target),
         advice=ANOTHER,
@@ -175,7 +179,7 @@ def _parted(case: Case, stay: Stay) -> Iterator[Fault]:
         subject=tuple(sorted(apart)),
         apart=(stay.target.asked, "other logits"),
         where=f"{name}, step {apart[name].step}, under {stay.target.words}",
-        promised=f"the logits of onnxruntime=={case.here}",
+        promised=f"the logits of {_here(case)}",
         observed=shapes or _gap_words(apart[name]),
         cause=f"the same feeds give other {'shapes' if shapes else 'logits'} with {stay.target.words} than here",
         advice=ANOTHER,

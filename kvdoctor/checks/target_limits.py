@@ -6,7 +6,8 @@ writes numbers that older runtimes refuse, often without any need of them.
 
 How it is decided: by a table that was measured by opening small models in every release (docs/targets.md), against
 each `--target`; without one against the installed runtime where that refuses the file, and in an inspection against the
-newest in the table. Where the target is run, the run decides: what it opens is not held against the file.
+newest in the table. A release beyond the table is asked itself. Where the target is run, the run decides: what it
+opens is not held against the file.
 
 Reproduce: `kvdoctor inspect MODEL --target onnxruntime==1.16.3`, or open the file with that release.
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from kvdoctor.case import Case, first_and_count
 from kvdoctor.findings import Fault, check
 from kvdoctor.stacks import OnnxFile
-from kvdoctor.targets import RUNTIME, Target
+from kvdoctor.targets import Target, of_release
 from kvdoctor.targets.demands import Demands, demands
 from kvdoctor.targets.limits import Limits, newest
 from kvdoctor.targets.stay import Stay
@@ -130,8 +131,10 @@ def _held_against(case: Case) -> Iterator[tuple[Target, Stay | None]]:
     """The targets, each with what was run under it: those that were asked for, else the runtime that is here."""
     stays = {stay.target.asked: stay for stay in case.stays if stay.not_run is None}
     if case.targets:
-        yield from ((target, stays.get(target.asked)) for target in case.targets)
-        return
-    release = case.here or newest().release
-    target = Target(f"{RUNTIME}=={release}", release)
-    yield target, Stay(target, case.runs, case.refusals, here=True) if case.here else None
+        for target in case.targets:
+            stay = stays.get(target.asked)
+            yield (stay.target if stay is not None else target), stay  # one that was run may have been measured there
+    elif case.here is not None:
+        yield case.here, Stay(case.here, case.runs, case.refusals, here=True)
+    else:
+        yield of_release(newest().release), None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.case import UNDECIDED, Case
 from kvdoctor.elsewhere.environments import environment, shown
 from kvdoctor.elsewhere.here import Here
+from kvdoctor.elsewhere.measuring import measured
 from kvdoctor.errors import KvdoctorError, WorkerDied
 from kvdoctor.export.environments import Unavailable
 from kvdoctor.findings import NotChecked
@@ -37,16 +38,21 @@ def with_stays(case: Case, options: Options, here: Here) -> Case:
     for target in options.targets:
         if target.runtime not in stays:
             stays[target.runtime] = _stay(case, options, here, target)
-    return replace(case, stays=tuple(replace(stays[target.runtime], target=target) for target in options.targets))
+    of_each = ((target, stays[target.runtime]) for target in options.targets)
+    return replace(
+        case,
+        stays=tuple(replace(stay, target=replace(target, measured=stay.target.measured)) for target, stay in of_each),
+    )
 
 
 def _stay(case: Case, options: Options, here: Here, target: Target) -> Stay:
-    if here.runtime.versions.get("onnxruntime") == target.onnxruntime:
-        return Stay(target, case.runs, case.refusals, here=True)
+    if case.here is not None and case.here.onnxruntime == target.onnxruntime:
+        return Stay(replace(target, measured=case.here.measured), case.runs, case.refusals, here=True)
     try:
         python = environment(target.onnxruntime, offline=options.offline)
         there = here.runtime.beside(str(python))
         there.greet()
+        target = measured(target, there)
     except Unavailable as reason:
         return Stay(target, not_run=str(reason))
     except (KvdoctorError, WorkerDied):
@@ -178,7 +184,7 @@ def _facts(target: Target, stays: Mapping[str, tuple[Stay, ...]]) -> TargetFacts
     mine = {name: stay for name, found in stays.items() for stay in found if stay.target == target}
     refused = {name: tuple(file for file, _, at in stay.refusals if at is None) for name, stay in mine.items()}
     apart = {name: tuple(n for n, gap in stay.gaps.items() if gap.verdict == "fail") for name, stay in mine.items()}
-    limits = target.limits
+    limits = next((stay.target for stay in mine.values()), target).limits
     return TargetFacts(
         asked=target.asked,
         onnxruntime=target.onnxruntime,

@@ -29,14 +29,14 @@ def conflict(node: FlatNode, o: Origins) -> tuple[list[Suspect], str]:
     if node.op in ELEMENTWISE and not node.domain:
         rule = _elementwise
     found = rule(node, o) if rule is not None else None
-    return found or _empty(node, o) or ([], "")
+    empty = emptied(node, o)
+    return found or (([*empty], "an axis of length 0 came in") if empty else ([], ""))
 
 
-def _empty(node: FlatNode, o: Origins) -> tuple[list[Suspect], str] | None:
+def emptied(node: FlatNode, o: Origins) -> list[Suspect]:
     """Axes of length 0: what an operator of the standard takes, a kernel may still refuse."""
     sizes = [(name, axis, size) for name in node.proto.input if name for axis, size in enumerate(o.shape(name) or ())]
-    suspects = [Suspect(name, axis, fits=1) for name, axis, size in sizes if size == 0]
-    return (suspects, "an axis of length 0 came in") if suspects else None
+    return [Suspect(name, axis, fits=1) for name, axis, size in sizes if size == 0]
 
 
 def _elementwise(node: FlatNode, o: Origins) -> tuple[list[Suspect], str] | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvdoctor.contract import Axis
 from kvdoctor.graph import ELEMENT_TYPES
 from kvdoctor.place.bench import Bench, Known, TrialFailed
-from kvdoctor.place.conflicts import Suspect, conflict
+from kvdoctor.place.conflicts import Suspect, conflict, emptied
 from kvdoctor.place.flat import Flat, FlatNode
 from kvdoctor.place.origins import Origins, Source
 from kvdoctor.place.words import layer_in, node_of, origin_words, scope_of
@@ -22,6 +22,9 @@ MOST_PROOFS = 4
 """Fed lengths of one axis that are changed to see whether the axis moves with them."""
 
 SHORT = 64
+
+Told = tuple[Suspect, list[Source]]
+"""A size that does not fit, and where it comes from."""
 
 
 @dataclass
@@ -54,8 +57,11 @@ class Sizes:
                 Suspect(name, axis) for name in self._computed() for axis in range(len(origins.shape(name) or ()))
             ]
         told = [(suspect, self._proved(suspect, self._sources(origins, suspect))) for suspect in suspects]
-        told = told if clash else [(suspect, sources) for suspect, sources in told if _moves(sources)]
-        frozen = _frozen(told) if clash else None
+        if not clash:
+            told = [(suspect, sources) for suspect, sources in told if _moves(sources)]
+        elif not self._comes_of_void(told):
+            told += self._emptied(origins)
+        frozen = _frozen(told) if clash and not self._comes_of_void(told) else None
         blame, words = self._blame(origins, told, frozen, clash)
         return Place(
             node=node_of(self.node),
@@ -67,6 +73,12 @@ class Sizes:
             blame=blame,
             words=words,
         )
+
+    def _emptied(self, origins: Origins) -> list[Told]:
+        """Axes of length 0 that come from a feed without elements: what does not fit may have come of that."""
+        empty = emptied(self.node, origins)
+        told = [(suspect, self._proved(suspect, self._sources(origins, suspect))) for suspect in empty]
+        return [one for one in told if self._comes_of_void([one])]
 
     def _computed(self) -> list[str]:
         return [n for n in dict.fromkeys(self.node.reads) if n in self.flat.producers or n in self.feeds]
@@ -101,6 +113,9 @@ class Sizes:
         if suspect.is_number or suspect.value not in self.flat.producers:
             return sources
         fed = [source for source in sources if source.kind == "fed length"][:MOST_PROOFS]
+        void = [source for source in fed if self._is_void(source)]
+        if void and self._emptiness_ends(suspect, void):
+            return void
         refuted = [source for source in fed if self._moved(suspect, source) is False]
         return [source for source in sources if source not in refuted]
 
@@ -118,6 +133,16 @@ class Sizes:
                     before = self.bench.run(variant, self.bench.feeds(self.feeds))[suspect.value]["values"]
                     return bool(after[suspect.axis] != before[suspect.axis])
         return None
+
+    def _emptiness_ends(self, suspect: Suspect, void: list[Source]) -> bool:
+        """Whether an axis gets entries when the feeds without any get one: all at once, since each alone empties it."""
+        feeds = dict(self.feeds)
+        for source in void:
+            feeds[source.name] = _resized(feeds[source.name], source.axis, 1)
+        variant = self.bench.variant(self.flat, self.source, shapes=[suspect.value])
+        with contextlib.suppress(TrialFailed):
+            return bool(self.bench.run(variant, self.bench.feeds(feeds))[suspect.value]["values"][suspect.axis] > 0)
+        return False
 
     def _longer(self, kind: Axis) -> "dict[str, Array]":
         """The feeds of a call with one more of what an axis counts."""
@@ -143,9 +168,7 @@ class Sizes:
         returned = {self.carried[s.name] for s in sources if s.kind == "fed length" and s.name in self.carried}
         return f"{what} is {size} {words}" + (f", as {sorted(returned)[0]}" if direct and returned else "")
 
-    def _blame(
-        self, origins: Origins, told: list[tuple[Suspect, list[Source]]], frozen: str | None, clash: str
-    ) -> tuple[Blame, str]:
+    def _blame(self, origins: Origins, told: list[Told], frozen: str | None, clash: str) -> tuple[Blame, str]:
         """The feed where another fed length makes the call pass, else the graph."""
         if not clash:
             return "graph", f"no rule is known here for what {self.node.op} takes"
@@ -159,6 +182,7 @@ class Sizes:
         if frozen is not None:
             return "graph", f"{clash}: the graph holds {frozen}"
         odd = [s for _, sources in told for s in sources if s.kind == "fed length" and self._odd(s)]
+        odd.sort(key=lambda source: source.size)  # what has no elements says more than what has too many
         if odd:
             shape, returned = list(self.feeds[odd[0].name].shape), self.carried.get(odd[0].name)
             return "feed", f"{clash}: {odd[0].name} was fed as {shape}" + (f", {returned}" if returned else "")
@@ -181,6 +205,13 @@ class Sizes:
                     (caches if name in self.layers else tokens).append(self.feeds[name].shape[axis])
         sizes = tokens or caches
         return bool(sizes) and source.size not in sizes
+
+    def _is_void(self, source: Source) -> bool:
+        """Whether a feed has no elements, and what else counts the same has some."""
+        return source.kind == "fed length" and source.size == 0 and self._odd(source)
+
+    def _comes_of_void(self, told: list[Told]) -> bool:
+        return any(self._is_void(source) for _, sources in told for source in sources)
 
     def _passes(self, feeds: "dict[str, Array]") -> bool:
         """Whether the whole graph runs on other feeds."""
@@ -206,7 +237,7 @@ def _moves(sources: list[Source]) -> bool:
     return any(source.kind.startswith("fed") for source in sources)
 
 
-def _frozen(told: list[tuple[Suspect, list[Source]]]) -> str | None:
+def _frozen(told: list[Told]) -> str | None:
     """The constant or weight behind the first size that nothing fed has a part in, or that is a part of a size."""
     alone = [sources[0] for _, sources in told if sources and not _moves(sources)]
     parts = [source for _, sources in told for source in sources if source.kind == "constant" and source.size > 1]

@@ -7,19 +7,20 @@ file; weights, names and all other nodes stand as they were. What has no older f
 
 from dataclasses import replace
 
+from kvdoctor.elsewhere.measuring import measured_beside
 from kvdoctor.lowering import MENDS, CannotLower, lower, wanted
 from kvdoctor.lowering.files import asks_more
 from kvdoctor.patient import CannotRepair, Patient
 from kvdoctor.repairs import Repair
 from kvdoctor.report.document import Change
-from kvdoctor.targets import parse_targets
+from kvdoctor.targets import of_release
 
 
 def apply(patient: Patient) -> tuple[Change, ...]:
     """Lower the files of a stack, the encoder beside the decoder as well."""
     here = patient.running.versions.get("onnxruntime")
-    targets = patient.options.targets or (parse_targets([f"onnxruntime=={here}"]) if here else ())
-    want = wanted(targets)
+    targets = patient.options.targets or ((of_release(here),) if here else ())
+    want = wanted(tuple(measured_beside(target, patient.running, patient.options.offline) for target in targets))
     if not patient.found("operator-unsupported"):
         want = replace(want, lacks=frozenset())  # whatever the table says, the targets have all operators
     changes: list[Change] = []

@@ -7,7 +7,7 @@ A target is a release of onnxruntime, or a binding of another language that ship
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvdoctor.errors import UsageError
 from kvdoctor.targets import bindings
@@ -24,11 +24,13 @@ class Target:
     """A runtime that a model must live in.
 
     `asked` is what the user wrote, with the name as it is usually spelt, and `onnxruntime` the release that it means.
+    `measured` is what a release beyond the table was seen to take, where it was asked.
     """
 
     asked: str
     onnxruntime: str
     hazards: tuple[Hazard, ...] = ()
+    measured: Limits | None = field(default=None, compare=False)
 
     @property
     def runtime(self) -> str:
@@ -42,12 +44,17 @@ class Target:
 
     @property
     def limits(self) -> Limits | None:
-        """What was measured of its release; None where that is too new to have been."""
-        return limits_of(self.onnxruntime)
+        """What was measured of its release; None where that is beyond the table and was not asked itself."""
+        return limits_of(self.onnxruntime) or self.measured
 
     def hazard(self, kind: bindings.Kind) -> Hazard | None:
         """The fault of that kind that this release of the binding still has."""
         return next((hazard for hazard in self.hazards if hazard.kind == kind), None)
+
+
+def of_release(release: str) -> Target:
+    """The runtime of that release itself."""
+    return Target(f"{RUNTIME}=={release}", release)
 
 
 def parse_targets(given: Iterable[str]) -> tuple[Target, ...]:
