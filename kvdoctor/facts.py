@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.configs import decoder_config, encoder_length, is_count
+from kvdoctor.config_windows import declared_windows
+from kvdoctor.configs import encoder_length
 from kvdoctor.contract import CacheContract
 from kvdoctor.graph import ELEMENT_TYPES, Declared, GraphView
 from kvdoctor.kept import Load
@@ -18,9 +19,6 @@ from kvdoctor.model_folder import SideCars
 from kvdoctor.onnx_schema import NodeProto, onnx_version
 from kvdoctor.report.document import FileFacts, GraphFacts, StackFacts
 from kvdoctor.stacks import OnnxFile, StackFiles
-
-WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "starcoder2")
-MOST_LAYERS = 4096
 
 
 def environment() -> dict[str, str]:
@@ -99,22 +97,5 @@ def stack_facts(
 ) -> StackFacts:
     """One stack as the report shows it, its cache planned for a load."""
     names = tuple(file.name for file in stack.files.values())
-    cache = plan(contract, load, encoder_length(side_cars.config), _windows(side_cars.config))
+    cache = plan(contract, load, encoder_length(side_cars.config), declared_windows(side_cars.config))
     return StackFacts(stack.name, contract.layout, names, contract, cache)
-
-
-def _windows(config: dict[str, Any]) -> dict[int, int]:
-    """The layers that a config says look back over a window, and over how many tokens.
-
-    `layer_types` names them since transformers 4.53; before, a few families had the window in every layer.
-    """
-    part = decoder_config(config)
-    window: Any = part.get("sliding_window")
-    if not is_count(window) or part.get("use_sliding_window") is False:
-        return {}
-    kinds, layers = part.get("layer_types"), part.get("num_hidden_layers")
-    if isinstance(kinds, list):
-        return {layer: window for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
-    if part.get("model_type") in WINDOW_IN_EVERY_LAYER and isinstance(layers, int) and 0 < layers <= MOST_LAYERS:
-        return dict.fromkeys(range(layers), window)
-    return {}

@@ -36,6 +36,7 @@ ROOMS = (
         "axes",
         "roles",
         "configs",
+        "config_windows",
         "stacks",
         "lost_state",
         "head_sizes",

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from text_fixtures import load_all
 
+from kvdoctor.config_windows import declared_windows
 from kvdoctor.configs import encoder_length
 from kvdoctor.contract import ITEM_BYTES, CacheContract, Graph, Phase, Slot
 from kvdoctor.doctor import Options, inspect, step_test
-from kvdoctor.facts import _windows
 from kvdoctor.kept import Load
 from kvdoctor.memory import BLOCK_SIZES, MemoryPlan, plan
 from kvdoctor.report import text
@@ -318,6 +318,10 @@ def test_huge_sizes_stay_exact() -> None:
     assert found.bytes_total == 2**20 * (2**31 - 1) * 2**124 * 4
 
 
+GEMMA = {"sliding_window": 8, "model_type": "gemma3_text"}
+QWEN = {"sliding_window": 8, "model_type": "qwen2", "num_hidden_layers": 3}
+
+
 @pytest.mark.parametrize(
     ("config", "windows"),
     [
@@ -330,13 +334,33 @@ def test_huge_sizes_stay_exact() -> None:
         ({"sliding_window": 8, "model_type": "mistral", "num_hidden_layers": 2}, {0: 8, 1: 8}),
         ({"sliding_window": 8, "model_type": "mistral", "num_hidden_layers": 2**31}, {}),
         ({"sliding_window": 8, "model_type": ["mistral"], "num_hidden_layers": 2}, {}),
-        ({"sliding_window": 8, "model_type": "gemma2", "num_hidden_layers": 2}, {}),
+        ({"sliding_window": 8, "model_type": "gemma2", "num_hidden_layers": 4}, {0: 8, 2: 8}),
+        ({"sliding_window": 8, "model_type": "gemma2", "num_hidden_layers": 2, "sliding_window_pattern": 1}, {0: 8}),
+        (
+            {"sliding_window": 8, "model_type": "gemma3_text", "num_hidden_layers": 7},
+            {0: 8, 1: 8, 2: 8, 3: 8, 4: 8, 6: 8},
+        ),
+        (
+            {"sliding_window": 8, "model_type": "gemma3_text", "num_hidden_layers": 4, "sliding_window_pattern": 2},
+            {0: 8, 2: 8},
+        ),
+        (
+            {"sliding_window": 8, "model_type": "gemma3_text", "num_hidden_layers": 2, "sliding_window_pattern": 0},
+            {0: 8, 1: 8},
+        ),
+        ({**GEMMA, "num_hidden_layers": 2, "layer_types": []}, {}),
+        ({"sliding_window": 8, "model_type": "cohere2", "num_hidden_layers": 4}, {0: 8, 1: 8, 2: 8}),
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": 2}, {2: 8}),
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": -1}, {0: 8, 1: 8, 2: 8}),
+        ({**QWEN, "use_sliding_window": True}, {}),
+        ({**QWEN, "max_window_layers": 0}, {}),
+        ({"sliding_window": 8, "model_type": "unheard-of", "num_hidden_layers": 2}, {}),
         ({"text_config": {"sliding_window": 8, "layer_types": ["sliding_attention"]}}, {0: 8}),
         ({"sliding_window": 8, "layer_types": "sliding_attention"}, {}),
     ],
 )
 def test_windows_that_a_config_declares(config: dict[str, Any], windows: dict[int, int]) -> None:
-    assert _windows(config) == windows
+    assert declared_windows(config) == windows
 
 
 @pytest.mark.parametrize(
