@@ -100,9 +100,9 @@ class FirstFilling:
     def _made(self) -> list[Made]:
         """What the first step makes, by dataflow: keys and values, over tokens or over encoder states."""
         flow, found = self.first.first_dataflow, []
-        reached = flow.reached_from(self.ids) if flow is not None else set()
+        reached = flow.descent.reached_from(self.ids) if flow is not None else set()
         for output, port in self.first.graph.outputs.items():
-            use = flow.made(output) if flow is not None and len(port.shape or (1, 1, 1)) >= 3 else None
+            use = flow.uses.made(output) if flow is not None and len(port.shape or (1, 1, 1)) >= 3 else None
             if use is not None and flow is not None:
                 own = flow.flow.results.get(output, output) in reached
                 found.append(Made(output, "self-attention" if own else "cross-attention", use.part, use.site))

@@ -32,8 +32,8 @@ def constant_caches(file: OnnxFile) -> tuple[str, ...]:
 
 def _joined(dataflow: Dataflow) -> Iterator[str]:
     for node in dataflow.flow.nodes:
-        if (constant := _constant_side(node, dataflow.flow.fixed)) is not None and dataflow.goes_on():
-            use = dataflow.use(node.outputs[0])
+        if (constant := _constant_side(node, dataflow.flow.fixed)) is not None and dataflow.effort.goes_on():
+            use = dataflow.uses.of(node.outputs[0])
             if use is not None and use.proven and use.part in ("key", "value", "key-value"):
                 yield constant
 

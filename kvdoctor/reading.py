@@ -116,7 +116,7 @@ class _Reader:
             if flow is None:
                 yield Lack(file.name, "its functions, written out in place of their calls, are too many or too deep")
                 continue
-            if flow.gave_up:
+            if flow.effort.gave_up:
                 yield Lack(file.name, "its inputs lead to too many nodes to be followed one by one")
             yield from (Lack(name, reason) for name, reason in flow.flow.flaws.items())
 
@@ -334,9 +334,9 @@ class _Reader:
                 for name in (slot.past, slot.filled_by):
                     use = None
                     if name in flow.flow.results:
-                        use = flow.made(name)
+                        use = flow.uses.made(name)
                     elif name in file.graph.inputs:
-                        use = flow.use(name)
+                        use = flow.uses.of(name)
                     if use is not None and use.part in ("key", "key-value"):
                         found |= looks.softmax_behind(use.site)
         return found

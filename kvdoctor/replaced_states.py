@@ -60,14 +60,14 @@ class ReplacedStates:
         Layers come one after the other, so that of two states the one that is used first is made first.
         """
         presents = [port.name for port in given]
-        free, pasts = set(presents), sorted(pasts, key=self.flow.used_first)
+        free, pasts = set(presents), sorted(pasts, key=self.flow.descent.used_first)
         if len(pasts) == len(presents):
-            pairs = list(zip(pasts, sorted(presents, key=self.flow.made_last), strict=True))
-            if all(self.flow.updated(past, {present}) for past, present in pairs):
+            pairs = list(zip(pasts, sorted(presents, key=self.flow.descent.made_last), strict=True))
+            if all(self.flow.descent.updated(past, {present}) for past, present in pairs):
                 yield from pairs
                 return
         for past in pasts:
-            present = self.flow.updated(past, free) if free else None
+            present = self.flow.descent.updated(past, free) if free else None
             if present is not None:
                 free.discard(present)
                 yield past, present
@@ -75,7 +75,7 @@ class ReplacedStates:
     def _counters(self, found: list[Declared], free: set[str]) -> Iterator[Slot]:
         """Numbers that come back with something added to them."""
         for port in found:
-            present = self.flow.counted(port.name, free, self.tokens)
+            present = self.flow.descent.counted(port.name, free, self.tokens)
             if present is not None:
                 free.discard(present)
                 yield self._slot(port, present, "counter")

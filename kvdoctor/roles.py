@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from kvdoctor.axes import as_number
 from kvdoctor.cache_operators import ports_of
 from kvdoctor.contract import Axis, Dim, Port, Role
-from kvdoctor.dataflow import KEEPS, MIXES, PRODUCTS, Dataflow
+from kvdoctor.dataflow import Dataflow
+from kvdoctor.dataflow.operators import KEEPS, MIXES, PRODUCTS
 from kvdoctor.dialects import RoleRule, axes
 from kvdoctor.graph import Declared, GraphView
 
@@ -80,11 +81,13 @@ def hidden_states(view: GraphView, flow: Dataflow) -> str | None:
     if not grown or any(state.use is not None and state.use.part == "conv" for state in states.values()):
         return None
     results = {flow.flow.results[output] for output in grown}
-    fitting = [
+    behind = flow.descent.behind(min(results))  # one walk for all inputs, where there may be thousands
+    near = [
         name
         for name, port in wide.items()
-        if states[name].output not in grown and len(port.shape or ()) == 3 and results <= flow.reached_from({name})
+        if states[name].output not in grown and len(port.shape or ()) == 3 and name in behind
     ]
+    fitting = [name for name in near if results <= flow.descent.reached_from({name})]
     return fitting[0] if len(fitting) == 1 else None
 
 
@@ -121,7 +124,7 @@ class Looks:
         found = self._counted(name, port, rank) if port.dtype in INTEGERS else None
         found = found or self._mask(name, port, rank, cross_sites)
         if found is None and rank == 3 and port.dtype.startswith(("float", "bfloat")):
-            projected = self.dataflow.use(name)
+            projected = self.dataflow.uses.of(name)
             if projected is not None and projected.part in ("memory", "key-value"):
                 return "encoder_states", axes("BED")
         return found
@@ -179,10 +182,10 @@ class Looks:
     def mask_sites(self, name: str) -> set[int]:
         """The attentions whose scores an input takes part in without passing a product or a table: those it masks."""
         found, waiting, seen = set(), deque([name]), {name}
-        while waiting and self.dataflow.goes_on():
+        while waiting and self.dataflow.effort.goes_on():
             for node, index in self.dataflow.flow.consumers.get(waiting.popleft(), ()):
                 ports = ports_of(node.domain, node.op)
-                if self.dataflow.is_softmax(node) or (ports is not None and index in ports.mask):
+                if self.dataflow.uses.is_softmax(node) or (ports is not None and index in ports.mask):
                     found.add(node.index)
                 elif node.op in KEEPS or node.op in MIXES or node.op in LOGIC or node.op == "ReduceSum":
                     for output in node.outputs:
@@ -198,9 +201,9 @@ class Looks:
         if ports_of(start.domain, start.op) is not None:
             return {product}
         waiting, seen = deque(start.outputs), set(start.outputs)
-        while waiting and self.dataflow.goes_on():
+        while waiting and self.dataflow.effort.goes_on():
             for node, _ in flow.consumers.get(waiting.popleft(), ()):
-                if self.dataflow.is_softmax(node):
+                if self.dataflow.uses.is_softmax(node):
                     return {node.index}
                 if node.op in KEEPS or node.op in MIXES:
                     fresh = [output for output in node.outputs if output and output not in seen]
@@ -213,7 +216,7 @@ class Looks:
         if self.inputs[name].dtype not in INTEGERS:
             return None
         flow, waiting, seen = self.dataflow.flow, deque([name]), {name}
-        while waiting and len(seen) < NEAR and self.dataflow.goes_on():
+        while waiting and len(seen) < NEAR and self.dataflow.effort.goes_on():
             for node, index in flow.consumers.get(waiting.popleft(), ()):
                 if LOOKUPS.get(node.op) == index:
                     name_of_table = node.input(0 if index else 2)
@@ -235,7 +238,7 @@ class Looks:
         What is summed up on the way is a mask, of which positions are made: positions are not.
         """
         flow, waiting, seen = self.dataflow.flow, deque([name]), {name}
-        while waiting and len(seen) < NEAR and self.dataflow.goes_on():
+        while waiting and len(seen) < NEAR and self.dataflow.effort.goes_on():
             for node, index in flow.consumers.get(waiting.popleft(), ()):
                 if any(goal.get(node.op) == index for goal in goals):
                     return True
@@ -250,7 +253,7 @@ class Looks:
     def _operator_role(self, name: str, through: Container[str] = ()) -> Role | None:
         """The meaning that a cache operator gives to the input at one of its ports."""
         flow, waiting, seen = self.dataflow.flow, deque([name]), {name}
-        while waiting and len(seen) < NEAR and self.dataflow.goes_on():
+        while waiting and len(seen) < NEAR and self.dataflow.effort.goes_on():
             for node, index in flow.consumers.get(waiting.popleft(), ()):
                 ports = ports_of(node.domain, node.op)
                 if ports is not None and index in ports.roles:

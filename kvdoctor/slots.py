@@ -98,7 +98,7 @@ class SlotReader:
             and s.used_as
             and s.filled_by
             and s.filled_in == "prefill"
-            and (use := flow.made(s.filled_by))
+            and (use := flow.uses.made(s.filled_by))
             and use.proven
         }
         used_at, made_at = _ranked(found, used), _ranked(found, made)
@@ -143,7 +143,7 @@ class SlotReader:
         if not state.joined and state.output is None:
             # What is reckoned with new tokens is a table or a mask; keys and values at once are states of an encoder.
             memory = rank == 3 and state.use is not None and state.use.part == "key-value"
-            return attended and not memory and not flow.meets(port.name, self._reached)
+            return attended and not memory and not flow.descent.meets(port.name, self._reached)
         kept = state.joined and (state.output is not None or state.delta is not None)
         return attended or (kept and state.use is not None)
 
@@ -154,7 +154,7 @@ class SlotReader:
             return state
         outputs = self.decode.graph.outputs.items()
         fitting = {name for name, out in outputs if (out.dtype, out.shape) == (port.dtype, port.shape)}
-        output = flow.updated(port.name, fitting) if fitting else None
+        output = flow.descent.updated(port.name, fitting) if fitting else None
         if output is None or flow.flow.results.get(output) not in self._reached:
             return state
         return replace(state, output=output, how="update", growth="static", joined=True)
@@ -223,7 +223,7 @@ class SlotReader:
     @cached_property
     def _reached(self) -> set[str]:
         """All values of a decode step that the new tokens have a part in."""
-        return self.decode.dataflow.reached_from(self.tokens) if self.decode.dataflow is not None else set()
+        return self.decode.dataflow.descent.reached_from(self.tokens) if self.decode.dataflow is not None else set()
 
     def _kind(self, name: SlotName | None, state: StateFlow | None) -> SlotKind:
         """Self- or cross-attention by whether it grows; another kind of state by its name or its use."""

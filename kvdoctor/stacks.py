@@ -273,7 +273,7 @@ def _replaces_states(view: GraphView) -> bool:
         if not fitting or sum(not isinstance(size, int) for size in port.shape) > 1:
             continue
         dataflow = followed(view)
-        if dataflow is not None and dataflow.updated(name, fitting) is not None:
+        if dataflow is not None and dataflow.descent.updated(name, fitting) is not None:
             return True
     return False
 
@@ -286,7 +286,7 @@ def _makes_cache(view: GraphView) -> bool:
     if len(wide) < 2:
         return False
     dataflow = followed(view)
-    return dataflow is not None and any(dataflow.made(name) is not None for name in wide)
+    return dataflow is not None and any(dataflow.uses.made(name) is not None for name in wide)
 
 
 def _cache_like(ports: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from kvdoctor.axes import as_number
 from kvdoctor.cache_operators import CONTRIB
 from kvdoctor.case import Case
 from kvdoctor.contract import Axis
-from kvdoctor.dataflow import KEEPS
+from kvdoctor.dataflow.operators import KEEPS
 from kvdoctor.flow import Flow, FlowNode
 from kvdoctor.graph import ELEMENT_TYPES
 from kvdoctor.head_sizes import head_width

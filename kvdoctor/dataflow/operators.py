@@ -1,0 +1,110 @@
+"""Operators by what they do with the content of an input: keep it, write into it, mix it, multiply it, measure it."""
+
+from collections.abc import Iterator
+
+from kvdoctor.cache_operators import ports_of
+from kvdoctor.flow import FlowNode
+
+KEEPS = {
+    "Identity": (0,),
+    "Cast": (0,),
+    "CastLike": (0,),
+    "Transpose": (0,),
+    "Reshape": (0,),
+    "Squeeze": (0,),
+    "Unsqueeze": (0,),
+    "Flatten": (0,),
+    "Expand": (0,),
+    "Tile": (0,),
+    "Slice": (0,),
+    "Gather": (0,),
+    "GatherND": (0,),
+    "GatherElements": (0,),
+    "Split": (0,),
+    "Compress": (0,),
+    "QuantizeLinear": (0,),
+    "DequantizeLinear": (0,),
+    "DynamicQuantizeLinear": (0,),
+}
+"""Operators that pass the content of an input on: which inputs."""
+
+PASSES_OUT = {"Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze"}
+"""Operators that may stand between a state as it was made and the output that returns it."""
+
+WRITES = {"ScatterND": (0,), "ScatterElements": (0,), "Scatter": (0,), "Where": (1, 2)}
+"""Operators that write new entries into a buffer: which inputs may be the buffer."""
+
+MIXES = {
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Neg",
+    "Pow",
+    "Sqrt",
+    "Reciprocal",
+    "Where",
+    "Concat",
+    "Pad",
+    "Clip",
+    "Max",
+    "Min",
+    "Tanh",
+    "ReduceMean",
+    "LayerNormalization",
+    "SimplifiedLayerNormalization",
+    "RMSNormalization",
+    "RotaryEmbedding",
+    "ScatterND",
+    "ScatterElements",
+    "TensorScatter",
+    "MaskedFill",
+}
+"""Operators between a past and its attention (rotation, scaling, normalisation), or between scores and the Softmax."""
+
+PRODUCTS = {
+    "MatMul": (0, 1),
+    "FusedMatMul": (0, 1),
+    "TransposeMatMul": (0, 1),
+    "Gemm": (0, 1),
+    "MatMulInteger": (0, 1),
+    "MatMulIntegerToFloat": (0, 1),
+    "QLinearMatMul": (0, 3),
+    "DynamicQuantizeMatMul": (0, 1),
+    "MatMulNBits": (0,),
+    "Einsum": (0, 1, 2, 3),
+}
+"""Matrix products: which inputs are operands."""
+
+COUNTS_ON = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Add"}
+"""Operators between a counter and the output that returns it, larger by the new tokens."""
+
+TRIMS = {"Slice", "Gather", "Split", "GatherND"}
+"""Operators that cut entries off."""
+
+SOFTMAX = {"Softmax", "BiasSoftmax", "LogSoftmax"}
+CONVOLUTIONS = {"Conv", "ConvInteger", "QLinearConv", "NhwcConv", "FusedConv"}
+SHAPES = {"Shape", "Size", "ConstantOfShape", "Range"}
+
+
+def is_past(node: FlowNode, index: int) -> bool:
+    """Whether an input of a node is the past of an operator that holds a cache."""
+    ports = ports_of(node.domain, node.op)
+    return ports is not None and index in ports.pasts
+
+
+def onward(node: FlowNode, index: int) -> Iterator[tuple[str, bool]]:
+    """Where the content of an input leaves a node, and whether new entries joined it there."""
+    ports = ports_of(node.domain, node.op)
+    if ports is not None and index in ports.pasts:
+        out = ports.pasts[index][1]
+        if out < len(node.outputs):
+            yield node.outputs[out], True
+    elif index in KEEPS.get(node.op, ()):
+        for output in node.outputs:
+            yield output, False
+    elif node.op == "Identity":
+        yield node.outputs[0], False
+    elif (node.op == "Concat" or index in WRITES.get(node.op, ())) and node.outputs:
+        # Nothing joins in a Concat of one input, which an exporter leaves where it stacked a list.
+        yield node.outputs[0], len(node.inputs) > 1
