@@ -7,13 +7,14 @@ from typing import Any
 from kvdoctor.axes import as_number
 from kvdoctor.configs import Configured, configured, context_limit, decoder_config, is_count
 from kvdoctor.contract import CacheContract, Graph, Lack, Phase, Port, Slot
-from kvdoctor.dialects import CACHE_LIKE, Dialect, RoleRule, axes, inputs, spoken
+from kvdoctor.dialects import CACHE_LIKE, Dialect, axes, inputs, spoken
+from kvdoctor.encoder_reading import EncoderReader
 from kvdoctor.exactness import exactness_of
 from kvdoctor.first_filling import shared_pasts
 from kvdoctor.graph import Declared, GraphView
 from kvdoctor.lacks import in_all
 from kvdoctor.model_folder import SideCars
-from kvdoctor.roles import FEW_ROWS, Looks, hidden_states, named, ruled, with_numbers
+from kvdoctor.roles import FEW_ROWS, Looks, hidden_states, named, plain_port, ruled, with_numbers
 from kvdoctor.slots import SlotReader
 from kvdoctor.stacks import FLOATS, OnnxFile, StackFiles
 from kvdoctor.trace import Run
@@ -66,6 +67,7 @@ class _Reader:
         self.first = first if self.stack.kind == "pair" else self.decode
         self.encoder = self.stack.files.get("encoder")
         self.dialect: Dialect | None = spoken(self.decode.graph.inputs)
+        self.encoder_reader = EncoderReader(self.dialect, self.side_cars.config, self.missing)
 
     def read(self) -> CacheContract:
         ids = {
@@ -92,7 +94,7 @@ class _Reader:
         phases = self._phases(graphs)
         slots = (*slots, *self._encoder_state_slots(graphs))
         if self.encoder is not None and self._needs_encoder(graphs, slots):
-            graphs["encoder"] = self._encoder_graph(self.encoder, slots)
+            graphs["encoder"] = self.encoder_reader.graph(self.encoder, slots)
             phases["encode"] = Phase("encoder")
         contract = CacheContract(
             layout=self._layout(slots),
@@ -218,7 +220,7 @@ class _Reader:
         ports = []
         for port in view.inputs.values():
             if port.name == switch:
-                ports.append(_port(port, "branch_switch"))
+                ports.append(plain_port(port, "branch_switch"))
             elif port.name == self.hidden:
                 self.evidence.append(f"{port.name!r} are hidden states: keys and values are made of them, no token ids")
                 ports.append(Port(port.name, port.dtype, port.shape, "embeddings", axes("BQD")))
@@ -259,7 +261,7 @@ class _Reader:
                 value = 0.0 if looked[0] == "setting" else None
                 return Port(port.name, port.dtype, port.shape, *looked, value=value)
         if file is self.first and file is not self.decode:
-            encoder = ruled(port, self._encoder_rules)
+            encoder = ruled(port, self.encoder_reader.rules)
             if encoder is not None:
                 return encoder
         return self._unknown(port, file, named(port, rules) is not None)
@@ -279,10 +281,6 @@ class _Reader:
             self.unread[file.name] = frozenset(names if len(names) <= MOST_UNREAD else ())
         return self.unread[file.name]
 
-    @property
-    def _encoder_rules(self) -> tuple[RoleRule, ...]:
-        return (*(self.dialect.encoder_inputs if self.dialect else ()), *inputs.ENCODER_INPUTS)
-
     def _encoders(self, port: Declared, file: OnnxFile) -> Port | None:
         """An input of the encoder, in a first step that holds it: the decoder's own inputs say whose the others are."""
         if file is not self.first or not inputs.WHOSE_WITHOUT_A_WORD.fullmatch(port.name):
@@ -290,7 +288,7 @@ class _Reader:
         names = file.graph.inputs
         if "input_ids" not in names or not any(map(inputs.DECODERS_OWN.fullmatch, names)):
             return None
-        return self.known.role(port) or ruled(port, self._encoder_rules)
+        return self.known.role(port) or ruled(port, self.encoder_reader.rules)
 
     def _by_codebook(self, port: Port) -> Port:
         """Tokens of a model of sound have a row for each codebook of each sequence; MusicGen's axis says so."""
@@ -315,13 +313,13 @@ class _Reader:
 
     def _unknown(self, port: Declared, file: OnnxFile, is_named: bool) -> Port:
         if self._is_unused(port, file):
-            return _port(port, "unused")
+            return plain_port(port, "unused")
         if is_named:
             self.missing.append(Lack(port.name, f"this input of {file.name} has not the rank its name stands for"))
         else:
             kind = "looks like a cache" if CACHE_LIKE.match(port.name) else "plays no known part"
             self.missing.append(Lack(port.name, f"this input of {file.name} {kind}, and no rule says what to feed it"))
-        return _port(port, "auxiliary")
+        return plain_port(port, "auxiliary")
 
     def _cross_sites(self, file: OnnxFile, slots: tuple[Slot, ...], looks: Looks | None) -> set[int]:
         """The attentions over encoder states in the first step of a graph."""
@@ -343,9 +341,9 @@ class _Reader:
 
     def _output(self, port: Declared, presents: set[str | None]) -> Port:
         if port.name in presents or port.name.startswith("present"):
-            return _port(port, "present")
+            return plain_port(port, "present")
         rules = (*(self.dialect.outputs if self.dialect else ()), *inputs.OUTPUTS)
-        found = self.known.output(port) or ruled(port, rules) or _port(port, "auxiliary")
+        found = self.known.output(port) or ruled(port, rules) or plain_port(port, "auxiliary")
         sizes = zip(found.shape or (), found.axes, strict=False)
         return replace(found, shape=tuple(as_number(*size) for size in sizes)) if found.axes else found
 
@@ -377,56 +375,6 @@ class _Reader:
     def _needs_encoder(self, graphs: dict[str, Graph], slots: tuple[Slot, ...]) -> bool:
         takes_states = any(graph.port("encoder_states") for graph in graphs.values())
         return takes_states or any(slot.filled_in == "encode" for slot in slots)
-
-    def _encoder_graph(self, file: OnnxFile, slots: tuple[Slot, ...]) -> Graph:
-        view = file.graph
-        ports = [
-            with_numbers(ruled(port, self._encoder_rules) or self._encoder_input(port, file))
-            for port in view.inputs.values()
-        ]
-        filled = {slot.filled_by for slot in slots if slot.filled_in == "encode"}
-        outputs = [
-            _port(p, "present") if p.name in filled else ruled(p, inputs.ENCODER_OUTPUTS) or _port(p, "auxiliary")
-            for p in view.outputs.values()
-        ]
-        if not filled and not any(port.role == "encoder_states" for port in outputs):
-            outputs = [
-                replace(p, role="encoder_states", axes=("batch", "encoder", "hidden"))
-                if len(p.shape or ()) == 3 and i == 0
-                else p
-                for i, p in enumerate(outputs)
-            ]
-        return Graph(file.name, tuple(self._image_sized(port) for port in ports), tuple(outputs))
-
-    def _encoder_input(self, port: Declared, file: OnnxFile) -> Port:
-        """An unnamed input of the encoder: words or features by its element type and rank."""
-        rank, looks = len(port.shape or ()), None
-        if file.dataflow is not None:
-            looks = Looks(file.dataflow, file.graph.inputs)
-        if rank == 2 and port.dtype in ("int64", "int32") and looks is not None:
-            role = "encoder_input" if looks.token_ids([port.name]) else "encoder_mask"
-            return Port(port.name, port.dtype, port.shape, role, ("batch", "encoder_input"))  # type: ignore[arg-type]
-        if rank in (2, 3, 4) and port.dtype.startswith("float"):
-            axes: Any = {
-                2: ("batch", "encoder_input"),
-                3: ("batch", "fixed", "encoder_input"),
-                4: ("batch", *["fixed"] * 3),
-            }
-            return Port(port.name, port.dtype, port.shape, "encoder_input", axes[rank])
-        self.missing.append(Lack(port.name, f"this input of {file.name} plays no known part"))
-        return _port(port, "auxiliary")
-
-    def _image_sized(self, port: Port) -> Port:
-        """An image has the channels and the size that the config says; names of axes do not tell."""
-        if len(port.axes) != 4 or port.shape is None or len(port.shape) != 4:
-            return port
-        part = self.side_cars.config.get("encoder")
-        part = part if isinstance(part, dict) else self.side_cars.config
-        channels, size = part.get("num_channels"), part.get("image_size")
-        height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
-        known = (None, channels if is_count(channels) else 3, *(n if is_count(n) else 224 for n in (height, width)))
-        shape = tuple(d if isinstance(d, int) else k or d for d, k in zip(port.shape, known, strict=True))
-        return replace(port, shape=shape)
 
     def _decoding(self) -> Iterator[GraphView]:
         """The graphs that decode, the one that uses the cache first."""
@@ -484,8 +432,3 @@ def _with_logits(ports: list[Port], words: int | None) -> list[Port]:
         return ports
     letters = "BQV" if len(wide[0].shape or ()) == RANK_WITH_TOKENS else "BV"
     return [replace(p, role="logits", axes=axes(letters)) if p is wide[0] else p for p in ports]
-
-
-def _port(port: Declared, role: Any) -> Port:
-    """A port of which only the number of axes is known."""
-    return Port(port.name, port.dtype, port.shape, role, tuple("fixed" for _ in port.shape or ()))

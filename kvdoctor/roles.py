@@ -67,6 +67,11 @@ def named(port: Declared, rules: Iterable[RoleRule]) -> Role | None:
     return next((rule.role for rule in rules if rule.fits(port.name, port.dtype, len(rule.order))), None)
 
 
+def plain_port(port: Declared, role: Role) -> Port:
+    """A port of which only the number of axes is known."""
+    return Port(port.name, port.dtype, port.shape, role, tuple("fixed" for _ in port.shape or ()))
+
+
 def hidden_states(view: GraphView, flow: Dataflow) -> str | None:
     """The input that stands in place of tokens: embeddings, or the hidden states of a stage.
 

@@ -49,6 +49,7 @@ ROOMS = (
         "first_filling",
         "replaced_states",
         "slots",
+        "encoder_reading",
         "reading",
         "given_misfits",
         "given",
