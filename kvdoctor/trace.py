@@ -182,6 +182,18 @@ class Run:
     node_names: tuple[str, ...] = ()
 
     @property
+    def repeats(self) -> bool:
+        """Whether the same tokens went twice from an empty state: what takes one at a time has no reference run."""
+        first, later = self.steps[:1], self.steps[1:]
+        begun = [step for step in later if step.past_length == 0 and step.difference]
+        return bool(begun) and all(step.difference is None for step in first)
+
+    @property
+    def yardstick(self) -> str:
+        """What its logits were held against, in words."""
+        return "its own first pass" if self.repeats else "the reference run"
+
+    @property
     def by_rounding(self) -> bool:
         """Whether the logits are off, or cannot be told apart, by nothing but what the model rounds."""
         unclear = self.outcome in ("ambiguous", "differs", "inconclusive")

@@ -112,3 +112,12 @@ def test_words_go_by_the_switch_of_the_graph(name: str, first: str, later: str, 
     (note,) = (finding for finding in report.findings if finding.name == "cached-branch-first")
     assert note.promised == f"{first} on the first step"
     assert note.repair.text == f"feed {first} on the first step and {later} on every later one"
+
+
+def test_a_loop_that_is_only_held_against_itself_says_so(tmp_path: Path) -> None:
+    """One token at a time: there is no call without a cache, and the first pass is no reference run."""
+    for name, words in (("layout-rwkv-healthy", "its own first pass"), ("merged-healthy", "the reference run")):
+        folder = tmp_path / name
+        folder.mkdir()
+        report = step_test(str(FIXTURES[name].write(folder)), Options())
+        assert {run.yardstick for run in report.runs if run.outcome == "passed"} == {words}

@@ -137,7 +137,7 @@ def loops(stack: str, after: Side) -> Iterator[Proof]:
             ran = True
             seen = [step.difference for step in run.steps if step.difference]
             worst = max((difference.relative for difference in seen), default=0.0)
-            within = f"logits within {worst:.1e} of their spread of the reference run"
+            within = f"logits within {worst:.1e} of their spread of {run.yardstick}"
             within = within if all(difference.finite for difference in seen) else "logits that are not finite"
             text = f"{len(run.steps)} steps, {within}"
             yield Proof(stack, f"{experiment} passes", run.shows == "passed", text)

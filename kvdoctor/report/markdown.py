@@ -218,7 +218,7 @@ def _differences(run: Run) -> Iterator[str]:
     if (found := parity_text.differences_table(run)) is None:
         return
     yield ""
-    yield f"{run.experiment} against the reference run:"
+    yield f"{run.experiment} against {run.yardstick}:"
     yield ""
     yield from table(found[0], in_code(found[1]))
     for label, text in parity_text.facts(run):

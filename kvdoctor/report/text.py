@@ -224,7 +224,7 @@ class _Page:
         self.line(f"  {run.experiment}, step by step", "bold")
         self.table(*wording.steps_table(run, stack.contract))
         if self.verbosity > 0 and (differences := parity_text.differences_table(run)) is not None:
-            self.line(f"  {run.experiment}, against the reference run", "bold")
+            self.line(f"  {run.experiment}, against {run.yardstick}", "bold")
             self.table(*differences)
             self.pairs(parity_text.facts(run))
         if run.error:

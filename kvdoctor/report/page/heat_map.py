@@ -18,7 +18,7 @@ LOWEST, HIGHEST = -7, 0
 
 
 def steps(runs: Sequence[Run], contract: CacheContract, tolerance: Tolerance, place: Place) -> Content:
-    """A row for each run that was held against the reference run, a column for each step."""
+    """A row for each run whose logits were held against others, a column for each step."""
     held = [run for run in runs if any(step.difference for step in run.steps)]
     if not held:
         return h("p", "No step was held against a reference run.")

@@ -126,7 +126,7 @@ def _steps(done: Sequence[Run], stack: StackFacts, place: Place) -> Iterator[Con
         header, rows = wording.steps_table(run, stack.contract)
         content.append(_bounded(place.id(f"run-{number}"), f"Steps of {run.experiment}", header, rows))
         if (found := parity_text.differences_table(run)) is not None and run.experiment in cache_chart.LOOPS:
-            caption = f"{run.experiment} against the reference run"
+            caption = f"{run.experiment} against {run.yardstick}"
             content.append(_bounded(place.id(f"parity-{number}"), caption, *found))
             content.append(facts(parity_text.facts(run)))
         if run.error:
