@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kvdoctor.axes import as_number
 from kvdoctor.cache_operators import ports_of
@@ -137,10 +138,12 @@ class Looks:
     def _counted(self, name: str, port: Declared, rank: int) -> tuple[Role, tuple[Axis, ...]] | None:
         """What integers are: places of tokens, how many there are, or their kinds, of which all are the first."""
         if rank == 0 or port.shape == (1,):
+            if self._several_tokens and self._table_rows(name) is not None:
+                return "setting", axes("1" * rank)  # one row for all tokens: a language, a speaker
             found = self._counts_places(name) or self._begins(name)
             return ("past_length", axes("1" * rank)) if found else None
         if rank == 1 and port.shape and self._is_batch(port.shape[0]):
-            return None  # one number for each sequence: a language, a speaker
+            return ("setting", axes("B")) if self._table_rows(name) is not None else None
         if rank in (1, 2, 3) and self._counts_places(name):
             return ("position_ids", axes("BQ" if rank == 2 else "1BQ")) if rank > 1 else ("cache_position", axes("Q"))
         if rank == 1 and self._reaches(name, WRITTEN_AT):
@@ -148,6 +151,12 @@ class Looks:
         if rank == 2 and 0 < (self._table_rows(name) or 0) < FEW_ROWS:
             return "setting", axes("BQ")
         return None
+
+    @cached_property
+    def _several_tokens(self) -> bool:
+        """Whether some input looks up a table for more tokens than one."""
+        ports = (port for port in self.inputs.values() if port.dtype in INTEGERS and len(port.shape or ()) > 1)
+        return any(port.shape and port.shape[-1] != 1 and self._table_rows(port.name) is not None for port in ports)
 
     def _is_batch(self, size: Dim) -> bool:
         """Whether an axis is called like the first one of an input of integers with more axes."""
