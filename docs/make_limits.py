@@ -204,8 +204,8 @@ count at the opset that last changed them.
 
 MIDDLE = """
 Of a patch that is not in the table only that is said which holds for the measured patches of its line: some brought
-operators. A release beyond the table is run, and only what the run shows is said of it; where it refuses a file, it is
-asked for its largest IR version and opset with such small models.
+operators. A release beyond the table is run, and only what the run shows is said of it; its largest IR version and
+opset are then asked of itself, with such small models.
 
 ## Bindings
 """

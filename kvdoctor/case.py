@@ -25,7 +25,7 @@ UNDECIDED = {
     "skipped": "{reason}",
     "died": "{reason}",
     "inconclusive": "{reason}",
-    "ambiguous": "the difference to the reference run lies between noise and fault",
+    "ambiguous": "the difference of the logits lies between noise and fault",
 }
 """Outcomes of the judged loop that leave open whether the model is healthy, and what is said of them."""
 
@@ -124,6 +124,8 @@ def leading_cause(case: Case) -> tuple[str, Run] | None:
     if repeated is not None and repeated.outcome == "differs":
         return "nondeterministic", repeated
     ahead, why, judged = case.run("later-token"), case.run("why"), case.judged
+    if judged is not None and judged.repeats and judged.shows == "differs":
+        return "nondeterministic", judged
     if ahead is not None and ahead.cause is not None:
         return ahead.cause.name, ahead
     places = case.run("written-places")

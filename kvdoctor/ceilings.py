@@ -11,11 +11,16 @@ from kvdoctor.sessions import session_options
 LEAST_IR, LEAST_OPSET = 8, 13
 """What every release takes that kvdoctor runs under."""
 MOST = 127
-"""The largest number that one byte of protobuf holds; no version is near it."""
+"""One byte of protobuf holds no more; no version is near it."""
 
 
 def ceilings() -> dict[str, int]:
-    """The largest IR version and the largest opset, each asked beside the least of the other."""
+    """The largest IR version and the largest opset, each asked beside the least of the other.
+
+    Nothing where not even the least model opens: then something else is at fault than a version.
+    """
+    if not _opens(LEAST_IR, LEAST_OPSET):
+        return {}
     ir = next(n for n in range(LEAST_IR, MOST) if n + 1 == MOST or not _opens(n + 1, LEAST_OPSET))
     opset = next(n for n in range(LEAST_OPSET, MOST) if n + 1 == MOST or not _opens(LEAST_IR, n + 1))
     return {"ir": ir, "opset": opset}

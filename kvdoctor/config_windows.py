@@ -1,7 +1,8 @@
 """The layers that a config says look back over a window of tokens.
 
 `layer_types` names them since transformers 4.53. Configs from before leave it to the model's code; its rules are here,
-by `model_type`. Source: configuration_*.py of transformers 4.57, which derives `layer_types` from such configs.
+by `model_type`. Source: transformers 4.57, which derives `layer_types` from such configs in configuration_*.py, and has
+the window in every attention of mistral, mixtral, phi3 and starcoder2.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "starcoder2")
 FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 """Every so many layers one sees all tokens, unless `sliding_window_pattern` has another number."""
 PATTERN_IN_CONFIG = ("gemma3", "gemma3_text", "cohere2")
-FROM_A_LAYER_ON = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3")
+FROM_A_LAYER_ON = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3")
 """The first `max_window_layers` layers see all tokens, and `use_sliding_window` is off unless it is said."""
 MOST_LAYERS = 4096
 

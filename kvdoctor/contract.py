@@ -79,8 +79,9 @@ Role = Literal[
 """The part a port plays.
 
 `cache_position` is the arange past..total, `write_index` the past length as the place to write at; `last_index` is
-total - 1 (`seqlens_k`); a `setting` is a part of the configuration that is fed, its number in `value`; nothing
-reads what is `unused`, which has to be fed all the same.
+total - 1 (`seqlens_k`); a `setting` is a part of the configuration that is fed, or a row that the caller chooses for
+all tokens (a language, a speaker, a kind), the number fed here in `value`; nothing reads what is `unused`, which has to
+be fed all the same.
 """
 
 SlotKind = Literal[

@@ -172,7 +172,7 @@ def _diagnose(case: Case, options: Options, verdicts: Verdicts, shown: _Shown) -
         kept = shown.scratch or (Path(calls) if options.targets else None)
         left = Left(kept / f"{stack.name}.npz" if kept else None, Path(calls))
         case, examined = examine(case, options, verdicts, shown.runtime, left)
-        case = replace(case, here=_here(case, shown.runtime))
+        case = replace(case, here=_here(shown.runtime))
         case = _elsewhere(case, options, Here(shown.runtime, contract, left.logits), verdicts)
         case = held_against(case, shown.checkpoint, left.logits, verdicts)
         shown.stacks.append(stack_facts(stack, case.contract or contract, case.folder.side_cars))
@@ -190,13 +190,11 @@ def _diagnose(case: Case, options: Options, verdicts: Verdicts, shown: _Shown) -
     shown.stays[stack.name] = case.stays
 
 
-def _here(case: Case, runtime: Runtime) -> Target | None:
-    """The runtime that the runs are from; asked what it takes where it refuses a file and no table knows it."""
+def _here(runtime: Runtime) -> Target | None:
+    """The runtime that the runs are from; one that the table does not have is asked what it takes."""
     release = runtime.versions.get("onnxruntime")  # told when the worker answers
     if release is None:
         return None
-    if not case.refusals:
-        return of_release(release)
     from kvdoctor.elsewhere.measuring import measured
 
     return measured(of_release(release), runtime)

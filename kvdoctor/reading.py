@@ -255,7 +255,7 @@ class _Reader:
             return found
         if looks is not None and (not CACHE_LIKE.match(port.name) or _is_number(port)):
             looked = looks.role(port.name, cross)
-            if looked is not None:
+            if looked is not None and not (looked[0] == "setting" and named(port, rules) is not None):
                 self.evidence.append(f"{port.name!r} is {looked[0]} by what the graph does with it")
                 # Kinds of tokens (segments, languages): all are of the first.
                 value = 0.0 if looked[0] == "setting" else None

@@ -18,6 +18,7 @@ from kvdoctor.onnx_schema import ModelProto
 from kvdoctor.out_folder import Pending, refuse_unfit, whole_folder
 from kvdoctor.report.document import Report, Reproducer
 from kvdoctor.repro.candidate import Candidate
+from kvdoctor.repro.program import OTHER_NODE
 from kvdoctor.repro.reducing import LARGEST, Reduction, Target
 from kvdoctor.repro.sizes import with_free_axis
 from kvdoctor.repro.surgery import name_nodes, operator_of
@@ -291,6 +292,6 @@ def _prove(pending: Pending, options: Options) -> None:
         )
     except subprocess.TimeoutExpired:
         raise NotShown("the reproducer did not end in time when it was tried") from None
-    if done.returncode != 1:
+    if done.returncode != 1 or OTHER_NODE in done.stdout:
         last = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no words"])[-1]
         raise NotShown(f"the reproducer did not show the failure when it was tried by itself ({last[:300]})")

@@ -10,7 +10,7 @@ from kvdoctor.cache_operators import ports_of
 from kvdoctor.contract import Axis, Dim, Port, Role
 from kvdoctor.dataflow import Dataflow
 from kvdoctor.dataflow.operators import KEEPS, MIXES, PRODUCTS
-from kvdoctor.dialects import RoleRule, axes
+from kvdoctor.dialects import RoleRule, axes, inputs
 from kvdoctor.graph import Declared, GraphView
 
 INTEGERS = ("int64", "int32")
@@ -31,6 +31,7 @@ LOGIC = {
     "Trilu",
 }
 RANGES = {"Range": 0}
+CHOOSES = {"Clip": (0,), "Where": (1, 2), "Max": (0, 1)}
 LENGTHS = ("last_index", "past_length", "total_length")
 RECKONED = KEEPS.keys() | MIXES | PRODUCTS.keys() | LOGIC
 WHOLE = {"Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Flatten"}
@@ -138,12 +139,12 @@ class Looks:
     def _counted(self, name: str, port: Declared, rank: int) -> tuple[Role, tuple[Axis, ...]] | None:
         """What integers are: places of tokens, how many there are, or their kinds, of which all are the first."""
         if rank == 0 or port.shape == (1,):
-            if self._several_tokens and self._table_rows(name) is not None:
-                return "setting", axes("1" * rank)  # one row for all tokens: a language, a speaker
+            if self._is_kind(name):
+                return "setting", axes("1" * rank)
             found = self._counts_places(name) or self._begins(name)
             return ("past_length", axes("1" * rank)) if found else None
         if rank == 1 and port.shape and self._is_batch(port.shape[0]):
-            return ("setting", axes("B")) if self._table_rows(name) is not None else None
+            return ("setting", axes("B")) if self._is_kind(name) else None
         if rank in (1, 2, 3) and self._counts_places(name):
             return ("position_ids", axes("BQ" if rank == 2 else "1BQ")) if rank > 1 else ("cache_position", axes("Q"))
         if rank == 1 and self._reaches(name, WRITTEN_AT):
@@ -152,11 +153,25 @@ class Looks:
             return "setting", axes("BQ")
         return None
 
+    def _is_kind(self, name: str) -> bool:
+        """Whether a number looks up one row for all tokens of a sequence, where several come: a language, a speaker.
+
+        What places are counted from, or what is masked by, is none.
+        """
+        if not self._several_tokens or self._table_rows(name) is None:
+            return False
+        return not self._reaches(name, RANGES, WRITTEN_AT, ROTATIONS) and not self.mask_sites(name)
+
     @cached_property
     def _several_tokens(self) -> bool:
-        """Whether some input looks up a table for more tokens than one."""
-        ports = (port for port in self.inputs.values() if port.dtype in INTEGERS and len(port.shape or ()) > 1)
-        return any(port.shape and port.shape[-1] != 1 and self._table_rows(port.name) is not None for port in ports)
+        """Whether tokens, or what stands in their place, may be more than one in a step."""
+        for port in self.inputs.values():
+            shape = port.shape or ()
+            if port.dtype in INTEGERS and len(shape) > 1 and shape[-1] != 1 and self._table_rows(port.name) is not None:
+                return True
+            if named(port, inputs.INPUTS) == "embeddings" and len(shape) == 3 and shape[1] != 1:
+                return True
+        return False
 
     def _is_batch(self, size: Dim) -> bool:
         """Whether an axis is called like the first one of an input of integers with more axes."""
@@ -238,7 +253,7 @@ class Looks:
                     if table is not None and len(table.dims) >= 2:
                         turned = made is not None and made.op == "Transpose"  # the weights of the head, used again
                         return int(table.dims[-1 if turned else 0])
-                elif node.op in KEEPS or node.op in ("Clip", "Where", "Max"):
+                elif index in KEEPS.get(node.op, ()) or index in CHOOSES.get(node.op, ()):
                     fresh = [output for output in node.outputs if output and output not in seen]
                     seen.update(fresh)
                     waiting.extend(fresh)

@@ -121,3 +121,23 @@ def spoilt(tensors: Mapping[str, Recorded]) -> dict[str, dict[str, Any]]:
     signs = {"logits": -1}
     values = {name: (tensor.array() * signs.get(name, 1)).ravel().tolist() for name, tensor in tensors.items()}
     return {name: {"dtype": t.dtype, "shape": t.shape, "data": values[name]} for name, t in tensors.items()}
+
+
+def test_a_choice_of_the_caller_that_is_not_told_is_no_fault(tmp_path: Path) -> None:
+    """Another language gives other logits than the first one, which is fed here where the trace holds no number."""
+    folder = FIXTURES["decoder-only-language-healthy"].write(tmp_path)
+    (contract,) = (stack.contract for stack in inspect(str(folder)).stacks)
+    assert contract is not None
+    graph = contract.graphs["decoder"]
+    fifth = tuple(replace(port, value=5.0) if port.role == "setting" else port for port in graph.inputs)
+    speaks = replace(contract, graphs={"decoder": replace(graph, inputs=fifth)})
+    trace = right_loop(speaks, tmp_path, Scenario(steps=3), lambda _: True)
+    for told in (True, False):
+        lines = [{side: spoilt(getattr(step, side)) for side in ("fed", "got")} for step in trace]
+        for line in lines:
+            line["got"]["logits"]["data"] = [-number for number in line["got"]["logits"]["data"]]
+            if not told:
+                del line["fed"]["which"]["data"]
+        (tmp_path / "loop.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        report = step_test(str(folder), Options(trace=str(tmp_path / "loop.jsonl")))
+        assert not report.findings

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import onnx
+import psutil
 import pytest
 from onnx import TensorProto, helper
 from text_fixtures import compile_text, load_all
@@ -13,6 +14,7 @@ from text_fixtures import compile_text, load_all
 from kvdoctor import targets
 from kvdoctor.child import Limits
 from kvdoctor.doctor import step_test
+from kvdoctor.elsewhere.measuring import measured
 from kvdoctor.lowering import CannotLower, Wanted, lower, wanted
 from kvdoctor.lowering.ir import floor
 from kvdoctor.options import Options
@@ -229,6 +231,44 @@ def test_a_runtime_that_no_table_knows_is_asked_itself(
     report = step_test(str(model), Options())
     assert [finding.name for finding in report.findings] == [name]
     assert report.findings[0].confidence == "confirmed"
+
+
+def test_a_file_that_the_runtime_here_refuses_is_not_passed_over_for_a_target(tmp_path: Path) -> None:
+    """Targets that cannot be had say nothing of the file; the runtime that is here does."""
+    model = load_all()["ir-too-new"].write(tmp_path)
+    report = step_test(str(model), Options(targets=parse_targets(["onnxruntime==99.0.0"]), offline=True))
+    assert [finding.name for finding in report.findings] == ["session-refused"]
+
+
+@pytest.mark.slow
+def test_a_target_that_no_table_knows_is_asked_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "limits_of", lambda _: None)
+    model, asked = load_all()["ir-too-new"].write(tmp_path), parse_targets(["onnxruntime==1.16.3"])
+    report = step_test(str(model), Options(targets=asked))
+    if report.targets[0].not_run:
+        pytest.skip(str(report.targets[0].not_run))
+    assert (report.targets[0].ir, report.targets[0].opset) == (9, 19)
+    (found,) = report.findings
+    assert (found.name, "onnxruntime==1.16.3 takes up to 9" in found.observed) == ("ir-too-new", True)
+
+
+def test_a_worker_that_dies_when_it_is_asked_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "limits_of", lambda _: None)
+    with Runtime(Limits()) as runtime:
+        target = targets.of_release(runtime.greet())
+        (worker,) = psutil.Process().children()
+        worker.kill()
+        assert measured(target, runtime).limits is None
+        assert measured(target, runtime).limits is not None, "the next one lives"
+
+
+def test_the_largest_numbers_that_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvdoctor import ceilings
+
+    monkeypatch.setattr(ceilings, "_opens", lambda ir, opset: ir <= 14 and opset <= 28)
+    assert ceilings.ceilings() == {"ir": 14, "opset": 28}
+    monkeypatch.setattr(ceilings, "_opens", lambda *_: False)
+    assert ceilings.ceilings() == {}, "something else than a version is at fault"
 
 
 def test_what_the_runtime_here_takes_is_what_the_table_says() -> None:

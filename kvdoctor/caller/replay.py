@@ -29,7 +29,7 @@ AFTER = 4
 
 FREE: tuple[Role, ...] = (
     *("token_ids", "token_and_position", "embeddings", "encoder_states", "encoder_input", "past"),
-    *("rotary_cos", "rotary_sin", "scale"),
+    *("rotary_cos", "rotary_sin", "scale", "setting"),
 )
 """Inputs that the contract leaves to the caller: without their values, other numbers come back."""
 

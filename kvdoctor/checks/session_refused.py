@@ -15,17 +15,17 @@ from kvdoctor.case import Case
 from kvdoctor.checks.invalid_graph import refusal_by_rule
 from kvdoctor.checks.target_limits import is_ruled_out
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.stacks import OnnxFile
 
 
 @check("KV010", "session-refused", "runs")
 def session_refused(case: Case) -> Iterator[Fault]:
     """Files that no session could be made of, or only at a lower level."""
     files = {file.name: file for file in case.stack.files.values()} if case.stack else {}
-    limits = case.here.limits if case.here is not None else None
     for file, errors, opens_at in case.refusals:
         if opens_at is None and file in files and refusal_by_rule(files[file]) is not None:
             continue  # KV004 says why
-        if opens_at is None and file in files and is_ruled_out(files[file], limits):
+        if opens_at is None and file in files and _is_too_new(case, files[file]):
             continue  # KV401 to KV403 say why
         levels: dict[str, list[str]] = {}
         for level, error in errors.items():
@@ -55,6 +55,15 @@ def session_refused(case: Case) -> Iterator[Fault]:
             advice=advice,
             follows=follows,
         )
+
+
+def _is_too_new(case: Case, file: OnnxFile) -> bool:
+    """Whether a file asks for more than the runtime here takes, and is told so: for it, or for a target."""
+    if case.here is None or not is_ruled_out(file, case.here.limits):
+        return False
+    stays = {stay.target.asked: stay.target for stay in case.stays}
+    held = [stays.get(target.asked, target) for target in case.targets] or [case.here]
+    return any(is_ruled_out(file, target.limits) for target in held)
 
 
 def fails_where_opened(case: Case) -> bool:

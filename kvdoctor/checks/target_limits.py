@@ -6,8 +6,8 @@ writes numbers that older runtimes refuse, often without any need of them.
 
 How it is decided: by a table that was measured by opening small models in every release (docs/targets.md), against
 each `--target`; without one against the installed runtime where that refuses the file, and in an inspection against the
-newest in the table. A release beyond the table is asked itself. Where the target is run, the run decides: what it
-opens is not held against the file.
+newest in the table. A release beyond the table is asked itself where it is run. Where the target is run, the run
+decides: what it opens is not held against the file.
 
 Reproduce: `kvdoctor inspect MODEL --target onnxruntime==1.16.3`, or open the file with that release.
 

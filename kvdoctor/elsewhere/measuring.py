@@ -4,8 +4,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvdoctor.elsewhere.environments import environment
-from kvdoctor.errors import KvdoctorError, WorkerDied
-from kvdoctor.export.environments import Unavailable
+from kvdoctor.errors import KvdoctorError
 from kvdoctor.runtimes import Runtime
 from kvdoctor.targets import Target
 from kvdoctor.targets.limits import Limits
@@ -18,9 +17,9 @@ def measured(target: Target, runtime: Runtime) -> Target:
     """
     if target.limits is not None:
         return target
-    with suppress(WorkerDied):
+    with suppress(KvdoctorError):
         for event in runtime.ask({"ceilings": True}):
-            if event["event"] == "ceilings":
+            if event["event"] == "ceilings" and "ir" in event:
                 limits = Limits(target.onnxruntime, event["ir"], event["opset"], (), frozenset())
                 target = replace(target, measured=limits)
     return target
@@ -32,7 +31,7 @@ def measured_beside(target: Target, here: Runtime, offline: bool) -> Target:
         return target
     if here.versions.get("onnxruntime") == target.onnxruntime:
         return measured(target, here)
-    with suppress(Unavailable, KvdoctorError, WorkerDied):
+    with suppress(KvdoctorError):
         there = here.beside(str(environment(target.onnxruntime, offline=offline)))
         there.greet()
         return measured(target, there)

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,9 +60,10 @@ class Sizes:
         told = [(suspect, self._proved(suspect, self._sources(origins, suspect))) for suspect in suspects]
         if not clash:
             told = [(suspect, sources) for suspect, sources in told if _moves(sources)]
-        elif not self._comes_of_void(told):
+        elif not self._names_void(told):
             told += self._emptied(origins)
-        frozen = _frozen(told) if clash and not self._comes_of_void(told) else None
+        empty = bool(clash) and self._names_void(told) and self._runs(self._filled)
+        frozen = _frozen(told) if clash and not empty else None
         blame, words = self._blame(origins, told, frozen, clash)
         return Place(
             node=node_of(self.node),
@@ -78,7 +80,7 @@ class Sizes:
         """Axes of length 0 that come from a feed without elements: what does not fit may have come of that."""
         empty = emptied(self.node, origins)
         told = [(suspect, self._proved(suspect, self._sources(origins, suspect))) for suspect in empty]
-        return [one for one in told if self._comes_of_void([one])]
+        return [one for one in told if self._names_void([one])]
 
     def _computed(self) -> list[str]:
         return [n for n in dict.fromkeys(self.node.reads) if n in self.flat.producers or n in self.feeds]
@@ -112,11 +114,12 @@ class Sizes:
         """The sources without the fed lengths that the axis does not move with when another length is fed."""
         if suspect.is_number or suspect.value not in self.flat.producers:
             return sources
-        fed = [source for source in sources if source.kind == "fed length"][:MOST_PROOFS]
+        fed = [source for source in sources if source.kind == "fed length"]
         void = [source for source in fed if self._is_void(source)]
-        if void and self._emptiness_ends(suspect, void):
-            return void
-        refuted = [source for source in fed if self._moved(suspect, source) is False]
+        other = [source for source in fed if source not in void][:MOST_PROOFS]
+        refuted = [source for source in other if self._moved(suspect, source) is False]
+        if void and self._moves_with(suspect, self._filled) is False:
+            refuted += void
         return [source for source in sources if source not in refuted]
 
     def _moved(self, suspect: Suspect, source: Source) -> bool | None:
@@ -125,24 +128,39 @@ class Sizes:
         That length alone is changed first, then all that a longer past, more tokens, ... would change.
         """
         kind = self._kind(source)
-        variant = self.bench.variant(self.flat, self.source, shapes=[suspect.value])
         for feeds in (self._resized(source, source.size + 1), self._longer(kind) if kind else None):
-            if feeds is not None:
-                with contextlib.suppress(TrialFailed):
-                    after = self.bench.run(variant, self.bench.feeds(feeds))[suspect.value]["values"]
-                    before = self.bench.run(variant, self.bench.feeds(self.feeds))[suspect.value]["values"]
-                    return bool(after[suspect.axis] != before[suspect.axis])
+            if feeds is not None and (moved := self._moves_with(suspect, feeds)) is not None:
+                return moved
         return None
 
-    def _emptiness_ends(self, suspect: Suspect, void: list[Source]) -> bool:
-        """Whether an axis gets entries when the feeds without any get one: all at once, since each alone empties it."""
-        feeds = dict(self.feeds)
-        for source in void:
-            feeds[source.name] = _resized(feeds[source.name], source.axis, 1)
+    def _moves_with(self, suspect: Suspect, feeds: "dict[str, Array]") -> bool | None:
+        """Whether an axis has another length on other feeds; None where the graph does not get that far with them."""
         variant = self.bench.variant(self.flat, self.source, shapes=[suspect.value])
         with contextlib.suppress(TrialFailed):
-            return bool(self.bench.run(variant, self.bench.feeds(feeds))[suspect.value]["values"][suspect.axis] > 0)
-        return False
+            after = self.bench.run(variant, self.bench.feeds(feeds))[suspect.value]["values"]
+            before = self.bench.run(variant, self.bench.feeds(self.feeds))[suspect.value]["values"]
+            return bool(after[suspect.axis] != before[suspect.axis])
+        return None
+
+    @cached_property
+    def _filled(self) -> "dict[str, Array]":
+        """The feeds, those without elements as long as what else counts the same: all, since each alone empties it."""
+        feeds = dict(self.feeds)
+        for name, axes in self.axes.items():
+            for axis, kind in enumerate(axes):
+                void = name in feeds and axis < feeds[name].ndim and feeds[name].shape[axis] == 0
+                if void and (sizes := [size for size in self._others(name, kind) if size]):
+                    feeds[name] = _resized(feeds[name], axis, sizes[0])
+        return feeds
+
+    def _runs(self, feeds: "dict[str, Array]") -> bool:
+        """Whether the failing node comes to its end on other feeds."""
+        made = [name for name in self.node.makes if name]
+        try:
+            self.bench.run(self.bench.variant(self.flat, self.source, shapes=made), self.bench.feeds(feeds))
+        except TrialFailed:
+            return False
+        return True
 
     def _longer(self, kind: Axis) -> "dict[str, Array]":
         """The feeds of a call with one more of what an axis counts."""
@@ -182,7 +200,7 @@ class Sizes:
         if frozen is not None:
             return "graph", f"{clash}: the graph holds {frozen}"
         odd = [s for _, sources in told for s in sources if s.kind == "fed length" and self._odd(s)]
-        odd.sort(key=lambda source: source.size)  # what has no elements says more than what has too many
+        odd.sort(key=lambda source: source.size > 0)  # what has no elements says more than what has too many
         if odd:
             shape, returned = list(self.feeds[odd[0].name].shape), self.carried.get(odd[0].name)
             return "feed", f"{clash}: {odd[0].name} was fed as {shape}" + (f", {returned}" if returned else "")
@@ -196,21 +214,25 @@ class Sizes:
     def _odd(self, source: Source) -> bool:
         """Whether a length that was fed is another one than that of what else counts the same."""
         kind = self._kind(source)
-        if kind not in ("batch", "past", "new", "total", "encoder"):
-            return False
-        tokens, caches = list[int](), list[int]()
-        for name, axes in self.axes.items():
-            for axis, counted in enumerate(axes):
-                if counted == kind and name != source.name and name in self.feeds:
-                    (caches if name in self.layers else tokens).append(self.feeds[name].shape[axis])
-        sizes = tokens or caches
+        sizes = self._others(source.name, kind) if kind is not None else []
         return bool(sizes) and source.size not in sizes
+
+    def _others(self, name: str, kind: Axis) -> list[int]:
+        """The lengths of what else counts the same: of the tokens, or where they have no such axis of the caches."""
+        if kind not in ("batch", "past", "new", "total", "encoder"):
+            return []
+        tokens, caches = list[int](), list[int]()
+        for other, axes in self.axes.items():
+            for axis, counted in enumerate(axes):
+                if counted == kind and other != name and other in self.feeds:
+                    (caches if other in self.layers else tokens).append(self.feeds[other].shape[axis])
+        return tokens or caches
 
     def _is_void(self, source: Source) -> bool:
         """Whether a feed has no elements, and what else counts the same has some."""
         return source.kind == "fed length" and source.size == 0 and self._odd(source)
 
-    def _comes_of_void(self, told: list[Told]) -> bool:
+    def _names_void(self, told: list[Told]) -> bool:
         return any(self._is_void(source) for _, sources in told for source in sources)
 
     def _passes(self, feeds: "dict[str, Array]") -> bool:

@@ -167,9 +167,13 @@ def _is_fed(port: Port) -> bool:
 def _named(ports: list[Port]) -> str:
     """Names, with the part each plays where the name does not say it."""
     return ", ".join(
-        f"{port.name}" if _says_its_role(port) else f"{port.name} ({port.role} {describe(port.dtype, port.shape)})"
-        for port in ports
+        f"{port.name}" if _says_its_role(port) else f"{port.name} ({port.role} {_typed(port)})" for port in ports
     )
+
+
+def _typed(port: Port) -> str:
+    kind = describe(port.dtype, port.shape)
+    return kind if port.value is None else f"{kind}, {port.value:g} here"
 
 
 def _says_its_role(port: Port) -> bool:

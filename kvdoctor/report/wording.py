@@ -81,7 +81,8 @@ def detail(run: Run, why: str = "") -> str:
     twin = run.unrounded.worst if run.unrounded is not None and run.unrounded.relative else None
     unrounded = f", {twin:.1e} where nothing is rounded" if twin is not None else ""
     if run.outcome in ("passed", "ambiguous") and worst is not None:
-        return f"{'the same twice: ' if run.repeats else ''}logits within {worst:.1e}{unrounded}"
+        twice = "the same twice: " if run.repeats and run.outcome == "passed" else ""
+        return f"{twice}logits within {worst:.1e}{unrounded}"
     if twin is not None and worst is None:
         return f"logits {'within' if run.outcome != 'differs' else 'off by'} {twin:.1e} where nothing is rounded"
     if run.outcome == "differs":

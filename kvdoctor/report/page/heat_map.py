@@ -34,7 +34,7 @@ def steps(runs: Sequence[Run], contract: CacheContract, tolerance: Tolerance, pl
         said.append(f" {longest - len(kept)} steps in the middle are not shown.")
     if len(held) > MOST_RUNS:
         said.append(f" {len(held) - MOST_RUNS} experiments more are not shown.")
-    caption = "Difference to the run without a cache, by step"
+    caption = f"Difference to {' or '.join(sorted({run.yardstick for run in held}))}, by step"
     return h("p", said), table(place.id("steps-heat"), caption, header, rows, "heat"), _scale()
 
 
