@@ -225,17 +225,17 @@ class Script:
         return answer
 
     def stop(self) -> None:
-        """End the process; what uv started ends with its standard input."""
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            with contextlib.suppress(OSError):
-                if pipe is self._process.stdin and pipe is not None:
-                    pipe.close()
+        """End the process, and let all that it said come into the log; what uv started ends with its standard input."""
+        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
         self._process.terminate()
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._listener.join(5)
 
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + MOST_SECONDS
