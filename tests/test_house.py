@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -120,30 +120,32 @@ def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(path: Path, *, also_for_types: bool = False) -> Iterator[str]:
+@cache
+def imported(path: Path, *, also_for_types: bool = False) -> tuple[str, ...]:
     """Names of the modules that a file imports when it runs, at any depth of the file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    skipped: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    found: list[str] = []
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and not also_for_types:
-            skipped |= {child for part in node.body for child in ast.walk(part)}
-    for node in ast.walk(tree):
-        if node in skipped:
+            waiting += node.orelse
             continue
+        waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "kvdoctor")
+            found.append(node.module)
+            found += (f"{node.module}.{alias.name}" for alias in node.names if node.module == "kvdoctor")
+    return tuple(found)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_imports_point_to_earlier_rooms(path: Path) -> None:
-    mine = ROOMS.index(room(path))
-    for name in imported(path):
-        parts = name.split(".")
-        if parts[0] == "kvdoctor" and len(parts) > 1 and parts[1] in ROOMS:
-            assert ROOMS.index(parts[1]) <= mine, f"{room(path)} must not import {name}"
+def test_imports_point_to_earlier_rooms() -> None:
+    for path in modules():
+        mine = ROOMS.index(room(path))
+        for name in imported(path):
+            parts = name.split(".")
+            if parts[0] == "kvdoctor" and len(parts) > 1 and parts[1] in ROOMS:
+                assert ROOMS.index(parts[1]) <= mine, f"{path} must not import {name}"
 
 
 def test_every_room_is_named_in_the_table_of_rooms() -> None:
@@ -156,23 +158,23 @@ def test_every_room_is_named_in_the_table_of_rooms() -> None:
     assert {room(path) for path in modules()} == set(ROOMS)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_onnxruntime_is_imported_behind_its_door_only(path: Path) -> None:
-    if room(path) in ("worker", "sessions", "ceilings", "trials"):
-        return
-    assert not [name for name in imported(path, also_for_types=True) if name.split(".")[0] == "onnxruntime"]
-    behind = ("kvdoctor.worker", "kvdoctor.sessions", "kvdoctor.ceilings")
-    assert not [name for name in imported(path) if name in behind] or room(path) in ("examination", "replaying")
+def test_onnxruntime_is_imported_behind_its_door_only() -> None:
+    behind = {"kvdoctor.worker", "kvdoctor.sessions", "kvdoctor.ceilings"}
+    for path in modules():
+        if room(path) not in ("worker", "sessions", "ceilings", "trials"):
+            assert "onnxruntime" not in {name.split(".")[0] for name in imported(path, also_for_types=True)}, path
+            assert not behind & set(imported(path)) or room(path) in ("examination", "replaying"), path
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_frameworks_are_imported_behind_their_doors_only(path: Path) -> None:
-    roots = {name.split(".")[0] for name in imported(path, also_for_types=True)}
-    if path.parent == PACKAGE / FRAMEWORK_DOORS:
-        assert "kvdoctor" not in roots
-        return
-    assert not [name for name in imported(path) if name.startswith(FRAMEWORK_DOORS.replace("/", "."))]
-    assert not roots & {"torch", "transformers", "optimum", "requests", "httpx", "urllib3"}
+def test_frameworks_are_imported_behind_their_doors_only() -> None:
+    frameworks = {"torch", "transformers", "optimum", "requests", "httpx", "urllib3"}
+    for path in modules():
+        roots = {name.split(".")[0] for name in imported(path, also_for_types=True)}
+        if path.parent == PACKAGE / FRAMEWORK_DOORS:
+            assert "kvdoctor" not in roots, path
+        else:
+            assert not [name for name in imported(path) if name.startswith(FRAMEWORK_DOORS.replace("/", "."))], path
+            assert not roots & frameworks, path
 
 
 @pytest.mark.parametrize("name", LIGHT)
