@@ -302,7 +302,7 @@ def not_crashed(result: Result) -> Result:
     return result
 
 
-@pytest.mark.parametrize("what", sampled(INCOMPLETE, 5))
+@pytest.mark.parametrize("what", sampled(INCOMPLETE, 12))
 def test_what_cannot_be_driven_says_why(what: str, tmp_path: Path) -> None:
     build, subject, reason = INCOMPLETE[what]
     folder = saved(build(), tmp_path / "model")
@@ -317,7 +317,7 @@ def test_what_cannot_be_driven_says_why(what: str, tmp_path: Path) -> None:
         assert not result.report.get("runs")
 
 
-@pytest.mark.parametrize("what", sampled(FAULTY, 5))
+@pytest.mark.parametrize("what", sampled(FAULTY, 10))
 def test_what_can_be_read_and_is_wrong(what: str, tmp_path: Path) -> None:
     build, declared, shown = FAULTY[what]
     folder = saved(build(), tmp_path / "model")
@@ -328,7 +328,7 @@ def test_what_can_be_read_and_is_wrong(what: str, tmp_path: Path) -> None:
         assert names <= set(result.findings)
 
 
-@pytest.mark.parametrize("what", sampled(HEALTHY, 5))
+@pytest.mark.parametrize("what", sampled(HEALTHY, 15))
 def test_what_only_looks_bad(what: str, tmp_path: Path) -> None:
     build, noted, kinds = HEALTHY[what]
     folder = saved(build(), tmp_path / "model")
@@ -343,7 +343,7 @@ def test_what_only_looks_bad(what: str, tmp_path: Path) -> None:
         assert set(result.findings) - {"cache-not-faster"} == noted
 
 
-@pytest.mark.parametrize("what", sampled(UNREADABLE, 5))
+@pytest.mark.parametrize("what", sampled(UNREADABLE, 10))
 def test_what_is_no_decoder(what: str, tmp_path: Path) -> None:
     build, word = UNREADABLE[what]
     folder = saved(build(), tmp_path / "model")
@@ -375,7 +375,7 @@ def test_1500_layers_are_read(tmp_path: Path) -> None:
     assert as_json("inspect", folder, timeout=SECONDS).report["verdict"] == "nothing-found"
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", sampled(TEXTS, 4))
 def test_the_command_line_says_what_the_fixtures_expect(name: str, tmp_path: Path) -> None:
     """The fixtures state the findings, which test_text_fixtures.py demands; here they are asked for from outside."""
     fixture = TEXTS[name]

@@ -587,7 +587,7 @@ def test_hostile_names_of_files(name: str, broken: bool, tmp_path: Path) -> None
 
 
 @posix
-@pytest.mark.parametrize("name", ["::error::owned", "##[error]owned", "::stop-commands::x"])
+@pytest.mark.parametrize("name", sampled(["::error::owned", "##[error]owned", "::stop-commands::x"], 3))
 def test_a_file_named_like_a_workflow_command(name: str, tmp_path: Path) -> None:
     """Runners of workflows obey lines that begin so, indented or not."""
     saved(bad.decoder(), tmp_path / name, f"{name}.onnx")
@@ -612,7 +612,7 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
 # --- where the answer goes ---
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-16"])
+@pytest.mark.parametrize("encoding", sampled(["ascii", "cp1252", "utf-16"], 3))
 @pytest.mark.parametrize("format_", ["text", "markdown", "json"])
 def test_an_output_that_cannot_hold_every_character(encoding: str, format_: str, tmp_path: Path) -> None:
     copied(MARIAN, tmp_path / "model", "decoder_model_merged.onnx", "encoder_model.onnx")
@@ -729,7 +729,7 @@ def test_a_provider_that_is_not_there_is_not_called_healthy() -> None:
 
 
 @pytest.mark.parametrize("option", [("--ignore", "KV001,KV002,KV010,KV011,KV301"), ("--select", "KV203")], ids=" ".join)
-@pytest.mark.parametrize("what", ["truncated", "no-data", "refused", "died"])
+@pytest.mark.parametrize("what", sampled(["truncated", "no-data", "refused", "died"], 3))
 @every_command
 def test_a_selection_does_not_make_healthy_what_was_not_run(
     command: str, what: str, option: tuple[str, str], tmp_path: Path

@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from sampling import sampled
 
 from kvdoctor.report.schema import schemas
 
@@ -29,7 +30,7 @@ def test_schema_is_itself_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["inspect", "step-test", "re-export"])
-@pytest.mark.parametrize("model", ["marian-4.46.3", "llama-gqa"])
+@pytest.mark.parametrize("model", sampled(["marian-4.46.3", "llama-gqa"], 2))
 def test_report_fits(command: str, model: str, tmp_path: Path) -> None:
     more = ["-o", str(tmp_path / "out")] if command == "re-export" else []
     document = run_json(command, str(EXPORTS / model), *more)

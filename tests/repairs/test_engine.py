@@ -113,7 +113,7 @@ TAKES = {
 """Text fixtures, and whether the repair that their check leads to can be applied."""
 
 
-@pytest.mark.parametrize("name", TAKES)
+@pytest.mark.parametrize("name", sampled(TAKES, 3))
 def test_nobody_is_sent_to_a_repair_that_would_decline(name: str, tmp_path: Path) -> None:
     model = load_all()[name].write(tmp_path / "model")
     (finding,) = (found for found in step_test(str(model)).findings if found.severity != "note")
