@@ -48,7 +48,7 @@ def shown(stack: StackFacts, report: Report, place: Place, name: str) -> Element
                 section(
                     below,
                     "differences",
-                    "Difference to the run without a cache",
+                    "Differences of the logits",
                     *_differences(done, stack, limit, below),
                 )
             )
