@@ -215,7 +215,8 @@ class _Reader:
         switch = view.branches[0] if view.branches else None
         shared = shared_pasts(self.decode.graph, view, {slot.past for slot in slots})
         pasts = {slot.past: slot for slot in slots if slot.past in shared}
-        looks = Looks(file.first_dataflow, view.inputs, _logits_widths(view)) if file.first_dataflow else None
+        flow = file.first_dataflow
+        looks = Looks(flow, view.inputs, _logits_widths(view), self.hidden) if flow is not None else None
         cross = self._cross_sites(file, slots, looks)
         ports = []
         for port in view.inputs.values():

@@ -100,11 +100,15 @@ def hidden_states(view: GraphView, flow: Dataflow) -> str | None:
 
 @dataclass(frozen=True)
 class Looks:
-    """What dataflow tells of the unnamed inputs of one graph. `widths` are those of the outputs that may be logits."""
+    """What dataflow tells of the unnamed inputs of one graph.
+
+    `widths` are those of the outputs that may be logits, `hidden` is the input that stands in place of tokens.
+    """
 
     dataflow: Dataflow
     inputs: dict[str, Declared]
     widths: frozenset[int] = frozenset()
+    hidden: str | None = None
 
     def token_ids(self, candidates: Iterable[str]) -> list[str]:
         """The integer input that looks rows up in the table of words; several where nothing tells them apart."""
@@ -169,7 +173,8 @@ class Looks:
             shape = port.shape or ()
             if port.dtype in INTEGERS and len(shape) > 1 and shape[-1] != 1 and self._table_rows(port.name) is not None:
                 return True
-            if named(port, inputs.INPUTS) == "embeddings" and len(shape) == 3 and shape[1] != 1:
+            embedded = port.name == self.hidden or named(port, inputs.INPUTS) == "embeddings"
+            if embedded and len(shape) == 3 and shape[1] != 1:
                 return True
         return False
 
