@@ -1,7 +1,7 @@
 """The largest IR version and opset that a runtime opens, measured by opening models of one node. In the worker only.
 
-For releases beyond the table of `targets/limits.json`, and where a model comes for a runtime nobody knew when it was
-made. The models are written as protobuf by hand: the worker has no onnx. Fields by onnx.proto of ONNX.
+For releases beyond the table of `targets/limits.json`, newer than this kvdoctor. The models are written
+as protobuf by hand: the worker has no onnx. Fields by onnx.proto of ONNX.
 """
 
 import onnxruntime as ort

@@ -1,7 +1,7 @@
 """What came into a failing node, which of its sizes do not fit, where those come from, and whom that is laid to."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -62,7 +62,11 @@ class Sizes:
             told = [(suspect, sources) for suspect, sources in told if _moves(sources)]
         elif not self._names_void(told):
             told += self._emptied(origins)
-        empty = bool(clash) and self._names_void(told) and self._runs(self._filled)
+        empty = (
+            bool(clash)
+            and self._names_void(told)
+            and self._makes([name for name in self.node.makes if name], self._filled)
+        )
         frozen = _frozen(told) if clash and not empty else None
         blame, words = self._blame(origins, told, frozen, clash)
         return Place(
@@ -153,11 +157,10 @@ class Sizes:
                     feeds[name] = _resized(feeds[name], axis, sizes[0])
         return feeds
 
-    def _runs(self, feeds: "dict[str, Array]") -> bool:
-        """Whether the failing node comes to its end on other feeds."""
-        made = [name for name in self.node.makes if name]
+    def _makes(self, values: Sequence[str], feeds: "dict[str, Array]") -> bool:
+        """Whether the graph comes as far as some values on other feeds."""
         try:
-            self.bench.run(self.bench.variant(self.flat, self.source, shapes=made), self.bench.feeds(feeds))
+            self.bench.run(self.bench.variant(self.flat, self.source, shapes=values), self.bench.feeds(feeds))
         except TrialFailed:
             return False
         return True
@@ -195,7 +198,7 @@ class Sizes:
             if suspect.fits is None or suspect.is_number or len(sources) != 1 or not fed or self._kind(fed[0]):
                 continue
             size = fed[0].size + suspect.fits - (origins.shape(suspect.value) or ())[suspect.axis]
-            if size >= 0 and self._passes(self._resized(fed[0], size)):
+            if size >= 0 and self._makes(self.flat.ends, self._resized(fed[0], size)):
                 return "feed", f"{clash}: with axis {fed[0].axis} of {fed[0].name} fed as {size} the call passes"
         if frozen is not None:
             return "graph", f"{clash}: the graph holds {frozen}"
@@ -234,14 +237,6 @@ class Sizes:
 
     def _names_void(self, told: list[Told]) -> bool:
         return any(self._is_void(source) for _, sources in told for source in sources)
-
-    def _passes(self, feeds: "dict[str, Array]") -> bool:
-        """Whether the whole graph runs on other feeds."""
-        try:
-            self.bench.run(self.bench.variant(self.flat, self.source, shapes=self.flat.ends), self.bench.feeds(feeds))
-        except TrialFailed:
-            return False
-        return True
 
 
 def _resized(array: "Array", axis: int, size: int) -> "Array":
