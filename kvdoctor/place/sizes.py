@@ -62,11 +62,8 @@ class Sizes:
             told = [(suspect, sources) for suspect, sources in told if _moves(sources)]
         elif not self._names_void(told):
             told += self._emptied(origins)
-        empty = (
-            bool(clash)
-            and self._names_void(told)
-            and self._makes([name for name in self.node.makes if name], self._filled)
-        )
+        made = [name for name in self.node.makes if name]
+        empty = bool(clash) and self._names_void(told) and self._makes(made, self._filled)
         frozen = _frozen(told) if clash and not empty else None
         blame, words = self._blame(origins, told, frozen, clash)
         return Place(
