@@ -1,7 +1,7 @@
-"""Makes a merged decoder of 1.8 GB that is quick to run: `python benchmarks/ballast.py inside|beside FOLDER`.
+"""Makes a large merged decoder that runs quickly: `python benchmarks/ballast.py inside|beside FOLDER BYTES`.
 
-The merged T5 of the fixtures, whose cached branch returns an emptied cache, and a table as wide as its embeddings with
-millions of rows: looked up for each token, and added times zero. Its bytes lie in the file, or beside it.
+The merged T5 of the fixtures, whose cached branch returns an emptied cache, with an additional table of so many bytes:
+one row is looked up for each token, multiplied by zero and added. The table is in the file or beside it.
 """
 
 import sys
@@ -12,19 +12,17 @@ from onnx import StringStringEntryProto, TensorProto, helper
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "exports" / "t5"
 NAME, DATA = "decoder_model_merged.onnx", "decoder_model_merged.onnx_data"
-TARGET = 1_800_000_000
-"""Bytes of the table."""
 PORTION = 1 << 24
 TABLE = "ballast"
 GRAPH_FIELD, INITIALIZER_FIELD, RAW_DATA_FIELD, LEN = 7, 5, 9, 2
 
 
-def weighed_down() -> tuple[onnx.ModelProto, TensorProto]:
-    """The fixture with a table of its own in the graph around its branches, and that table, still without values."""
+def add_table(size: int) -> tuple[onnx.ModelProto, TensorProto]:
+    """The fixture with a table in the graph around its branches, and that table, still without values."""
     model = onnx.load(FIXTURE / NAME)
     branches = next(node for node in model.graph.node if node.op_type == "If")
     width = 1024
-    table = TensorProto(name=TABLE, data_type=TensorProto.FLOAT, dims=[TARGET // 4 // width, width])
+    table = TensorProto(name=TABLE, data_type=TensorProto.FLOAT, dims=[size // 4 // width, width])
     for branch in branches.attribute:
         logits = branch.g.output[0].name
         maker = next(node for node in branch.g.node if logits in node.output)
@@ -43,9 +41,9 @@ def weighed_down() -> tuple[onnx.ModelProto, TensorProto]:
     return model, table
 
 
-def beside(folder: Path) -> None:
-    """The table as external data."""
-    model, table = weighed_down()
+def write_beside(folder: Path, size: int) -> None:
+    """Write the table as external data."""
+    model, table = add_table(size)
     table.data_location = TensorProto.EXTERNAL
     for key, value in {"location": DATA, "offset": "0", "length": str(_size(table))}.items():
         table.external_data.append(StringStringEntryProto(key=key, value=value))
@@ -54,9 +52,9 @@ def beside(folder: Path) -> None:
     _pour(folder / DATA, b"", _size(table))
 
 
-def inside(folder: Path) -> None:
-    """The table in the file itself: what is appended to a message is added to it (protobuf, last field wins)."""
-    model, table = weighed_down()
+def write_inside(folder: Path, size: int) -> None:
+    """Write the table into the file: fields appended to a protobuf message are merged into it."""
+    model, table = add_table(size)
     head = table.SerializeToString() + _tag(RAW_DATA_FIELD) + _varint(_size(table))
     head = _tag(INITIALIZER_FIELD) + _varint(len(head) + _size(table)) + head
     head = _tag(GRAPH_FIELD) + _varint(len(head) + _size(table)) + head
@@ -64,7 +62,7 @@ def inside(folder: Path) -> None:
 
 
 def _pour(file: Path, head: bytes, size: int) -> None:
-    """Write a head and then a pattern that no file system can leave out."""
+    """Write a head, then a pattern without zeros, so that no file system stores it as a hole."""
     with file.open("wb") as out:
         out.write(head)
         part = bytes(range(1, 61)) * (PORTION // 60)
@@ -74,7 +72,7 @@ def _pour(file: Path, head: bytes, size: int) -> None:
 
 
 def _size(table: TensorProto) -> int:
-    return 4 * table.dims[0] * table.dims[1]
+    return 4 * int(table.dims[0]) * int(table.dims[1])
 
 
 def _tag(number: int) -> bytes:
@@ -93,4 +91,4 @@ if __name__ == "__main__":
     target = Path(sys.argv[2])
     for name in ("encoder_model.onnx", "config.json"):
         (target / name).write_bytes((FIXTURE / name).read_bytes())
-    {"inside": inside, "beside": beside}[sys.argv[1]](target)
+    {"inside": write_inside, "beside": write_beside}[sys.argv[1]](target, int(sys.argv[3]))

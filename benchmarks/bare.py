@@ -1,7 +1,7 @@
 """Replays the runs of a step-test without kvdoctor: `python benchmarks/bare.py PLAN FOLDER`.
 
-This is what the numbers of kvdoctor are held against: the same sessions with the same options and the same calls in the
-same order, by numpy and onnxruntime alone. `record.py` writes the plan.
+The alternative to kvdoctor's figures: the same sessions with the same options and the same calls in the same order, by
+numpy and onnxruntime alone. `record.py` writes the plan.
 """
 
 import json
@@ -16,7 +16,7 @@ Outputs = dict[int, dict[str, Any]]
 
 
 def open_session(folder: Path, entry: dict[str, Any]) -> Any:
-    """Open a file at the level that the plan names; None where the runtime refuses."""
+    """Open a file at the optimization level of the plan; None where the runtime refuses it."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel(entry["level"])
     options.log_severity_level = entry["log_severity"]
@@ -29,7 +29,7 @@ def open_session(folder: Path, entry: dict[str, Any]) -> Any:
 
 
 def feed(entry: dict[str, Any], outputs: Outputs) -> Any:
-    """An output of an earlier run, or an array: of the values given, else of noise."""
+    """An output of an earlier run, or an array: of the recorded values, else of noise."""
     if "run" in entry:
         return outputs[entry["run"]][entry["output"]]
     shape, kind = entry["shape"], np.dtype(entry["dtype"])
@@ -41,7 +41,7 @@ def feed(entry: dict[str, Any], outputs: Outputs) -> Any:
 
 
 def replay(steps: list[dict[str, Any]], folder: Path) -> int:
-    """Carry out the steps of one stack; gives the number of runs that the runtime failed."""
+    """Run the steps of one stack; returns the number of runs that failed."""
     sessions: dict[int, Any] = {}
     outputs: Outputs = {}
     failed = 0
@@ -68,7 +68,7 @@ def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     failed = sum(replay(steps, Path(sys.argv[2])) for steps in plan["stacks"])
     if failed != plan["failed"]:
-        sys.exit(f"{failed} runs failed, {plan['failed']} did when the plan was recorded")
+        sys.exit(f"{failed} runs failed, but {plan['failed']} when the plan was recorded")
 
 
 if __name__ == "__main__":

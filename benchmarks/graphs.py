@@ -97,7 +97,7 @@ class Layer:
 
 
 def norm(b: Nodes, x: str, weight: str) -> str:
-    """RMS normalisation, in float whatever the element type is."""
+    """RMS normalization, in float whatever the element type is."""
     if b.calls:
         return b.op("Norm", x, weight, domain=LOCAL)
     wide = b.op("Cast", x, to=TensorProto.FLOAT)
@@ -308,7 +308,7 @@ def _model(nodes: list[NodeProto], layers: int) -> ModelProto:
         helper.make_tensor_value_info("position_ids", TensorProto.INT64, tokens),
     ]
     for name in (f"past_key_values.{number}.{part}" for number in range(layers) for part in PARTS):
-        shape = ["batch_size", KV_HEADS, "past_sequence_length", HEAD_DIM]
+        shape: list[str | int | None] = ["batch_size", KV_HEADS, "past_sequence_length", HEAD_DIM]
         inputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
     tensors = [numpy_helper.from_array(array, name) for name, array in _weights(layers).items()]
     graph = helper.make_graph(nodes, "decoder", inputs, _outputs(layers), tensors)

@@ -1,4 +1,4 @@
-"""What one does by hand: load the model, make every value an output, run the step and the call without a cache.
+"""The search by hand: load the model, make every value an output, run the step and the call without a cache.
 
 `python benchmarks/mark_all.py MODEL` for the decoders of models.py. numpy, onnx and onnxruntime only.
 """
@@ -14,7 +14,7 @@ PROMPT = 3
 
 
 def feeds(session: Any, past: int, tokens: "np.ndarray[Any, Any]", cache: dict[str, Any]) -> dict[str, Any]:
-    """The coupled inputs of a call with some tokens on a past."""
+    """The inputs of a call with some tokens on a past, with consistent lengths."""
     total = past + tokens.shape[1]
     given = {
         "input_ids": tokens,
@@ -29,7 +29,7 @@ def feeds(session: Any, past: int, tokens: "np.ndarray[Any, Any]", cache: dict[s
 
 
 def main(path: str) -> None:
-    """Print the first value of which the last row differs."""
+    """Print the first value whose last row differs."""
     model = onnx.load(path)
     values = [name for node in model.graph.node for name in node.output]
     known = {output.name for output in model.graph.output}
@@ -38,7 +38,8 @@ def main(path: str) -> None:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
-    tokens = np.random.default_rng(0).integers(5000, 15000, (1, PROMPT + 1))
+    vocabulary = next(output.shape[-1] for output in session.get_outputs() if output.name == "logits")
+    tokens = np.random.default_rng(0).integers(vocabulary // 4, 3 * vocabulary // 4, (1, PROMPT + 1))
     first = dict(zip(names, session.run(names, feeds(session, 0, tokens[:, :PROMPT], {})), strict=True))
     cache = {f"past_key_values.{n.removeprefix('present.')}": v for n, v in first.items() if n.startswith("present")}
     step = dict(zip(names, session.run(names, feeds(session, PROMPT, tokens[:, PROMPT:], cache)), strict=True))

@@ -1,7 +1,8 @@
 """Measures processes from outside: wall time, and resident memory summed over a process and its children."""
 
+import atexit
 import os
-import statistics
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -9,17 +10,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import psutil
 
 MIB = 1 << 20
 POLL_SECONDS = 0.003
+BYTECODE = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": tempfile.mkdtemp(prefix="kvdoctor-bytecode-")}
+"""Every command has its bytecode, as installed packages do: without it half of a short command's time is compiling.
+
+The run that does not count writes it.
+"""
+atexit.register(shutil.rmtree, BYTECODE["PYTHONPYCACHEPREFIX"], ignore_errors=True)
+
 RESCAN_SECONDS = 0.05  # looking for new children walks over all processes of the machine
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line, the exit code that it must have, what is added to its environment, and the folder it works in."""
+    """A command line, the exit code that it must have, additions to its environment, and its working folder."""
 
     line: tuple[str, ...]
     code: int = 0
@@ -27,13 +36,13 @@ class Command:
     folder: Path | None = None
 
     def run(self, watch: Callable[[int], None] | None = None) -> str:
-        """Run to the end and give standard error.
+        """Run to the end and return standard error.
 
         Raises:
-            RuntimeError: it ended with another exit code.
+            RuntimeError: the exit code is another one.
         """
         with tempfile.TemporaryFile("w+") as errors:
-            environment = os.environ | self.environment
+            environment = os.environ | BYTECODE | self.environment
             process = subprocess.Popen(
                 self.line, stdout=subprocess.DEVNULL, stderr=errors, env=environment, cwd=self.folder
             )
@@ -64,12 +73,12 @@ def seconds(command: Command) -> float:
 
 
 def peak_mib(command: Command) -> float:
-    """Most resident memory of one run, in MiB: the process and its children, summed at the same moment."""
+    """Peak resident memory of one run, in MiB: the process and its children, summed at the same moment."""
     return _peak_mib(command, with_children=True)
 
 
 def peak_alone_mib(command: Command) -> float:
-    """The same for the process itself: of kvdoctor without the worker, in which the runtime holds the model."""
+    """Peak resident memory of the process alone: of kvdoctor without its worker, where the runtime has the model."""
     return _peak_mib(command, with_children=False)
 
 
@@ -110,18 +119,31 @@ def _resident(process: psutil.Process) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What two commands cost, over interleaved repeats: medians, and the medians of ratio and difference by pair."""
+    """The costs of two commands over interleaved repeats: medians, and medians of ratio and difference by repeat."""
 
     ours: float
     theirs: float
     ratio: float
     more: float
 
+    @classmethod
+    def of(cls, costs: Sequence[tuple[float, float]]) -> "Pair":
+        """Summarize the repeats, each as (ours, theirs)."""
+        return cls(
+            ours=median([ours for ours, _ in costs]),
+            theirs=median([theirs for _, theirs in costs]),
+            ratio=median([ours / theirs for ours, theirs in costs]),
+            more=median([ours - theirs for ours, theirs in costs]),
+        )
 
-def interleaved(ours: Command, theirs: Command, repeats: int, cost: Callable[[Command], float] = seconds) -> Pair:
-    """Measure A B, B A, A B, ... after one run of each that does not count."""
-    ours.run()
-    theirs.run()
+
+def interleaved(
+    ours: Command, theirs: Command, repeats: int, cost: Callable[[Command], float] = seconds, *, warm: bool = True
+) -> Pair:
+    """Measure A B, B A, A B, ...; with `warm` after one run of each that does not count."""
+    if warm:
+        ours.run()
+        theirs.run()
     costs: list[tuple[float, float]] = []
     for number in range(repeats):
         if number % 2:
@@ -130,18 +152,9 @@ def interleaved(ours: Command, theirs: Command, repeats: int, cost: Callable[[Co
         else:
             mine = cost(ours)
             costs.append((mine, cost(theirs)))
-    return Pair(
-        ours=_middle([a for a, _ in costs]),
-        theirs=_middle([b for _, b in costs]),
-        ratio=_middle([a / b for a, b in costs]),
-        more=_middle([a - b for a, b in costs]),
-    )
+    return Pair.of(costs)
 
 
-def middle(command: Command, repeats: int, cost: Callable[[Command], float] = seconds) -> float:
+def median_cost(command: Command, repeats: int, cost: Callable[[Command], float] = seconds) -> float:
     """The median cost of a command on its own."""
-    return _middle([cost(command) for _ in range(repeats)])
-
-
-def _middle(values: Sequence[float]) -> float:
-    return statistics.median(values)
+    return median([cost(command) for _ in range(repeats)])

@@ -25,10 +25,11 @@ DATA_FILE = "model.onnx_data"
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a decoder, where its weights lie (in the `.onnx` file or beside it), and what is wrong with it.
+    """The sizes of a decoder, whether its weights are in the `.onnx` file or beside it, and its fault.
 
-    fault: `fails`, the past of a layer in the middle has a sample's length of 3 baked in; `differs`, the new tokens see
-    as many of the first entries of that layer's cache as there are new tokens.
+    fault: `fails`, the past of a layer in the middle has a constant length of 3; `differs`, the new tokens attend only
+    to as many of the first entries of that layer's cache as there are new tokens; `crossed`, the key and the value of
+    that layer are returned under each other's names.
     """
 
     layers: int
@@ -51,6 +52,13 @@ MODELS = {
     # 1.8 GB in one file: just under the 2 GiB that protobuf can hold.
     "1.8gb-inside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=True),
     "1.8gb-beside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=False),
+    "1.8gb-crossed": Sizes(layers=14, heads=24, vocabulary=20_000, inside=True, fault="crossed"),
+    # For the test of the benchmarks: 2 layers of 128, in files of 2 MB.
+    "tiny-beside": Sizes(layers=2, heads=2, vocabulary=100, inside=False),
+    "tiny-inside": Sizes(layers=2, heads=2, vocabulary=100, inside=True),
+    "tiny-fails": Sizes(layers=2, heads=2, vocabulary=100, inside=True, fault="fails"),
+    "tiny-differs": Sizes(layers=2, heads=2, vocabulary=100, inside=True, fault="differs"),
+    "tiny-crossed": Sizes(layers=2, heads=2, vocabulary=100, inside=True, fault="crossed"),
 }
 
 
@@ -161,8 +169,11 @@ def _layer(b: _Builder, x: str, mask: str, layer: int, sizes: Sizes) -> str:
     past, fault = f"past_key_values.{layer}.key", sizes.fault if layer == sizes.layers // 2 else ""
     if fault == "fails":
         past = b.op("Expand", past, b.op("Min", b.op("Shape", past), b.ints(1, sizes.heads, 3, HEAD_DIM)))
-    key = b.op("Concat", past, key, to=f"present.{layer}.key", axis=2)
-    value = b.op("Concat", f"past_key_values.{layer}.value", value, to=f"present.{layer}.value", axis=2)
+    key_name, value_name = f"present.{layer}.key", f"present.{layer}.value"
+    if fault == "crossed":
+        key_name, value_name = value_name, key_name
+    key = b.op("Concat", past, key, to=key_name, axis=2)
+    value = b.op("Concat", f"past_key_values.{layer}.value", value, to=value_name, axis=2)
     scores = b.op("MatMul", query, b.op("Transpose", key, perm=[0, 1, 3, 2]))
     if fault == "differs":
         mask = b.op("Add", mask, _from_the_start(b))

@@ -1,7 +1,8 @@
-"""The commands of Polygraphy that come nearest to a step-test, in an environment of their own.
+"""The commands of Polygraphy that come closest to a step-test, in an isolated environment.
 
-Shapes are typed by hand, since Polygraphy couples none: the failing step of the decoders of models.py, one token on a
-past of 4. torch.onnx.verification.verify_onnx_program is not among them: it takes the ExportedProgram, not a file.
+Shapes are given by hand, since Polygraphy does not relate those of different inputs: one token on a past of 4, the
+failing step of the decoders of models.py. torch.onnx.verification.verify_onnx_program is left out: it takes an
+ExportedProgram, not a file.
 """
 
 from dataclasses import replace
@@ -9,9 +10,9 @@ from pathlib import Path
 
 from measure import Command
 
-from kvdoctor.export.environments import Needs, Unavailable, start_of
+from kvdoctor.runtime.environments import EnvironmentUnavailable, Requirements, python_command
 
-NEEDS = Needs(
+NEEDS = Requirements(
     (
         "polygraphy==0.53.6",
         "onnx-graphsurgeon==0.6.1",
@@ -28,35 +29,36 @@ LAYERS, HEADS, PAST = 12, 11, 4
 
 
 def run(model: Path) -> Command:
-    """One call with the sizes that Polygraphy takes by itself: it knows of no past."""
+    """One call with the sizes that Polygraphy chooses: it does not know of a past."""
     return _polygraphy("run", str(model), "--onnxrt")
 
 
 def run_step(model: Path) -> Command:
-    """One call with the sizes of the step that fails."""
+    """One call with the sizes of the failing step."""
     return _polygraphy("run", str(model), "--onnxrt", "--input-shapes", *_shapes(), code=1)
 
 
 def reduce(model: Path, scratch: Path) -> Command:
-    """The search for the smallest failing graph. It has the runtime infer what does not run, and ends without one."""
+    """The search for the smallest failing graph. It infers shapes by running the model, and so fails."""
     check = ("polygraphy", "run", "polygraphy_debug.onnx", "--onnxrt", "--input-shapes", *_shapes())
     out = str(scratch / "reduced.onnx")
     options = ("--mode=bisect", "--model-input-shapes", *_shapes(), "--check", *check)
-    # It leaves files in the folder that it works in.
+    # It writes files into its working folder.
     return replace(_polygraphy("debug", "reduce", str(model), "-o", out, *options, code=1), folder=scratch)
 
 
-def missing() -> str | None:
-    """Why the environment cannot be had."""
+def find_obstacle(offline: bool) -> str | None:
+    """Why the environment cannot be made; None where Polygraphy starts. `offline` downloads nothing."""
     try:
-        _polygraphy("--version").run()
-    except (Unavailable, RuntimeError) as reason:
+        _polygraphy("--version", offline=offline).run()
+    except (EnvironmentUnavailable, RuntimeError) as reason:
         return str(reason)
     return None
 
 
-def _polygraphy(*arguments: str, code: int = 0) -> Command:
-    return Command((*start_of(NEEDS, offline=False), "-c", ARGUMENTS, *arguments), code)
+def _polygraphy(*arguments: str, code: int = 0, offline: bool = False) -> Command:
+    python = python_command(NEEDS, offline)
+    return Command((*python.command, "-c", ARGUMENTS, *arguments), code)
 
 
 def _shapes() -> list[str]:

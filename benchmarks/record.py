@@ -1,26 +1,31 @@
-"""Records what a step-test asks of the runtime: `python benchmarks/record.py FOLDER PLAN [--three-loops]`.
+"""Records the sessions and runs of a step-test: `python benchmarks/record.py FOLDER PLAN [--three-loops]`.
 
-The worker's part is carried out in this process, with onnxruntime's own session class watched. The plan holds every
-session opened and every run, in order: repeated timing calls, controls and failing runs included. Feeds of integers are
-kept by value, since ids and positions must be valid; of a float feed only the shape, or which run returned it.
+The worker's code runs in this process, with onnxruntime's session class replaced by one that records. The plan has
+every session and every run in order: repeated timing calls, controls and failing runs included. Integer feeds are
+recorded by value, since ids and positions must be valid; float feeds by their shape, or by the run that returned them.
 
-With `--three-loops` the plan is what a team would write by hand: the plain loop, the held loop, and a loop without a
-cache, for the 8 steps of a step-test's own loops.
+With `--three-loops` the plan is a test that a team would write by hand: the plain loop, the held loop, and a loop
+without a cache, for the 8 steps of a step-test's own loops.
 """
 
 import json
 import sys
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import onnxruntime as ort
 
-from kvdoctor import doctor, worker
-from kvdoctor.child import Limits
-from kvdoctor.experiments import Calls, Experiment
-from kvdoctor.feeds import Deal
-from kvdoctor.runtimes import Examined, Job, Runtime
+from kvdoctor.decode.experiments import Calls, Experiment
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.messages import ExperimentJob
+from kvdoctor.diagnose import pipeline
+from kvdoctor.options import Options
+from kvdoctor.runtime.client import Progress, Runtime, StackResults
+from kvdoctor.runtime.process import Limits
+from kvdoctor.runtime.worker import main as worker
 
 NUMPY_NAMES = {"float": "float32", "double": "float64"}
 BY_VALUE = {"int64", "int32", "int8", "uint8", "bool"}
@@ -28,7 +33,7 @@ BY_VALUE = {"int64", "int32", "int8", "uint8", "bool"}
 
 @dataclass
 class Tape:
-    """The steps of one stack. `alive` keeps what the runtime returned, so that no identity is given out twice."""
+    """The steps of one stack. `alive` keeps returned values from being freed, so that no `id()` is used twice."""
 
     folder: Path
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -68,8 +73,8 @@ class Tape:
         entry = {"dtype": NUMPY_NAMES.get(kind, kind), "shape": list(value.shape())}
         return entry | {"values": value.numpy().ravel().tolist()} if kind in BY_VALUE else entry
 
-    def finished(self) -> list[dict[str, Any]]:
-        """The steps; each run with the earlier runs whose outputs it is the last to take."""
+    def add_drops(self) -> list[dict[str, Any]]:
+        """The steps, each run with the earlier runs whose outputs it is the last to use."""
         last: dict[int, int] = {}
         for number, step in enumerate(self.steps):
             last |= {feed["run"]: number for feed in step.get("feeds", {}).values() if "run" in feed}
@@ -79,8 +84,8 @@ class Tape:
         return self.steps
 
 
-def watched(tape: Tape) -> type:
-    """The runtime's session class, writing onto a tape."""
+def recording_session(tape: Tape) -> type:
+    """The runtime's session class, recording onto a tape."""
 
     class Session(ort.InferenceSession):  # type: ignore[misc]
         def __init__(self, path: str, options: Any, providers: list[str]) -> None:
@@ -101,7 +106,7 @@ def watched(tape: Tape) -> type:
 
 
 class RecordingRuntime(Runtime):
-    """Carries out jobs in this process, each onto a tape of its own."""
+    """Runs jobs in this process, each recorded onto a tape of its own."""
 
     def __init__(self, by_hand: bool) -> None:
         self.limits = Limits()
@@ -112,37 +117,39 @@ class RecordingRuntime(Runtime):
     def versions(self) -> dict[str, str]:
         return {}
 
-    def examine(self, job: Job) -> Examined:
+    def examine(self, job: ExperimentJob, _progress: Progress | None = None) -> StackResults:
         self.tapes.append(Tape(job.folder))
-        unwatched, ort.InferenceSession = ort.InferenceSession, watched(self.tapes[-1])
-        every, loops = worker.load, (Experiment("three-loops", "", three_loops),)
-        try:
-            worker.load = (lambda: loops) if self.by_hand else every
-            chosen = tuple(experiment.name for experiment in loops) if self.by_hand else job.experiments
-            worker.examine(json.loads(job.line(chosen)), lambda *_, **__: None)
-        finally:
-            ort.InferenceSession, worker.load = unwatched, every
-        return Examined()
+        loops = (Experiment("three-loops", "", three_loops),)
+        chosen = tuple(experiment.name for experiment in loops) if self.by_hand else job.experiments
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(ort, "InferenceSession", recording_session(self.tapes[-1])))
+            if self.by_hand:
+                patches.enter_context(patch.object(worker, "load", lambda: loops))
+            worker.run_experiments(replace(job, experiments=chosen), lambda _: None)
+        return StackResults()
 
 
-def three_loops(deal: Deal) -> Calls:
-    """The plain loop, the held loop, and for each of their steps the whole sequence so far without a cache."""
-    scenario = deal.scenario
+def three_loops(builder: FeedBuilder) -> Calls:
+    """The plain loop, the held loop, and for each of their steps the whole sequence without a cache."""
+    scenario = builder.scenario
     for rule in ("plain", "held"):
-        answer = yield deal.prefill(scenario.prompt)
-        past = deal.carry(None, answer, rule)
+        answer = yield builder.prefill(scenario.prompt)
+        past = builder.carry(None, answer, rule)
         for position in range(scenario.prompt, scenario.total):
-            answer = yield deal.decode(position, position + 1, past)
-            past = deal.carry(past, answer, rule)
+            answer = yield builder.decode(position, position + 1, past)
+            past = builder.carry(past, answer, rule)
     for stop in range(scenario.prompt, scenario.total + 1):
-        yield deal.reference(stop)
+        yield builder.reference(stop)
 
 
 def main() -> None:
     """Record a step-test of the model in a folder, or the three loops."""
     runtime = RecordingRuntime(sys.argv[3:] == ["--three-loops"])
-    doctor.step_test(sys.argv[1], doctor.Options(), runtime)
-    plan = {"failed": sum(tape.failed for tape in runtime.tapes), "stacks": [tape.finished() for tape in runtime.tapes]}
+    pipeline.step_test(sys.argv[1], Options(), runtime)
+    plan = {
+        "failed": sum(tape.failed for tape in runtime.tapes),
+        "stacks": [tape.add_drops() for tape in runtime.tapes],
+    }
     Path(sys.argv[2]).write_text(json.dumps(plan), encoding="utf-8")
 
 

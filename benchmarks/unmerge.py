@@ -1,19 +1,20 @@
-"""A merged decoder of any size, and ways to take it apart.
+"""Makes a merged decoder of any size, and converts it to a pair.
 
-python benchmarks/unmerge.py make FOLDER        the model.onnx of models.py there becomes a merged decoder
+python benchmarks/unmerge.py make FOLDER        turns the model.onnx of models.py there into a merged decoder
 python benchmarks/unmerge.py kvdoctor FOLDER OUT
-python benchmarks/unmerge.py onnx FOLDER OUT    onnx.load and onnx.save of the same file, and nothing besides
+python benchmarks/unmerge.py onnx FOLDER OUT    onnx.load and onnx.save of the same file, nothing more
 """
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 MERGED = "decoder_model_merged.onnx"
 
 
 def make(folder: str) -> None:
-    """Put the graph into the branch of an `If`, and beside it the same graph without its past; weights are shared."""
+    """Put the graph into one branch of an `If`, and a copy without its past into the other; weights are shared."""
     import onnx
     from onnx import TensorProto, helper
 
@@ -42,19 +43,19 @@ def make(folder: str) -> None:
 
 
 def by_kvdoctor(folder: str, out: str) -> None:
-    """Take it apart as `re-export --layout pair` does, without the diagnoses before and after."""
-    from kvdoctor.layouts import Source, load
-    from kvdoctor.model_folder import open_folder
-    from kvdoctor.reading import read_contract
+    """Convert it as `re-export --layout pair` does, without the diagnoses before and after."""
+    from kvdoctor.analysis.contract_reader import read_contract
+    from kvdoctor.analysis.model_folder import open_folder
+    from kvdoctor.repair.layouts.registry import LayoutSource, load
 
     found = open_folder(folder)
     stack = found.stacks[0]
     pair = next(layout for layout in load() if layout.name == "pair")
-    pair.make(Source(found.root, stack, read_contract(stack, found.side_cars))).write(found.root, Path(out))
+    pair.make(LayoutSource(found.root, stack, read_contract(stack, found.side_cars))).write(found.root, Path(out))
 
 
 def by_onnx(folder: str, out: str) -> None:
-    """What any script does that changes a model with the onnx package."""
+    """What any script with the onnx package does to change a model."""
     import onnx
 
     beside = any(Path(folder).glob("*_data"))
@@ -66,4 +67,5 @@ def by_onnx(folder: str, out: str) -> None:
 if __name__ == "__main__":
     for made in sys.argv[3:]:
         shutil.rmtree(made, ignore_errors=True)
-    {"make": make, "kvdoctor": by_kvdoctor, "onnx": by_onnx}[sys.argv[1]](*sys.argv[2:])
+    commands: dict[str, Callable[..., None]] = {"make": make, "kvdoctor": by_kvdoctor, "onnx": by_onnx}
+    commands[sys.argv[1]](*sys.argv[2:])

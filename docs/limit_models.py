@@ -4,8 +4,10 @@ Each is one node. Whether a release takes it is asked by opening it; that the mo
 release that does.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import onnx
 from onnx import TensorProto, defs, helper
@@ -99,7 +101,7 @@ def contrib_models() -> Iterator[tuple[str, onnx.ModelProto]]:
             )
 
 
-def _contrib(domain: str, operator: str, inputs: str, outputs: int, attributes: dict) -> onnx.ModelProto:
+def _contrib(domain: str, operator: str, inputs: str, outputs: int, attributes: dict[str, Any]) -> onnx.ModelProto:
     declared, initializers, names = [], [], []
     for number, text in enumerate(inputs.split()):
         if text == "-":
@@ -110,10 +112,8 @@ def _contrib(domain: str, operator: str, inputs: str, outputs: int, attributes: 
         names.append(name)
         shape = [int(size) if size.isdigit() else size for size in sizes]
         if kind.startswith("w"):
-            count = 1
-            for size in shape:
-                count *= size
-            initializers.append(helper.make_tensor(name, TYPES[kind[1:]], shape, [0] * count))
+            numbers = [int(size) for size in sizes]
+            initializers.append(helper.make_tensor(name, TYPES[kind[1:]], numbers, [0] * math.prod(numbers)))
         else:
             declared.append(helper.make_tensor_value_info(name, TYPES[kind], shape))
     made = [f"y{number}" for number in range(outputs)]
@@ -135,7 +135,7 @@ MORE_INPUTS = {
 TYPES = {"f": F, "i32": I32, "i64": I64, "u8": U8, "i8": I8, "f16": F16, "u4": TensorProto.UINT4}
 
 # name, inputs (type and sizes; `w` makes it a weight, `-` leaves it out), outputs, attributes, further attributes
-CONTRIB = (
+CONTRIB: tuple[tuple[str, str, int, dict[str, Any], dict[str, Any]], ...] = (
     (
         f"{MS}:Attention",
         "f,b,s,8 f,8,24 f,24",

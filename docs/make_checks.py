@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from kvdoctor.findings import all_checks
+from kvdoctor.api import list_graph_repairs
+from kvdoctor.findings import Check, all_checks
 
 HEAD = """# The checks
 
-Made from the docstrings of `kvdoctor/checks/` by `python docs/make_checks.py`. The same text is printed by
+Made from the docstrings of `kvdoctor/diagnose/checks/` by `python docs/make_checks.py`. The same text is printed by
 `kvdoctor explain CODE`. Codes: KV0xx file and environment, KV1xx the contract as declared, KV2xx what decode steps
 showed, KV3xx numbers, KV4xx target runtimes. Names and codes are never reused.
 """
@@ -14,8 +15,16 @@ showed, KV3xx numbers, KV4xx target runtimes. Names and codes are never reused.
 
 def page() -> str:
     """The whole page."""
-    entries = [f"## {check.code} {check.name}\n\n{check.documentation}\n" for check in all_checks()]
-    return "\n".join([HEAD, *entries])
+    return "\n".join([HEAD, *map(entry, all_checks())])
+
+
+def entry(check: Check) -> str:
+    """The section of one check."""
+    text = f"## {check.code} {check.name}\n\n{check.documentation}\n"
+    if repairs := list_graph_repairs(check.name):
+        links = ", ".join(f"[{name}](repairs.md)" for name in repairs)
+        text += f"\nRepairs that `kvdoctor re-export` tries: {links}.\n"
+    return text
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ MARK = "\x1e"
 """Stands in the output between two commands."""
 
 PROGRAMS = {
-    "kvdoctor": "#!{python}\nfrom kvdoctor.cli import main\n\nmain()\n",
+    "kvdoctor": "#!{python}\nfrom kvdoctor.cli.main import main\n\nmain()\n",
     "python": '#!/bin/sh\nexec "{python}" "$@"\n',
 }
 
@@ -32,6 +32,7 @@ VARIES = (
     (r"\b(kvdoctor|onnxruntime|onnx|numpy|click|rich|psutil|msgspec|python|Python)( |==)\d[\w.]*", r"\1 VERSION"),
     (r"\b(platform )?(linux|darwin|win32) \w+", "PLATFORM"),
     (r"\b\d+(\.\d+)? (ms|s|times)\b", r"N \2"),
+    (r"\b(\d+(\.\d+)?x|none) at\b", "Nx at"),
     (r"\b\d(\.\d+)?e[-+]\d\d\b", "SMALL"),
     (r"\boff by \d+(\.\d+)?", "off by N"),
     (r"\b\d{1,3}(,\d{3})+ bytes", "N bytes"),
@@ -89,7 +90,12 @@ def _outputs(wanted: list[str]) -> list[str]:
             (programs / name).chmod(0o755)
         strange = ("GITHUB_", "KVDOCTOR", "XDG_CACHE_HOME")
         env = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
-        env |= {"PATH": f"{programs}{os.pathsep}{env['PATH']}", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": folder}
+        env |= {
+            "LC_ALL": "C.UTF-8",
+            "PATH": f"{programs}{os.pathsep}{env['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "XDG_CACHE_HOME": folder,
+        }
         command = ["bash", "--noprofile", "--norc", "-c", f"exec 2>&1\n{script}"]
         done = subprocess.run(command, cwd=at, env=env, capture_output=True, encoding="utf-8", check=False)
     outputs = done.stdout.split(MARK)[1:]

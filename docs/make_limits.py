@@ -2,7 +2,7 @@
 
 For every release that has wheels for a Python installed here an isolated environment is made, and small models are
 opened in it: one for each IR version and each opset, each standard operator at each opset that changed it, and the
-operators of other domains that decoders use (docs/limit_models.py). Writes kvdoctor/targets/limits.json and
+operators of other domains that decoders use (docs/limit_models.py). Writes kvdoctor/runtime/targets/limits.json and
 docs/targets.md. Takes minutes.
 """
 
@@ -15,11 +15,10 @@ from typing import Any
 
 from limit_models import write_all
 
-from kvdoctor.elsewhere.environments import environment
-from kvdoctor.export.environments import Unavailable, find_uv
-from kvdoctor.targets import bindings
-from kvdoctor.targets.limits import FILE
-from kvdoctor.targets.words import operator_of
+from kvdoctor.runtime.environments import EnvironmentUnavailable, find_uv
+from kvdoctor.runtime.release_environments import prepare_environment
+from kvdoctor.runtime.targets import bindings
+from kvdoctor.runtime.targets.limits import FILE, operator_of
 
 RELEASES = (
     *("1.15.1", "1.16.0", "1.16.3", "1.17.0", "1.17.3", "1.18.1", "1.19.2", "1.20.1", "1.21.1", "1.22.0", "1.22.1"),
@@ -53,7 +52,7 @@ for number in range(first, last):
 
 def opened(release: str, folder: Path, count: int) -> list[bool]:
     """Which of the models a release opens; the process is started again after one that ends it."""
-    python = environment(release, offline=False)
+    python = prepare_environment(release, offline=False)
     found = [False] * count
     first = 0
     while first < count:
@@ -100,7 +99,7 @@ def _largest(takes: set[str], prefix: str) -> int:
 
 
 def _feature(name: str) -> str | None:
-    """The feature that a model shows, as kvdoctor.targets.limits names it."""
+    """The feature that a model shows, as kvdoctor.runtime.targets.limits names it."""
     kind, _, rest = name.partition("/")
     if kind == "standard":
         return rest.partition("/")[0]
@@ -126,8 +125,13 @@ def table(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     rows = {}
     for release, facts in found.items():
         absent = [feature for feature in known if feature not in facts["opens"]]
-        lacks = [feature for feature in absent if ":" in feature or _since(feature) <= facts["opset"]]
-        rows[release] = {"ir": facts["ir"], "opset": facts["opset"], "pythons": facts["pythons"], "lacks": lacks}
+        unsupported = [feature for feature in absent if ":" in feature or _since(feature) <= facts["opset"]]
+        rows[release] = {
+            "ir": facts["ir"],
+            "opset": facts["opset"],
+            "pythons": facts["pythons"],
+            "unsupported": unsupported,
+        }
     return {"operators": operators, "contrib": contrib, "releases": rows}
 
 
@@ -139,9 +143,9 @@ def page(data: dict[str, Any]) -> str:
     """docs/targets.md."""
     rows = []
     for release, facts in data["releases"].items():
-        whole = [name for name in data["contrib"] if name in facts["lacks"]]
-        attributes = [f for f in facts["lacks"] if ":" in f and f not in whole and operator_of(f) not in whole]
-        standard = [name for name in facts["lacks"] if ":" not in name]
+        whole = [name for name in data["contrib"] if name in facts["unsupported"]]
+        attributes = [f for f in facts["unsupported"] if ":" in f and f not in whole and operator_of(f) not in whole]
+        standard = [name for name in facts["unsupported"] if ":" not in name]
         cells = [release, str(facts["ir"]), str(facts["opset"]), ", ".join(facts["pythons"]), _count(standard)]
         rows.append([*cells, _short(whole), _short(attributes)])
     header = ["onnxruntime", "IR", "opset", "Python", "standard operators", "operators it lacks", "attributes it lacks"]
@@ -190,7 +194,7 @@ kvdoctor re-export MODEL -o FIXED --ir-version 9 --opset 17
 A model whose IR version or opset is too new for a target is lowered by `re-export`, as far as what it uses allows: no
 node may change its meaning. What stands against it is named, with the export that would bring it.
 
-The environments hold onnxruntime and numpy alone. uv makes them (else venv and pip), the first time over the network,
+The environments hold onnxruntime and numpy alone. uv makes them, the first time over the network,
 and they are kept in the user's cache folder (`~/.cache/kvdoctor/onnxruntime` on Linux). `--offline` never fetches one.
 No Python is installed for it: where none that the release has wheels for is here, the target is *not checked*, with the
 command that would make it so, and the model is not called healthy.
@@ -219,7 +223,7 @@ def main() -> None:
         for release in RELEASES:
             try:
                 found[release] = measured(release, names, Path(scratch))
-            except Unavailable as reason:
+            except EnvironmentUnavailable as reason:
                 print(f"{release}: left out: {reason}", file=sys.stderr)
                 continue
             facts = found[release]

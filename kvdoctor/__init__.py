@@ -1,19 +1,37 @@
-"""kvdoctor: the doctor for ONNX decoders with a KV cache.
+"""kvdoctor: diagnoses and repairs ONNX decoders with a KV cache.
 
-The commands as functions: `inspect`, `step_test`, `re_export`, `gate`, `diff` and `read_report` (docs/python.md).
-Importing this loads none of them: what they need (onnx, numpy, rich) comes with the first call.
+The commands as functions: `inspect`, `step_test`, `re_export`, `repro`, `gate` and `diff`; and `read_contracts`,
+`read_report`, `read_policy` and `render` (docs/python.md). Importing this loads none of them: what they need (onnx,
+numpy, rich) is loaded with the first call.
 """
 
-__version__ = "0.1.0"
+from kvdoctor._version import __version__
 
 TYPE_CHECKING = False  # type checkers take it for that of typing, which is slow to load
 
 if TYPE_CHECKING:
-    from kvdoctor.api import diff, gate, inspect, re_export, read_report, step_test
-    from kvdoctor.asking import DiffOptions, GateOptions, InspectOptions, ReExportOptions, StepTestOptions
+    from kvdoctor.api import (
+        DiffOptions,
+        GateOptions,
+        InspectOptions,
+        ReExportOptions,
+        ReproOptions,
+        StepTestOptions,
+        diff,
+        gate,
+        inspect,
+        re_export,
+        read_contracts,
+        read_policy,
+        read_report,
+        render,
+        repro,
+        step_test,
+    )
     from kvdoctor.errors import KvdoctorError, Unhealthy, UsageError, Worse
     from kvdoctor.findings import Finding
-    from kvdoctor.gating import Judged
+    from kvdoctor.gating.policy import Policy
+    from kvdoctor.gating.verdict import GateResult
     from kvdoctor.report.diff_document import DiffReport
     from kvdoctor.report.document import Report
 
@@ -22,11 +40,13 @@ __all__ = (
     "DiffReport",
     "Finding",
     "GateOptions",
+    "GateResult",
     "InspectOptions",
-    "Judged",
     "KvdoctorError",
+    "Policy",
     "ReExportOptions",
     "Report",
+    "ReproOptions",
     "StepTestOptions",
     "Unhealthy",
     "UsageError",
@@ -36,30 +56,33 @@ __all__ = (
     "gate",
     "inspect",
     "re_export",
+    "read_contracts",
+    "read_policy",
     "read_report",
+    "render",
+    "repro",
     "step_test",
 )
 
 if not TYPE_CHECKING:  # a type checker must see that other names are not there
     HOMES = {
-        "api": ("diff", "gate", "inspect", "re_export", "read_report", "step_test"),
-        "asking": ("DiffOptions", "GateOptions", "InspectOptions", "ReExportOptions", "StepTestOptions"),
         "errors": ("KvdoctorError", "Unhealthy", "UsageError", "Worse"),
         "findings": ("Finding",),
-        "gating": ("Judged",),
+        "gating.verdict": ("GateResult",),
+        "gating.policy": ("Policy",),
         "report.diff_document": ("DiffReport",),
         "report.document": ("Report",),
     }
 
     def __getattr__(name):
-        """Load what is asked for when it is asked for first (PEP 562)."""
+        """Load a name at its first use (PEP 562)."""
         import importlib
 
-        home = next((home for home, names in HOMES.items() if name in names), None)
-        if home is None:
+        if name not in __all__:
             raise AttributeError(f"module 'kvdoctor' has no attribute {name!r}")
+        home = next((home for home, names in HOMES.items() if name in names), "api")
         return getattr(importlib.import_module(f"kvdoctor.{home}"), name)
 
     def __dir__():
-        """Name what can be asked for, loaded or not."""
+        """List the names that can be imported, loaded or not."""
         return sorted({*globals(), *__all__})

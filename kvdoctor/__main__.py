@@ -1,5 +1,5 @@
 """`python -m kvdoctor`."""
 
-from kvdoctor.cli import main
+from kvdoctor.cli.main import main
 
 main()

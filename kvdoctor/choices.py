@@ -1,16 +1,22 @@
-"""The values that options take: for the command line, for programs and for a policy alike."""
+"""The values that options take: for the command line, for keyword arguments and for a policy alike.
 
-from collections.abc import Iterable
-from typing import Literal, get_args
+A `Kind` checks a value, wherever it comes from, and describes the values that it accepts. It knows no single option.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, TypeGuard, get_args
 
 Consumer = Literal["plain", "held"]
-"""The loop that calls the model: every present fed back, or the cross-attention cache held."""
+"""The loop that calls the model: every present is fed back, or the cross-attention cache of the prefill is kept."""
 Required = Literal["chunked-prefill", "batch", "left-padding", "beam", "full-context"]
 """Uses that must work."""
 FailOn = Literal["note", "warning", "error", "never"]
 """The lowest severity that counts as a failure."""
 Agree = Literal["tokens", "logits", "bits"]
-"""How far the logits of two models must be the same."""
+"""How closely the logits of two models must agree."""
 AxisNames = Literal["kept", "readable"]
 ExporterName = Literal["optimum", "transformers", "genai"]
 Dtype = Literal["fp32", "fp16", "bf16", "int8", "int4"]
@@ -24,7 +30,246 @@ EXPORTERS: tuple[ExporterName, ...] = get_args(ExporterName)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
-def why_no_use(words: Iterable[str]) -> str | None:
-    """Why one of the words is no use that can be required; None where all are."""
-    unknown = next((word for word in words if word not in REQUIRED), None)
-    return None if unknown is None else f"takes {', '.join(REQUIRED)}; got {unknown!r}"
+class WrongValue(ValueError):
+    """An option does not accept a value; the text is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The values of an option: any value at all.
+
+    `takes` describes them for messages and for docs/policy.md, `metavar` stands for one in the help, and `limits` are
+    the bounds that the help names.
+    """
+
+    takes: str
+    metavar: str = ""
+    limits: str = ""
+
+    def read(self, given: Any) -> Any:
+        """Check a keyword argument, and return the value of the option.
+
+        Raises:
+            WrongValue: it is none; the text is the reason.
+        """
+        return given
+
+    def parse(self, text: str) -> Any:
+        """Read a word of the command line.
+
+        Raises:
+            WrongValue: it is no value of this kind.
+        """
+        return self.read(text)
+
+    def check_toml(self, given: Any) -> None:
+        """Check a value of a policy, which is stricter about types than a keyword argument.
+
+        Raises:
+            WrongValue: it is no value of this kind.
+        """
+        self.read(given)
+
+    def to_plain(self, value: Any) -> Any:
+        """Return the value of the option as JSON holds it."""
+        return value
+
+    def refuse(self, given: Any) -> NoReturn:
+        """Raise `WrongValue` with the values that are accepted."""
+        raise WrongValue(f"it takes {self.takes}; got {given!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag(Kind):
+    """A switch."""
+
+    takes: str = "true or false"
+
+    def read(self, given: Any) -> bool:
+        """Accept a Boolean."""
+        return given if type(given) is bool else self.refuse(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Kind):
+    """One of a few words."""
+
+    values: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, values: tuple[str, ...]) -> "Choice":
+        """Make the kind of these words."""
+        *first, last = (f'"{value}"' for value in values)
+        return cls(f"{', '.join(first)} or {last}", f"[{'|'.join(values)}]", values=values)
+
+    def read(self, given: Any) -> str:
+        """Accept one of the words."""
+        return given if isinstance(given, str) and given in self.values else self.refuse(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Kind):
+    """A whole number within bounds."""
+
+    least: int = 0
+    most: int | None = None
+
+    @classmethod
+    def of(cls, least: int, most: int | None = None, *, unit: str = "", metavar: str = "N") -> "Whole":
+        """Make the kind of the numbers from `least` to `most`, both included, or without an upper bound."""
+        limits = f"{least} or more" if most is None else f"{least} to {most}"
+        return cls(f"a whole number{f' of {unit}' if unit else ''}, {limits}", metavar, limits, least, most)
+
+    def read(self, given: Any) -> int:
+        """Accept an integer that is no Boolean."""
+        if type(given) is not int or given < self.least or (self.most is not None and given > self.most):
+            self.refuse(given)
+        return given
+
+    def parse(self, text: str) -> int:
+        """Read the digits."""
+        try:
+            number = int(text)
+        except ValueError:
+            self.refuse(text)
+        return self.read(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds(Kind):
+    """A duration."""
+
+    takes: str = "a number of seconds above 0"
+    metavar: str = "SECONDS"
+    limits: str = "above 0"
+
+    def read(self, given: Any) -> float:
+        """Accept a finite number; `nan` and `inf` would be no limit at all."""
+        if type(given) not in (int, float) or not 0 < given < math.inf:
+            self.refuse(given)
+        return float(given)
+
+    def parse(self, text: str) -> float:
+        """Read a decimal number."""
+        try:
+            number = float(text)
+        except ValueError:
+            self.refuse(text)
+        return self.read(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Kind):
+    """A text that is not blank."""
+
+    takes: str = "a text"
+    metavar: str = "TEXT"
+
+    def read(self, given: Any) -> str:
+        """Accept a text."""
+        return given if is_text(given) else self.refuse(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Day(Kind):
+    """A day of the calendar."""
+
+    takes: str = "a date, as in 2026-12-31"
+    metavar: str = "DATE"
+
+    def read(self, given: Any) -> str:
+        """Accept a text of the form YYYY-MM-DD."""
+        import datetime as dt
+
+        try:
+            day = dt.date.fromisoformat(given)
+        except (TypeError, ValueError):
+            self.refuse(given)
+        return day.isoformat() if day.isoformat() == given else self.refuse(given)
+
+
+@dataclass(frozen=True, slots=True)
+class File(Kind):
+    """The path of a file or a model that is read."""
+
+    takes: str = "the path of a file"
+    metavar: str = "FILE"
+
+    def read(self, given: Any) -> str:
+        """Accept a text or an `os.PathLike`."""
+        try:
+            path: str = os.fsdecode(given)
+        except TypeError:
+            self.refuse(given)
+        return path
+
+    def check_toml(self, given: Any) -> None:
+        """Accept a text."""
+        if not is_text(given):
+            self.refuse(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder(File):
+    """The path of a folder that kvdoctor writes to."""
+
+    takes: str = "the path of a folder"
+    metavar: str = "DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class Names(Kind):
+    """Several words: a list, or one text with commas.
+
+    `convert` makes the value of the option from the words; it raises `WrongValue` for a word that it does not know.
+    `to_json` turns that value back into words. `if_empty` is the reason to refuse a value without a word.
+    """
+
+    convert: Callable[[tuple[str, ...]], Any] = tuple
+    to_json: Callable[[Any], list[str]] = list
+    if_empty: str = ""
+
+    def read(self, given: Any) -> Any:
+        """Accept a text or an iterable of texts."""
+        entries = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else None
+        if entries is None:
+            self.refuse(given)
+        words = tuple(word.strip() for entry in entries for word in str(entry).split(",") if word.strip())
+        if entries and not words and self.if_empty:
+            raise WrongValue(self.if_empty)
+        return self.convert(words)
+
+    def check_toml(self, given: Any) -> None:
+        """Accept a list of texts."""
+        if not isinstance(given, list) or not all(map(is_text, given)):
+            self.refuse(given)
+        self.convert(tuple(given))
+
+    def to_plain(self, value: Any) -> list[str]:
+        """Return the words."""
+        return self.to_json(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers(Kind):
+    """Several whole numbers: a list, or one text with commas."""
+
+    takes: str = "whole numbers, as in 1,2,3"
+    metavar: str = "IDS"
+
+    def read(self, given: Any) -> tuple[int, ...]:
+        """Accept a text or an iterable of integers."""
+        try:
+            words = given.split(",") if isinstance(given, str) else given
+            return tuple(int(word) for word in words if str(word).strip())
+        except (ValueError, TypeError):
+            self.refuse(given)
+
+    def to_plain(self, value: tuple[int, ...]) -> list[int]:
+        """Return the numbers."""
+        return list(value)
+
+
+def is_text(value: Any) -> TypeGuard[str]:
+    """Return whether a value is a text that is not blank and can be part of a path."""
+    return isinstance(value, str) and bool(value.strip()) and "\0" not in value

@@ -124,7 +124,7 @@ empty: length 0. dummy: length 1, masked. zeros: a buffer or state of zeros. enc
 prefill: nothing, another graph makes it. ignored: anything, the branch does not read it.
 """
 
-Exactness = Literal["float", "float16", "bfloat16", "static-quantisation", "dynamic-quantisation"]
+Exactness = Literal["float", "float16", "bfloat16", "static-quantization", "dynamic-quantization"]
 """The arithmetic of a graph. What is rounded to few bits on its way has a scale of its own, or one from all tokens."""
 
 PhaseName = Literal["encode", "prefill", "decode"]
@@ -245,7 +245,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Lack:
+class MissingPart:
     """Something that stands in the way of driving a stack, or is not as its name says: the subject, and the reason."""
 
     subject: str
@@ -258,7 +258,7 @@ class CacheContract:
 
     `first_step` says what the first call gets: a past of length 0, the no-past branch of a merged decoder, or the
     graph without past of a pair. `exactness` is what the arithmetic of the graph allows two ways of computing the
-    same logits to differ by: its weakest float type, or how it is quantised.
+    same logits to differ by: its weakest float type, or how it is quantized.
     `context_limit` is in tokens, from the side-car config; so are `heads`, the number of attention heads, where an axis
     counts batch times heads, and `codebooks`, the rows of tokens for each sequence. `contradictions` are promises of
     names that the dataflow refutes; the contract follows the dataflow. `missing` is empty for a contract that can be
@@ -276,8 +276,8 @@ class CacheContract:
     heads: int | None = None
     codebooks: int = 1
     evidence: tuple[str, ...] = ()
-    contradictions: tuple[Lack, ...] = ()
-    missing: tuple[Lack, ...] = ()
+    contradictions: tuple[MissingPart, ...] = ()
+    missing: tuple[MissingPart, ...] = ()
 
     def graph(self, phase: PhaseName) -> Graph:
         """Give the graph that serves a phase."""
@@ -354,6 +354,21 @@ class CacheContract:
         """Whether a decode step takes tokens or their embeddings, or gives logits: else it is a stage or a stream."""
         roles: tuple[Role, ...] = ("token_ids", "token_and_position", "embeddings", "logits", "next_token")
         return any(self.graph("decode").port(role) is not None for role in roles)
+
+    @property
+    def no_decoder(self) -> str | None:
+        """Why the stack is no decoder with a KV cache, as far as its inputs, outputs and states show; else None."""
+        if not self.takes_tokens:
+            return "it takes no tokens and returns no logits (one operator, a stage of a pipeline, a decoder of frames)"
+        decode, kept = self.graph("decode"), {slot.kind for slot in self.slots}
+        if not kept or not kept <= {"recurrent-state", "conv-state", "counter"}:
+            return None
+        if decode.port("logits") is None and decode.port("next_token") is None:
+            return "it has recurrent states and returns no logits (the prediction network of a transducer)"
+        frames = (p for p in decode.inputs if p.role == "auxiliary" and p.dtype.startswith(("float", "bfloat")))
+        if any(len(port.shape or ()) > 1 for port in frames):
+            return "it has recurrent states and takes more than tokens (prediction and joint network of a transducer)"
+        return None
 
     @property
     def last_logits_only(self) -> bool:

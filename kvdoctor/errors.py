@@ -1,4 +1,6 @@
-"""The errors of kvdoctor. Each message says what is wrong, where, and what to do next."""
+"""The errors of kvdoctor, and the hints in their messages. Each says what is wrong, where, and what to do next."""
+
+from collections.abc import Iterable
 
 
 class KvdoctorError(Exception):
@@ -36,3 +38,16 @@ class Unhealthy(KvdoctorError):
 
 class Worse(KvdoctorError):
     """One model is worse than another, or they could not be compared: `raise_if_worse` of a diff raises it."""
+
+
+def similar_names(name: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Return the known names that are spelled most like a name, the best first; `cutoff` is the least likeness."""
+    from difflib import get_close_matches
+
+    return get_close_matches(name, list(known), most, cutoff)
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the question for the known name that was probably meant; empty if none is similar."""
+    close = similar_names(name, known, cutoff=cutoff)
+    return f"did you mean {close[0]!r}?" if close else ""

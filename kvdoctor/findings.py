@@ -1,32 +1,66 @@
-"""Findings, and the frame in which checks run.
+"""Findings: what a check reports, the registry of checks, and the fingerprint by which a finding is recognized again.
 
-A check is one file under `checks/`: a docstring that explains the fault, and a function with the `check` decorator.
-Its code, name and text come from there and nowhere else.
+A check is one file under `diagnose/checks/`: a docstring that explains the fault, and a function with the `check`
+decorator. Its code, name and text come from there and nowhere else. `diagnose.run_checks` runs the checks.
+
+The fingerprint lets a baseline, and code scanning, recognize a fault. It is made of what the fault is, and of nothing
+that may change while the fault stays:
+
+1. the name of its check;
+2. the graph it is in: the *part* that the file plays, read from its graph (`merged`; `step` takes a past, `first-step`
+   makes one, ...), the kind of the stack (merged, pair, ...), and how the weights of the file are stored (`float16`;
+   `uint8` and MatMulNBits), which separates the variants of a model;
+3. its `subject` (names of inputs, outputs, nodes, tensors), sorted; a file stands there as the part that it plays;
+4. `Fault.apart` (an experiment, a target), where the subject does not separate two faults of one check.
+
+So a fingerprint survives renamed or moved files, folders and stacks, other wording and numbers in a finding, another
+severity, and another order of nodes or findings. It changes when the fault affects more or fewer layers, and when the
+exporter renames nodes. A fault whose subject is a whole file (the runtime refuses it) has the fingerprint of every such
+fault of that file.
+
+Two findings of one model with the same fingerprint (two files with the same part and the same fault) are numbered by
+the names of their stacks and files. The path of the model is not part of it: a baseline for several models adds it.
 """
 
 import importlib
 import inspect
+import json
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from kvdoctor.choices import Required
-from kvdoctor.fingerprints import Place, fingerprint, numbered
 
 if TYPE_CHECKING:
-    from kvdoctor.case import Case
+    # Modules that read graphs are loaded only where a graph is read: a gate without changes needs none of them.
+    from kvdoctor.analysis.stacks import OnnxFile, StackFiles
+    from kvdoctor.diagnose.context import CallerContext, ContractContext, FileContext, RunContext, TargetContext
+    from kvdoctor.model.view import GraphView
 
 Severity = Literal["note", "warning", "error"]
 Confidence = Literal["confirmed", "suspected"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
-Asks = Literal["file", "contract", "runs", "caller", "targets"]
+Round = Literal["file", "contract", "targets", "runs", "caller"]
+"""When a check runs. Each round has a context of its own (`diagnose.context`)."""
+
+CHECKS = "kvdoctor.diagnose.checks"
+
+FINGERPRINT_LENGTH = 16
+"""Hexadecimal digits, that is 64 bits: enough that no two of some millions coincide by chance."""
+
+PACKED = ("NBits", "Bnb4", "Quantize", "Integer", "QLinear")
+"""Parts of the names of operators that compute with packed or rounded weights."""
+
+NAMED_ALONE = ("encoder", "other")
+"""Roles of files that only their names identify."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Who mends a fault and how: the graph by kvdoctor, the export, or the caller's loop."""
+    """Who fixes a fault and how: kvdoctor in the graph, another export, or the caller's loop."""
 
     kind: Literal["graph", "re-export", "caller"]
     text: str
@@ -35,32 +69,31 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What a check found, before the frame adds the check's own code and name.
+    """What a check found, before the code and name of the check are added.
 
-    `follows` are the consequences, which are not reported as faults of their own; `because` says what the place of the
-    fault showed. `use` is the documented use that it denies: whoever requires that gets an error. `apart` tells it from
-    other faults of its check with the same subject, in words that stay the same (`fingerprints`): an experiment, a
-    target.
+    `effects` are consequences, which are not reported as faults of their own; `evidence` is what the location of the
+    fault showed. `use` is the documented use that does not work: for a user who requires it the fault is an error.
+    `apart` separates faults of one check with the same subject, by an experiment or a target (see fingerprints above).
     """
 
     severity: Severity
     subject: tuple[str, ...]
     where: str
-    promised: str
+    declared: str
     observed: str
     cause: str
-    advice: Advice
-    follows: tuple[str, ...] = ()
+    repair: Advice
+    effects: tuple[str, ...] = ()
     file: str | None = None
     confidence: Confidence = "confirmed"
     use: Required | None = None
-    because: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Why a team lives with a finding, and the last day on which it is known, as in 2026-12-31; None for no end."""
+class KnownFinding:
+    """Why a team accepts a finding, and the last day on which it does, such as 2026-12-31; None for no end."""
 
     reason: str
     until: str | None = None
@@ -74,7 +107,7 @@ class Known:
 class Finding:
     """A fault with the code and name of its check, the stack and the file.
 
-    `known` says that the baseline of a gate holds it: it is told like any other, and does not count.
+    `known` is set where the baseline of a gate contains the finding: it is reported, and does not count.
     """
 
     code: str
@@ -85,20 +118,20 @@ class Finding:
     file: str | None
     subject: tuple[str, ...]
     where: str
-    promised: str
+    declared: str
     observed: str
     cause: str
-    follows: tuple[str, ...]
+    effects: tuple[str, ...]
     repair: Advice
     fingerprint: str = ""
     use: Required | None = None
-    because: tuple[str, ...] = ()
-    known: Known | None = None
+    evidence: tuple[str, ...] = ()
+    known: KnownFinding | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NotChecked:
-    """A check that could not run, and why. `essential`: without it no model is called healthy."""
+    """A check that could not run, and why. Where one is `essential`, no model is called healthy."""
 
     stack: str | None
     code: str
@@ -107,48 +140,87 @@ class NotChecked:
 
 
 class CannotCheck(Exception):
-    """Raised by a check whose question cannot be answered here."""
+    """Raised by a check whose question cannot be answered for this model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A registered check. `asks` are the rounds it is asked in; `incomplete` that its finding means: not diagnosed.
+    """A registered check, with one function for each round in which it runs.
 
-    `needs` are experiments that are not always run, and without which it has nothing to go by; one of them will do.
+    `incomplete` says that its finding means: the model was not diagnosed. `needs` are experiments that do not always
+    run, at least one of which the check depends on.
     """
 
     code: str
     name: str
-    asks: tuple[Asks, ...]
+    functions: Mapping[Round, Callable[[Any], Iterator[Fault]]]
     incomplete: bool
     needs: tuple[str, ...]
-    function: "Callable[[Case], Iterator[Fault]]"
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """The rounds in which it runs."""
+        return tuple(self.functions)
+
+    @property
+    def module(self) -> str:
+        """The name of the module that defines the check."""
+        return next(iter(self.functions.values())).__module__
 
     @property
     def documentation(self) -> str:
-        """The docstring of its module."""
-        return inspect.cleandoc(importlib.import_module(self.function.__module__).__doc__ or "")
+        """The docstring of its module, below its own summary."""
+        _, newline, rest = self._module_text.partition("\n")
+        return f"{self.summary}{newline}{rest}"
 
     @property
     def summary(self) -> str:
-        """The first line of its documentation; where a module holds several checks, that of its own function."""
-        alone = sum(one.function.__module__ == self.function.__module__ for one in _REGISTERED.values()) == 1
-        text = self.documentation if alone else inspect.cleandoc(self.function.__doc__ or "")
+        """The first line of its documentation; where a module defines several checks, that of its own function."""
+        alone = sum(one.module == self.module for one in _REGISTERED.values()) == 1
+        function = next(iter(self.functions.values()))
+        text = self._module_text if alone else inspect.cleandoc(function.__doc__ or "")
         return text.partition("\n")[0]
+
+    @property
+    def _module_text(self) -> str:
+        return inspect.cleandoc(importlib.import_module(self.module).__doc__ or "")
 
 
 _REGISTERED: dict[str, Check] = {}
+C = TypeVar("C")
+Register = Callable[[Callable[[C], Iterator[Fault]]], Callable[[C], Iterator[Fault]]]
 
 
+@overload
+def check(code: str, name: str, when: Literal["file"], *, incomplete: bool = ...) -> "Register[FileContext]": ...
+@overload
+def check(code: str, name: str, when: Literal["contract"]) -> "Register[ContractContext]": ...
+@overload
+def check(code: str, name: str, when: Literal["targets"]) -> "Register[TargetContext]": ...
+@overload
 def check(
-    code: str, name: str, *asks: Asks, incomplete: bool = False, needs: tuple[str, ...] = ()
-) -> "Callable[[Callable[[Case], Iterator[Fault]]], Callable[[Case], Iterator[Fault]]]":
-    """Register a function as the check of that code and name."""
+    code: str, name: str, when: Literal["runs"], *, incomplete: bool = ..., needs: tuple[str, ...] = ...
+) -> "Register[RunContext]": ...
+@overload
+def check(code: str, name: str, when: Literal["caller"]) -> "Register[CallerContext]": ...
+def check(code: str, name: str, when: Round, *, incomplete: bool = False, needs: tuple[str, ...] = ()) -> Register[Any]:
+    """Register a function as the check of that code and name in one round.
 
-    def register(function: "Callable[[Case], Iterator[Fault]]") -> "Callable[[Case], Iterator[Fault]]":
-        if code in _REGISTERED or any(known.name == name for known in _REGISTERED.values()):
+    A check that runs in two rounds has two functions in the same module, both registered under its code.
+    """
+
+    def register(function: Callable[[Any], Iterator[Fault]]) -> Callable[[Any], Iterator[Fault]]:
+        known = _REGISTERED.get(code) or next((one for one in _REGISTERED.values() if one.name == name), None)
+        if known is None:
+            _REGISTERED[code] = Check(code, name, {when: function}, incomplete, needs)
+        elif (known.code, known.name, known.module) == (
+            code,
+            name,
+            function.__module__,
+        ) and when not in known.functions:
+            _REGISTERED[code] = replace(known, functions={**known.functions, when: function})
+        else:
             raise ValueError(f"check {code} {name} is registered twice")
-        _REGISTERED[code] = Check(code, name, asks, incomplete, needs, function)
         return function
 
     return register
@@ -156,11 +228,44 @@ def check(
 
 @cache
 def all_checks() -> tuple[Check, ...]:
-    """Every check under `checks/`, by code."""
-    package = importlib.import_module("kvdoctor.checks")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"kvdoctor.checks.{module.name}")
+    """Every check under `diagnose/checks/`, by code."""
+    for module in find_modules(CHECKS):
+        importlib.import_module(module)
     return tuple(_REGISTERED[code] for code in sorted(_REGISTERED))
+
+
+@cache
+def checks_of(when: Round) -> tuple[Check, ...]:
+    """The checks of one round, by code. Only their modules are loaded: an inspection needs a third of them."""
+    for module in find_modules(CHECKS, f'"{when}"'):
+        importlib.import_module(module)
+    return tuple(one for _, one in sorted(_REGISTERED.items()) if when in one.functions)
+
+
+def find_modules(package: str, text: str = "") -> Iterator[str]:
+    """The names of a package's modules whose source contains a text, in order; nothing is loaded but the package.
+
+    A module of which only the bytecode is installed is taken to contain it.
+    """
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        source = _read_source(package, module.name) if text else None
+        if source is None or text.encode() in source:
+            yield f"{package}.{module.name}"
+
+
+@cache
+def _read_source(package: str, module: str) -> bytes | None:
+    try:
+        return pkgutil.get_data(package, f"{module}.py")
+    except OSError:
+        return None
+
+
+def means_incomplete(code: str) -> bool:
+    """Whether a finding of that check means that the model was not diagnosed."""
+    if code in _REGISTERED:
+        return _REGISTERED[code].incomplete
+    return any(one.incomplete for one in all_checks() if one.code == code)
 
 
 def find_check(wanted: str) -> Check | None:
@@ -177,98 +282,105 @@ class Selection:
 
     def takes(self, code: str, name: str) -> bool:
         """Whether a check is selected and not ignored."""
-        if self.select and not _named(self.select, code, name):
+        if self.select and not _matches(self.select, code, name):
             return False
-        return not _named(self.ignore, code, name)
+        return not _matches(self.ignore, code, name)
 
 
 def why_no_check(words: Iterable[str]) -> str | None:
     """Why one of the words names no check, be it a code, the start of codes or a name; None where each names some."""
     for word in words:
-        if not any(_named((word,), check.code, check.name) for check in all_checks()):
+        if not any(_matches((word,), check.code, check.name) for check in all_checks()):
             return f"{word!r} names no check; `kvdoctor explain` lists all of them"
     return None
 
 
-def _named(wanted: tuple[str, ...], code: str, name: str) -> bool:
+def _matches(wanted: tuple[str, ...], code: str, name: str) -> bool:
     return any(code.startswith(word.upper()) or word.lower() == name for word in wanted)
 
 
-@dataclass
-class Verdicts:
-    """What a round of checks brought."""
+@dataclass(frozen=True, slots=True)
+class FindingOrigin:
+    """Where a finding comes from: its file and its stack, as far as it has them, and all files of the model."""
 
-    findings: list[Finding] = field(default_factory=list)
-    not_checked: list[NotChecked] = field(default_factory=list)
-
-
-def run_checks(case: "Case", asks: Asks, selection: Selection, verdicts: Verdicts) -> None:
-    """Run the selected checks that ask for `asks` on a case. A check that raises is reported, not lost."""
-    for one in all_checks():
-        if asks not in one.asks:
-            continue
-        stack = case.stack.name if case.stack else None
-        if selection.takes(one.code, one.name):
-            _run_check(one, case, stack, verdicts)
-        elif one.incomplete:
-            # Who leaves out such a check must still not hear that a model is healthy which was not diagnosed.
-            hidden = Verdicts()
-            _run_check(one, case, stack, hidden)
-            verdicts.not_checked += [
-                NotChecked(f.stack, f.code, f"{f.where}: {f.cause}", essential=True) for f in hidden.findings
-            ]
+    file: "OnnxFile | None" = None
+    stack: "StackFiles | None" = None
+    files: "tuple[OnnxFile, ...]" = ()
 
 
-def _run_check(one: Check, case: "Case", stack: str | None, verdicts: Verdicts) -> None:
-    try:
-        for fault in one.function(case):
-            required = fault.use in case.required
-            verdicts.findings.append(_finding(one, replace(fault, severity="error") if required else fault, case))
-    except CannotCheck as reason:
-        verdicts.not_checked.append(NotChecked(stack, one.code, str(reason)))
-    except Exception as error:  # one broken check must not hide what the others found
-        text = f"the check crashed ({type(error).__name__}: {error}); please report it"
-        verdicts.not_checked.append(NotChecked(stack, one.code, text, essential=True))
+def make_finding(one: Check, fault: Fault, origin: FindingOrigin) -> Finding:
+    """The finding of a fault: with the code and name of its check, its stack and its fingerprint."""
+    shared = {field.name for field in fields(Fault)} & {field.name for field in fields(Finding)}
+    facts: dict[str, Any] = {name: getattr(fault, name) for name in shared}
+    identity = compute_fingerprint(one.name, fault.subject, fault.apart, origin)
+    stack = origin.stack.name if origin.stack else None
+    return Finding(code=one.code, name=one.name, stack=stack, fingerprint=identity, **facts)
 
 
-def told_apart(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+def with_distinct_fingerprints(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """The findings of one model, each with a fingerprint of its own."""
     by_name = sorted(range(len(findings)), key=lambda at: (findings[at].stack or "", findings[at].file or "", at))
-    distinct = dict(zip(by_name, numbered([findings[at].fingerprint for at in by_name]), strict=True))
+    distinct = dict(zip(by_name, number_repeated([findings[at].fingerprint for at in by_name]), strict=True))
     return tuple(replace(finding, fingerprint=distinct[at]) for at, finding in enumerate(findings))
 
 
-def fault_found(name: str, fault: Fault) -> Finding:
-    """The finding of a fault that met the diagnosis of a whole model from outside, under the check of that name."""
-    one = find_check(name)
-    if one is None:
-        raise LookupError(f"there is no check {name}")
-    return _made(one, fault, None, Place(None, None, ()))
+def compute_fingerprint(check: str, subject: Iterable[str], apart: Sequence[str], origin: FindingOrigin) -> str:
+    """The fingerprint of one finding, by the rule above."""
+    parts = {one.name: part_of(one) for one in origin.files}
+    graph = [
+        part_of(origin.file) if origin.file else "",
+        origin.stack.kind if origin.stack else "",
+        *(_describe_weights(origin.file) if origin.file else ()),
+    ]
+    about = sorted(parts.get(name, name) for name in subject)
+    identity = json.dumps([check, graph, about, [parts.get(name, name) for name in apart]])
+    return _digest(identity.encode("ascii"))
 
 
-def _finding(one: Check, fault: Fault, case: "Case") -> Finding:
-    files = (*case.folder.files, *(case.stack.files.values() if case.stack else ()))
-    named = next((file for file in files if file.name == fault.file), None)
-    file = named or case.file or (case.stack.main if case.stack else None)
-    return _made(one, fault, case.stack.name if case.stack else None, Place(file, case.stack, files))
+def number_repeated(fingerprints: Sequence[str]) -> list[str]:
+    """The fingerprints without repetition: the second of two equal ones, and each later one, gets another value."""
+    counts: Counter[str] = Counter()
+    distinct = []
+    for one in fingerprints:
+        counts[one] += 1
+        again = f"{one} {counts[one]}".encode("ascii")
+        distinct.append(one if counts[one] == 1 else _digest(again))
+    return distinct
 
 
-def _made(one: Check, fault: Fault, stack: str | None, place: Place) -> Finding:
-    return Finding(
-        code=one.code,
-        name=one.name,
-        severity=fault.severity,
-        confidence=fault.confidence,
-        stack=stack,
-        file=fault.file,
-        subject=fault.subject,
-        where=fault.where,
-        promised=fault.promised,
-        observed=fault.observed,
-        cause=fault.cause,
-        follows=fault.follows,
-        repair=fault.advice,
-        use=fault.use,
-        because=fault.because,
-        fingerprint=fingerprint(one.name, fault.subject, fault.apart, place),
-    )
+def _digest(content: bytes) -> str:
+    import hashlib
+
+    return hashlib.sha256(content).hexdigest()[:FINGERPRINT_LENGTH]
+
+
+def part_of(file: "OnnxFile") -> str:
+    """The part that a file plays, by its graph alone."""
+    from kvdoctor.analysis.stacks import takes_past
+
+    if file.view is None or file.role in ("generator", "unreadable"):
+        return file.role
+    if takes_past(file.view):
+        return "merged" if file.view.branches is not None else "step"
+    return "beside" if file.role in NAMED_ALONE else "first-step"
+
+
+def _describe_weights(file: "OnnxFile") -> list[str]:
+    """How most weights are stored, and the operators that read packed or rounded ones."""
+    if file.view is None:
+        return []
+    packed = sorted(op for op in file.view.operators if any(word in op for word in PACKED))
+    return [_find_commonest_type(file.view), *packed]
+
+
+def _find_commonest_type(view: "GraphView") -> str:
+    """The element type with the most weights."""
+    from kvdoctor.model.view import ELEMENT_TYPES
+
+    sizes: Counter[str] = Counter()
+    for tensor in view.model.graph.initializer:
+        count = 1
+        for size in tensor.dims:
+            count *= size
+        sizes[ELEMENT_TYPES.get(tensor.data_type, "")] += count
+    return min(sizes, key=lambda kind: (-sizes[kind], kind), default="")

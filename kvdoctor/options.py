@@ -1,68 +1,589 @@
-"""What the user asked for, the same for every command."""
+"""The table of options: each is one field of a struct below, and everything else is made from these fields.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+That is: the options of the command line (`cli/options.py`) with their help, the checks of keyword arguments (`api.py`),
+the keys of a policy (`gating/policy`), their table in docs/policy.md, and the `arguments` of a report. To add an
+option, add a field; for the type checkers of callers, add its type to a TypedDict of `api.py` (a test compares them).
+"""
 
-from kvdoctor.child import Limits
-from kvdoctor.choices import Consumer, FailOn, Required
-from kvdoctor.findings import Selection
-from kvdoctor.kept import Load
-from kvdoctor.plain import to_plain
-from kvdoctor.targets import Target
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from kvdoctor.choices import (
+    AGREE,
+    AXIS_NAMES,
+    CONSUMERS,
+    DTYPES,
+    EXPORTERS,
+    FAIL_ON,
+    REQUIRED,
+    Agree,
+    AxisNames,
+    Choice,
+    Consumer,
+    Day,
+    Dtype,
+    ExporterName,
+    FailOn,
+    File,
+    Flag,
+    Folder,
+    Kind,
+    Names,
+    Numbers,
+    Required,
+    Seconds,
+    Text,
+    Whole,
+    WrongValue,
+)
+from kvdoctor.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from kvdoctor.analysis.slot_memory import Workload
+    from kvdoctor.findings import Selection
+    from kvdoctor.runtime.process import Limits
+    from kvdoctor.runtime.targets import Target
+
+Struct = TypeVar("Struct")
+
+GATES = ("gate", "baseline", "config")
+RUNS = ("step-test", "re-export", "repro", "diff", *GATES)
+ALL = ("inspect", *RUNS)
+FOLLOW_POLICY = ("inspect", "step-test", *GATES)
+MAY_DOWNLOAD = ("step-test", "re-export", "diff", *GATES)
+"""Groups of commands. An option belongs to a command on the command line and to its function in `api.py` alike."""
+
+MOST_SEQUENCES = 2**20
+MOST_POSITIONS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option: the values that it takes, its meaning, and where it can be given.
+
+    `keyword` is the name of the field and of the keyword argument. `flag` is the name on the command line, by default
+    the keyword's; one that begins with `no-` switches off; None: not on the command line. `unset` describes what holds
+    where the default is None. `policy` is an example of its line in a policy, empty if it is no key; a key that is set
+    `once` stands in no override. `reported` says when the arguments of a report contain it.
+    """
+
+    kind: Kind
+    default: Any = None
+    help: str
+    commands: tuple[str, ...] = ()
+    keyword: str = ""
+    flag: str | None = ""
+    flag_help: str = ""
+    metavar: str = ""
+    unset: str = ""
+    environment: str = ""
+    policy: str = ""
+    once: bool = False
+    reported: Literal["always", "if set", "never"] = "never"
+
+    @property
+    def key(self) -> str:
+        """The name in a policy."""
+        return self.keyword.replace("_", "-")
+
+    @property
+    def shown(self) -> str:
+        """The name in messages: that of the command line, if it has one."""
+        return self.key if self.flag is None else f"--{self.flag or self.key}"
+
+    def read(self, given: Any) -> Any:
+        """Check a keyword argument.
+
+        Raises:
+            UsageError: it is no value of this option.
+        """
+        try:
+            return self.kind.read(given)
+        except WrongValue as reason:
+            raise UsageError(f"Invalid value for '{self.shown}': {reason}") from None
+
+
+def option(kind: Kind, default: Any, meaning: str, commands: tuple[str, ...], **more: Any) -> Any:
+    """Declare a field of a struct as an option; `more` are attributes of `Option`."""
+    metadata = {"option": Option(kind=kind, default=default, help=meaning, commands=commands, **more)}
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _check_codes(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse a code that selects no check: a typing error must not make a gate green."""
+    from kvdoctor.findings import why_no_check
+
+    if (reason := why_no_check(words)) is not None:
+        raise WrongValue(reason)
+    return words
+
+
+def _check_uses(words: tuple[str, ...]) -> tuple[Required, ...]:
+    unknown = next((word for word in words if word not in REQUIRED), None)
+    if unknown is not None:
+        raise WrongValue(f"it takes {', '.join(REQUIRED)}; got {unknown!r}")
+    return tuple(use for use in REQUIRED if use in words)
+
+
+def _read_targets(words: tuple[str, ...]) -> "tuple[Target, ...]":
+    from kvdoctor.runtime.targets import parse_targets
+
+    try:
+        return parse_targets(words)
+    except UsageError as error:
+        raise WrongValue(str(error)) from None
+
+
+class Tolerances(Kind):
+    """Fractions of the standard deviation of the logits, by arithmetic."""
+
+    def read(self, given: Any) -> dict[str, float]:
+        """Accept a mapping within the bounds of `decode.tolerances`."""
+        from kvdoctor.decode.tolerances import why_not
+
+        if not isinstance(given, Mapping):
+            self.refuse(given)
+        if reason := next((reason for item in given.items() if (reason := why_not(*item)) is not None), None):
+            raise WrongValue(reason)
+        return dict(given)
+
+
+CODES = Names("a list of codes, prefixes or names", "CODES", convert=_check_codes)
+SEQUENCES = Whole.of(1, MOST_SEQUENCES)
+POSITIONS = Whole.of(1, MOST_POSITIONS)
+
+MODELS = Option(
+    kind=Names("a list of patterns"),
+    default=(),
+    help="Check these models where no PATH is given.",
+    keyword="models",
+    flag=None,
+    policy='models = ["exports/*"]',
+    once=True,
+)
+"""The one key of a policy that is no option: the command line has arguments for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateChoices:
+    """The options of `gate` that hold for all models together."""
+
+    baseline: str | None = option(
+        File(),
+        None,
+        "Do not count the findings that this file knows, each with its reason (docs/baseline.md).",
+        ("gate", "config"),
+        policy='baseline = "kvdoctor-baseline.json"',
+        once=True,
+    )
+    jobs: int | None = option(
+        Whole.of(1),
+        None,
+        "Run this many models side by side.",
+        GATES,
+        unset="as many as cores and memory allow",
+        policy="jobs = 2",
+        once=True,
+    )
+    cache: bool = option(
+        Flag(),
+        True,
+        "Skip models that have not changed since their last run.",
+        GATES,
+        flag="no-cache",
+        flag_help="Run models again that have not changed since their last run.",
+        policy="cache = false",
+        once=True,
+    )
+    cache_dir: str | None = option(
+        Folder(),
+        None,
+        "Keep the reports of unchanged models in this folder.",
+        GATES,
+        unset="the user's cache folder",
+        environment="KVDOCTOR_CACHE_DIR",
+    )
+    cluster: str | None = option(
+        Text("the address of a scheduler", "ADDRESS"),
+        None,
+        "Run the models on the Dask cluster of this scheduler, as in tcp://HOST:8786.",
+        GATES,
+    )
+    static: bool = option(Flag(), False, "Read the files and run nothing. The verdict is never healthy.", ("gate",))
+    by_folder: bool = option(
+        Flag(), False, "Check the export that each file belongs to, and each export once.", ("gate",)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineChoices:
+    """The options of `baseline` alone."""
+
+    reason: str | None = option(
+        Text("the reason why the findings may stay"),
+        None,
+        "Add the findings that count and are not known, for this reason.",
+        ("baseline",),
+    )
+    until: str | None = option(
+        Day(), None, "With --reason: know the findings until this day, as in 2026-12-31.", ("baseline",)
+    )
+    prune: bool = option(
+        Flag(), False, "Remove findings that are not found any more, and models that are gone.", ("baseline",)
+    )
+    check: bool = option(
+        Flag(),
+        False,
+        "Write nothing; exit with code 1 if the file would change, or if a finding counts.",
+        ("baseline",),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DiffChoices:
+    """The options of `diff` alone."""
+
+    static: bool = option(Flag(), False, "Compare contract and graph, and run nothing.", ("diff",))
+    agree: Agree | None = option(
+        Choice.of(AGREE),
+        None,
+        "Call B worse unless its logits on the same feeds agree with A's this closely: in the likeliest tokens, "
+        "within the tolerance of the arithmetic, or bit for bit.",
+        ("diff",),
+        unset="report differences of the logits, and decide nothing by them",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReExportChoices:
+    """The options of `re-export` alone. `from_` is `--from`."""
+
+    fix: tuple[str, ...] = option(
+        Names(
+            "names of repairs",
+            "NAMES",
+            if_empty="it names no repair; leave it out to use all of them (docs/repairs.md)",
+        ),
+        (),
+        "Use only these repairs, by name (docs/repairs.md).",
+        ("re-export",),
+    )
+    keep_unproved: bool = option(Flag(), False, "Write OUT although the repair could not be proved.", ("re-export",))
+    layout: str | None = option(
+        Text("the name of a layout", "NAME"),
+        None,
+        "Convert to this layout: merged, pair, optimum, optimum-pair, single (docs/layouts.md).",
+        ("re-export",),
+    )
+    axes: AxisNames = option(
+        Choice.of(AXIS_NAMES), "kept", "Keep the names of open axes, or give them readable ones.", ("re-export",)
+    )
+    ir_version: int | None = option(Whole.of(4), None, "Lower the IR version to N.", ("re-export",))
+    opset: int | None = option(
+        Whole.of(7, 40),
+        None,
+        "Lower the opset to N; with --from, export with it.",
+        ("re-export",),
+        unset="the opset of PATH",
+    )
+    from_: str | None = option(
+        File("a folder or a model of the Hugging Face Hub", "CHECKPOINT"),
+        None,
+        "Export again from this PyTorch checkpoint: a folder, or a model of the Hugging Face Hub (uses the network).",
+        ("re-export",),
+        flag="from",
+    )
+    exporter: ExporterName | None = option(
+        Choice.of(EXPORTERS),
+        None,
+        "With --from: export with this exporter.",
+        ("re-export",),
+        unset="by the layout and the findings of PATH",
+    )
+    dtype: Dtype | None = option(
+        Choice.of(DTYPES),
+        None,
+        "With --from: export in this arithmetic.",
+        ("re-export",),
+        unset="the arithmetic of PATH's cache, else fp32",
+    )
+    task: str | None = option(
+        Text("the name of a task", "TASK"),
+        None,
+        "With --from and optimum: export for this task, by optimum's name.",
+        ("re-export",),
+    )
+    because: str | None = option(
+        File(metavar="REPORT"),
+        None,
+        "With --from: choose by this JSON report of PATH, and do not diagnose PATH again.",
+        ("re-export",),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for, the same for every command.
+    """The options of a diagnosis, with one meaning for every command that takes them.
 
-    `locate` says that the place of a fault is looked for in the graph, which takes as long again; `only` names
-    the stacks that are to be run, of those that lie at the path. `tolerances` are shares of the spread that pass in the
-    place of kvdoctor's own, by the arithmetic; `policy` is the file that holds what was not said, if there is one.
+    `progress` is called at the start of each experiment with its name, its number, counted from 1, and their count.
+    `policy` is the file that the values come from, if they come from one.
     """
 
-    consumer: Consumer = "plain"
-    fail_on: FailOn = "error"
-    selection: Selection = field(default_factory=Selection)
-    seed: int = 0
-    provider: str = "CPUExecutionProvider"
-    limits: Limits = field(default_factory=Limits)
-    hash_files: bool = False
-    contract: str | None = None
-    required: tuple[Required, ...] = ()
-    thorough: bool = False
-    trace: str | None = None
-    prompt: tuple[int, ...] = ()
-    inputs: str | None = None
-    reference: str | None = None
-    offline: bool = False
-    load: Load = field(default_factory=Load)
-    locate: bool = True
-    only: frozenset[str] | None = None
-    targets: tuple[Target, ...] = ()
-    progress: Callable[[str, int, int], None] | None = None
-    tolerances: Mapping[str, float] = field(default_factory=dict)
-    policy: str | None = None
+    contract: str | None = option(
+        File(),
+        None,
+        "Read the cache contract from here: `kvdoctor contract MODEL --format json`, edited by hand.",
+        ("step-test",),
+        reported="if set",
+    )
+    prompt_ids: tuple[int, ...] = option(
+        Numbers(), (), "Begin with these token ids, as in 1,2,3.", ("step-test",), reported="if set"
+    )
+    inputs: str | None = option(
+        File(),
+        None,
+        "Read encoder inputs and input_ids by name from this .npz file.",
+        ("step-test",),
+        reported="if set",
+    )
+    reference: str | None = option(
+        File("a folder or a model of the Hugging Face Hub", "CHECKPOINT"),
+        None,
+        "Compare the logits with this PyTorch checkpoint: a folder, or a model of the Hugging Face Hub (uses the "
+        "network).",
+        ("step-test",),
+        reported="if set",
+    )
+    trace: str | None = option(
+        File(),
+        None,
+        "Check the recorded steps of your own loop against the contract, and run them again (docs/trace.md).",
+        ("step-test",),
+        reported="if set",
+    )
+    batch: int | None = option(
+        SEQUENCES,
+        None,
+        "Show the memory plan for N sequences; each beam is one.",
+        ("inspect",),
+        unset="1",
+        reported="if set",
+    )
+    context: int | None = option(
+        POSITIONS,
+        None,
+        "Show it for N tokens in each sequence.",
+        ("inspect",),
+        unset="the value of the config",
+        reported="if set",
+    )
+    encoder_length: int | None = option(
+        POSITIONS,
+        None,
+        "Show it for N encoder states.",
+        ("inspect",),
+        unset="the value of the graph or the config",
+        reported="if set",
+    )
+    consumer: Consumer = option(
+        Choice.of(CONSUMERS),
+        "plain",
+        "Check the model for this loop: `plain` feeds every present back, `held` keeps the cross-attention cache "
+        "of the prefill.",
+        ALL,
+        policy='consumer = "held"',
+        reported="always",
+    )
+    targets: "tuple[Target, ...]" = option(
+        Names(
+            "a list of runtimes",
+            "SPEC",
+            convert=_read_targets,
+            to_json=lambda targets: [target.asked for target in targets],
+        ),
+        (),
+        "Check the model for this runtime: onnxruntime==1.16.3, ort-crate==2.0.0-rc.10 (docs/targets.md).",
+        ("inspect", *MAY_DOWNLOAD),
+        flag="target",
+        policy='targets = ["onnxruntime==1.16.3"]',
+        reported="if set",
+    )
+    select: tuple[str, ...] = option(
+        CODES,
+        (),
+        "Run only these checks: codes, prefixes or names.",
+        ALL,
+        policy='select = ["KV2", "KV3"]',
+        reported="always",
+    )
+    ignore: tuple[str, ...] = option(
+        CODES,
+        (),
+        "Leave out these checks: codes, prefixes or names.",
+        ALL,
+        policy='ignore = ["names-mislead"]',
+        reported="always",
+    )
+    fail_on: FailOn = option(
+        Choice.of(FAIL_ON),
+        "error",
+        "Exit with code 1 from this severity on.",
+        ALL,
+        policy='fail-on = "warning"',
+        reported="always",
+    )
+    require: tuple[Required, ...] = option(
+        Names("a list of uses", "USES", convert=_check_uses),
+        (),
+        f"Require these uses, so that their findings become errors: {', '.join(REQUIRED)}.",
+        ALL,
+        policy='require = ["batch", "beam"]',
+        reported="if set",
+    )
+    tolerances: Mapping[str, float] = option(
+        Tolerances("a table of arithmetics and fractions of the logits' standard deviation"),
+        {},
+        "Accept logits that differ by at most this fraction, where kvdoctor's own limit does not fit.",
+        RUNS,
+        flag=None,
+        policy="tolerances = { float16 = 0.03 }",
+        reported="if set",
+    )
+    thorough: bool = option(
+        Flag(),
+        False,
+        "Also run what takes long: the full context, a sweep of lengths, other run modes.",
+        RUNS,
+        policy="thorough = true",
+        reported="if set",
+    )
+    provider: str = option(
+        Text("the name of an execution provider", "NAME"),
+        "CPUExecutionProvider",
+        "Run on this execution provider.",
+        RUNS,
+        policy='provider = "CUDAExecutionProvider"',
+        reported="always",
+    )
+    seed: int = option(Whole.of(0), 0, "Seed the generator of all synthetic inputs.", ALL, policy="seed = 7")
+    timeout: float = option(
+        Seconds(), 300.0, "Wait no longer than this for one answer of the runtime.", RUNS, policy="timeout = 60"
+    )
+    max_memory: int | None = option(
+        Whole.of(1, unit="MiB", metavar="MIB"),
+        None,
+        "Limit the resident memory of the runtime's process.",
+        RUNS,
+        unset="nine tenths of the machine's memory",
+        policy="max-memory = 4096",
+    )
+    hash: bool = option(Flag(), False, "Put the SHA-256 of each file into the report.", ALL, policy="hash = true")
+    offline: bool = option(Flag(), False, "Never use the network.", MAY_DOWNLOAD, policy="offline = true")
+    progress: Callable[[str, int, int], None] | None = option(
+        Kind("a function"), None, "Call this at the start of each experiment.", ALL, flag=None
+    )
+    policy: str | None = option(File(), None, "Follow this policy.", FOLLOW_POLICY, flag=None, reported="if set")
+
+    @property
+    def selection(self) -> "Selection":
+        """The checks that count."""
+        from kvdoctor.findings import Selection
+
+        return Selection(self.select, self.ignore)
+
+    @property
+    def limits(self) -> "Limits":
+        """The limits of the worker process."""
+        from kvdoctor.runtime.process import Limits
+
+        return Limits(self.timeout, self.max_memory)
+
+    @property
+    def load(self) -> "Workload":
+        """The sizes that the memory plan is made for."""
+        from kvdoctor.analysis.slot_memory import Workload
+
+        return Workload(self.batch, self.context, self.encoder_length)
+
+    @property
+    def show_line(self) -> Callable[[str], None] | None:
+        """The function that shows any text, if `progress` has one: the line of a terminal has."""
+        return getattr(self.progress, "say", None)
 
     def as_arguments(self) -> dict[str, Any]:
-        """The options as the report shows them; what the memory is planned for only where it was asked."""
-        load = {name: number for name, number in to_plain(self.load).items() if number is not None}
-        return {
-            "consumer": self.consumer,
-            "fail_on": self.fail_on,
-            "select": list(self.selection.select),
-            "ignore": list(self.selection.ignore),
-            "provider": self.provider,
-            **({"contract": self.contract} if self.contract is not None else {}),
-            **({"require": list(self.required)} if self.required else {}),
-            **({"thorough": True} if self.thorough else {}),
-            **({"trace": self.trace} if self.trace is not None else {}),
-            **({"prompt_ids": list(self.prompt)} if self.prompt else {}),
-            **({"inputs": self.inputs} if self.inputs is not None else {}),
-            **({"reference": self.reference} if self.reference is not None else {}),
-            **({"offline": self.offline} if self.reference is not None or self.targets else {}),
-            **({"target": [target.asked for target in self.targets]} if self.targets else {}),
-            **({"tolerances": dict(self.tolerances)} if self.tolerances else {}),
-            **({"policy": self.policy} if self.policy is not None else {}),
-            **load,
-        }
+        """Return the options as a report shows them."""
+        shown = {}
+        for option in TABLE[Options]:
+            value = getattr(self, option.keyword)
+            if option.reported == "always" or (option.reported == "if set" and value != option.default):
+                name = "target" if option.keyword == "targets" else option.keyword
+                shown[name] = option.kind.to_plain(value)
+        if self.reference is not None or self.targets:  # the only uses of the network
+            shown["offline"] = self.offline
+        return shown
+
+
+TABLE: dict[type[Any], tuple[Option, ...]] = {
+    struct: tuple(replace(each.metadata["option"], keyword=each.name) for each in fields(struct))
+    for struct in (BaselineChoices, GateChoices, DiffChoices, ReExportChoices, Options)
+}
+"""The options of each struct, in the order of its fields."""
+
+
+@cache
+def options_of(command: str) -> tuple[Option, ...]:
+    """Return the options that a command takes, its own first."""
+    return tuple(option for options in TABLE.values() for option in options if command in option.commands)
+
+
+@cache
+def policy_options() -> tuple[Option, ...]:
+    """Return the options that a policy may set."""
+    return (MODELS, *(option for options in TABLE.values() for option in options if option.policy))
+
+
+def refuse_unknown(command: str, given: Iterable[str]) -> None:
+    """Refuse keyword arguments that a command does not take.
+
+    Raises:
+        UsageError: with the name that was probably meant.
+    """
+    known = sorted(option.keyword for option in options_of(command))
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"it takes {', '.join(known)}"
+            raise UsageError(f"{command.replace('-', '_')} has no option {name!r}; {hint}")
+
+
+def read_options(struct: type[Struct], given: Mapping[str, Any]) -> Struct:
+    """Make a struct from keyword arguments. None stands for the default, and options of other structs are left alone.
+
+    Raises:
+        UsageError: a value is not one that its option takes, or no check is left to run.
+    """
+    values = {
+        option.keyword: option.read(given[option.keyword])
+        for option in TABLE[struct]
+        if given.get(option.keyword) is not None
+    }
+    if values.get("select") or values.get("ignore"):
+        _refuse_empty_selection(values.get("select", ()), values.get("ignore", ()))
+    return struct(**values)
+
+
+def _refuse_empty_selection(select: tuple[str, ...], ignore: tuple[str, ...]) -> None:
+    """Refuse a selection that leaves no check: it would call every model healthy."""
+    if not select and not ignore:
+        return
+    from kvdoctor.findings import Selection, all_checks
+
+    selection = Selection(select, ignore)
+    if not any(selection.takes(check.code, check.name) for check in all_checks()):
+        raise UsageError(
+            "no check is left by `select` and `ignore` (--select, --ignore, or these keys of the policy); "
+            "`kvdoctor explain` lists all checks"
+        )

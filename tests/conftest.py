@@ -1,10 +1,19 @@
 """What holds for all tests: no report of whoever runs them is used, and no test fails because a machine is busy."""
 
 import os
+import sys
 import tempfile
+from pathlib import Path
 
 from hypothesis import settings
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))  # the makers of the generated pages
+
+# Hundreds of tests run the command: its modules are compiled once, also where the tree is to stay without bytecode.
+os.environ.setdefault("PYTHONPYCACHEPREFIX", tempfile.mkdtemp(prefix="kvdoctor-tests-bytecode-"))
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+
+os.environ["LC_ALL"] = "C.UTF-8"  # in a locale without it, text is printed in ASCII
 os.environ["KVDOCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="kvdoctor-tests-cache-")
 
 settings.register_profile("any machine", deadline=None)

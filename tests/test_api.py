@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import text_fixtures
+from support import text_fixtures
 
 import kvdoctor
+from kvdoctor import api
+from kvdoctor.options import Options, options_of, read_options
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -94,10 +96,20 @@ def test_it_returns_what_the_command_line_prints(models: Path, sick: kvdoctor.Re
     assert printed == mine
 
 
-def test_a_report_as_text_is_the_page(models: Path, sick: kvdoctor.Report) -> None:
-    lines = str(sick).splitlines()
+def test_a_report_is_rendered_in_every_format_of_the_command_line(models: Path, sick: kvdoctor.Report) -> None:
+    lines = kvdoctor.render(sick).splitlines()
     assert lines[0] == f"kvdoctor step-test {models / 'sick'}"
-    assert lines[-1] == f"{models / 'sick'}: unhealthy (1 error, 1 note)"
+    assert lines[-1].startswith("unhealthy: 1 error, 1 note, 1 not checked \u00b7 ")
+    assert lines[-1].endswith("exit 1     details: -v")
+    assert json.loads(kvdoctor.render(sick, "json")) == json.loads(json.dumps(sick.to_dict()))
+    with pytest.raises(kvdoctor.UsageError, match="no format 'yaml'; it is one of text, json"):
+        kvdoctor.render(sick, "yaml")
+
+
+def test_a_report_as_text_is_its_verdict_and_the_findings_that_count(models: Path, sick: kvdoctor.Report) -> None:
+    lines = str(sick).splitlines()
+    assert lines[0] == f"{models / 'sick'}: unhealthy (1 error, 1 note, 1 not checked)"
+    assert [line.partition(" ")[0] for line in lines if line.startswith(("error", "note"))] == ["error[KV203]"]
 
 
 def test_a_report_is_read_back(sick: kvdoctor.Report, tmp_path: Path) -> None:
@@ -117,7 +129,7 @@ def test_findings_are_raised_in_words(sick: kvdoctor.Report) -> None:
         sick.raise_for_findings()
     text = str(raised.value)
     assert "error[KV203] cross-cache-emptied (merged)" in text
-    assert "  repair     kvdoctor re-export" in text
+    assert "  fix        kvdoctor re-export" in text
     assert "KV204" not in text, "a note does not count, and is not shown"
 
 
@@ -142,8 +154,10 @@ def test_a_gate_is_run_as_it_is_asked(models: Path, tmp_path: Path) -> None:
     first = kvdoctor.gate(both, jobs=2, cache_dir=tmp_path)
     again = kvdoctor.gate(both, cache_dir=tmp_path)
     assert [report.measured.get("cached") for report in (*first.reports, *again.reports)] == [None, None, True, True]
-    words = str(again)
-    assert words.endswith("gate: unhealthy; 1 of 2 models healthy, 1 unhealthy; 2 unchanged and not run again\n")
+    words = kvdoctor.render(again)
+    assert words.endswith(
+        "gate: unhealthy; 1 of 2 models healthy, 1 unhealthy; 2 unchanged and not run again \u00b7 exit 1\n"
+    )
     done = run("-m", "kvdoctor", "gate", *both, "--cache-dir", tmp_path)
     assert (done.stdout, done.returncode) == (words, again.exit_code)
     for wrong in ({"jobs": 0}, {"offline": "no"}, {"timeout": "soon"}):
@@ -173,6 +187,47 @@ def test_options_reach_the_report(models: Path) -> None:
     assert [finding.severity for finding in report.findings if finding.code == "KV203"] == ["note"]
 
 
+@pytest.mark.parametrize(
+    ("command", "types"),
+    [
+        ("inspect", api.InspectOptions),
+        ("step-test", api.StepTestOptions),
+        ("re-export", api.ReExportOptions),
+        ("repro", api.ReproOptions),
+        ("gate", api.GateOptions),
+        ("baseline", api.BaselineOptions),
+        ("diff", api.DiffOptions),
+    ],
+)
+def test_the_types_for_callers_name_the_options_of_the_table(command: str, types: Any) -> None:
+    assert set(types.__optional_keys__) == {option.keyword for option in options_of(command)}
+
+
+def test_a_policy_is_followed_where_one_is_given(models: Path, tmp_path: Path) -> None:
+    file = tmp_path / "kvdoctor.toml"
+    file.write_text("seed = 7\nignore = ['KV203']\nfail-on = 'note'\n")
+    for policy in (file, str(file), kvdoctor.read_policy(file)):
+        report = kvdoctor.inspect(models / "sick", policy=policy, seed=3)
+        assert (report.seed, report.arguments["ignore"], report.arguments["policy"]) == (3, ["KV203"], str(file))
+        assert kvdoctor.gate(models / "sick", policy=policy, static=True).policy == str(file)
+    assert "policy" not in kvdoctor.inspect(models / "sick").arguments
+
+
+def test_a_report_lists_the_options_that_were_given() -> None:
+    plain = {"consumer": "plain", "select": [], "ignore": [], "fail_on": "error", "provider": "CPUExecutionProvider"}
+    assert Options().as_arguments() == plain
+    given = {"targets": "onnxruntime==1.16.3", "prompt_ids": "1,2", "batch": 2, "require": "beam,batch", "seed": 9}
+    more = {"target": ["onnxruntime==1.16.3"], "prompt_ids": [1, 2], "batch": 2, "require": ["batch", "beam"]}
+    assert read_options(Options, given).as_arguments() == {**plain, **more, "offline": False}
+
+
+def test_a_contract_is_read_without_findings(models: Path) -> None:
+    report = kvdoctor.read_contracts(models / "sick")
+    assert [stack.contract is not None for stack in report.stacks] == [True]
+    assert not report.findings
+    assert [finding.name for finding in kvdoctor.read_contracts(models / "empty").findings] == ["unreadable"]
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -194,12 +249,12 @@ def test_a_wrong_value_is_refused_with_the_words_of_the_command_line(
 ) -> None:
     with pytest.raises(kvdoctor.UsageError) as refused:
         kvdoctor.inspect(models / "healthy", **WRONG[option])
-    from kvdoctor import cli
+    from kvdoctor.cli.main import main
 
-    monkeypatch.setattr("kvdoctor.cli._end_in_order", lambda: None)
+    monkeypatch.setattr("kvdoctor.cli.main._end_in_order", lambda: None)
     monkeypatch.setattr(sys, "argv", ["kvdoctor", "inspect", str(models / "healthy"), option])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main()
     assert ended.value.code == 2
     assert str(refused.value) in " ".join(capsys.readouterr().err.split("\n"))
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import bad_contracts as bad
 import pytest
-from bad_contracts import CACHE, TOKENS, changed, decoder, edited, node, value
-from bad_models import Result, as_json, call, nested, renamed, saved
 from onnx import ModelProto, TensorProto, helper
-from sampling import sampled
-from text_fixtures import load_all
+from support import bad_contracts as bad
+from support.bad_contracts import CACHE, TOKENS, changed, decoder, edited, node, value
+from support.bad_models import Result, as_json, call, nested, renamed, saved
+from support.sampling import sampled
+from support.text_fixtures import load_all
 
 TEXTS = {name: fixture for name, fixture in load_all().items() if name.startswith("bad-")}
 SECONDS = 60  # until a call hangs, on a busy machine; alone it takes one or two
@@ -25,16 +25,16 @@ Build = Callable[[], ModelProto | bytes]
 
 # --- the contract is not complete: which subject, for which reason ---
 
-NO_TENSOR, NO_SHAPE = "is no tensor, or declares no element type", "has no declared shape"
-UNKNOWN, UNMADE = "plays no known part", "no node makes this output"
+NO_TENSOR, NO_SHAPE = "is not a tensor, or declares no element type", "has no declared shape"
+UNKNOWN, UNMADE = "has no known role", "no node makes this output"
 ZERO, TOO_MANY = "has no elements", "more elements than can be fed"
-FUNCTIONS = "too many or too deep"
+FUNCTIONS = "too many or nested too deeply"
 HUGE = 2**62
 
 INCOMPLETE: dict[str, tuple[Build, str, str]] = {
     "no-nodes": (lambda: changed(bad.emptied("node")), "logits", UNMADE),
     "no-inputs": (lambda: changed(bad.emptied("input")), "model.onnx", "no past input"),
-    "no-outputs": (lambda: changed(bad.emptied("output")), "model.onnx", "there is no logits"),
+    "no-outputs": (lambda: changed(bad.emptied("output")), "model.onnx", "no output has the role logits"),
     "inputs-without-type": (lambda: changed(bad.without_type("input")), "input_ids", NO_TENSOR),
     "inputs-without-shape": (lambda: changed(bad.without_shape("input")), "input_ids", NO_SHAPE),
     "ids-without-type": (lambda: changed(bad.without_type("input", "input_ids")), "input_ids", NO_TENSOR),

@@ -11,14 +11,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import bad_models as bad
 import numpy as np
 import onnx
 import pytest
-from bad_models import EXPORTS, GPT2, MARIAN, UNSAFE, as_json, call, copied, saved, snapshot, unchanged
 from onnx import TensorProto, helper
-from sampling import sampled
-from text_fixtures import load_all
+from support import bad_models as bad
+from support.bad_models import EXPORTS, GPT2, MARIAN, UNSAFE, as_json, call, copied, saved, snapshot, unchanged
+from support.sampling import sampled
+from support.text_fixtures import load_all
 
 COMMANDS = ("inspect", "step-test", "gate")
 RUNS = ("step-test", "gate")
@@ -168,7 +168,7 @@ NO_MODEL: dict[str, tuple[Callable[[Path], bytes], str]] = {
 
 
 @every_command
-@pytest.mark.parametrize("what", NO_MODEL)
+@pytest.mark.parametrize("what", sampled(NO_MODEL, 2))
 def test_a_file_that_is_no_model(command: str, what: str, tmp_path: Path) -> None:
     make, word = NO_MODEL[what]
     folder = tmp_path / "model"
@@ -313,7 +313,7 @@ def test_external_data_that_is_not_there(command: str, what: str, tmp_path: Path
 
 
 @every_command
-@pytest.mark.parametrize("what", ["parent", "absolute", "link", "parent-by-backslash", "drive"])
+@pytest.mark.parametrize("what", sampled(["parent", "absolute", "link", "parent-by-backslash", "drive"], 2))
 def test_external_data_outside_of_the_folder(command: str, what: str, tmp_path: Path) -> None:
     folder = bad.with_external_data(tmp_path / "model")
     outside = tmp_path / "outside.bin"
@@ -454,7 +454,7 @@ GRAPHS: dict[str, tuple[Callable[[onnx.GraphProto], object], set[int]]] = {
 }
 
 
-@pytest.mark.parametrize("what", sampled(GRAPHS, 5))
+@pytest.mark.parametrize("what", sampled(GRAPHS, 8))
 def test_a_graph_that_makes_no_sense(what: str, tmp_path: Path) -> None:
     change, codes = GRAPHS[what]
     folder = saved(bad.changed(change), tmp_path / "model")
@@ -539,7 +539,7 @@ def hostile(where: str, name: str) -> onnx.ModelProto:
 WHERE = ["input", "output", "node", "axis", "producer", "domain", "location"]
 
 
-@pytest.mark.parametrize(("name", "where"), sampled([(name, where) for name in NAMES for where in WHERE], 12))
+@pytest.mark.parametrize(("name", "where"), sampled([(name, where) for name in NAMES for where in WHERE], 17))
 def test_hostile_names(name: str, where: str, tmp_path: Path) -> None:
     folder = saved(hostile(where, NAMES[name]), tmp_path / "model")
     command = "inspect" if where in ("axis", "producer", "domain") else "step-test"
@@ -613,7 +613,7 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", sampled(["ascii", "cp1252", "utf-16"], 3))
-@pytest.mark.parametrize("format_", ["text", "markdown", "json"])
+@pytest.mark.parametrize("format_", sampled(["text", "markdown", "json"], 3))
 def test_an_output_that_cannot_hold_every_character(encoding: str, format_: str, tmp_path: Path) -> None:
     copied(MARIAN, tmp_path / "model", "decoder_model_merged.onnx", "encoder_model.onnx")
     saved(bad.with_input(bad.decoder(), "\u4e2d"), tmp_path / "model", "other.onnx")
@@ -638,13 +638,17 @@ def test_a_reader_that_goes_away(command: str, format_: str) -> None:
     elif format_ != "text":
         pytest.skip("this command has one format")
     words = " ".join([sys.executable, "-m", "kvdoctor", *arguments])
-    done = subprocess.run(f"{words} | head -c 1", shell=True, capture_output=True, text=True, check=False)  # noqa: S602
+    piped = ["bash", "-c", f"set -o pipefail; {words} | head -c 1"]
+    done = subprocess.run(piped, capture_output=True, text=True, check=False)
     assert len(done.stdout) == 1
     assert done.stderr == ""
+    assert done.returncode == (1 if command in COMMANDS else 0), "the verdict, not the pipe"
 
 
 @posix
-@pytest.mark.parametrize("where", [">&-", ">/dev/full", "2>&-", "<&-", ">&- 2>&-", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize(
+    "where", sampled([">&-", ">/dev/full", "2>&-", "<&-", ">&- 2>&-", ">/dev/full 2>/dev/full"], 3)
+)
 @pytest.mark.parametrize("format_", ["text", pytest.param("json", marks=pytest.mark.slow)])
 def test_an_output_that_takes_nothing(where: str, format_: str) -> None:
     if "/dev/full" in where and not Path("/dev/full").exists():
@@ -728,11 +732,11 @@ def test_a_provider_that_is_not_there_is_not_called_healthy() -> None:
         assert call("step-test", GPT2, "--provider", provider).code in (1, 2, 3)
 
 
-@pytest.mark.parametrize("option", [("--ignore", "KV001,KV002,KV010,KV011,KV301"), ("--select", "KV203")], ids=" ".join)
+@pytest.mark.parametrize("option", sampled(["--ignore KV001,KV002,KV010,KV011,KV301", "--select KV203"], 2))
 @pytest.mark.parametrize("what", sampled(["truncated", "no-data", "refused", "died"], 3))
 @every_command
 def test_a_selection_does_not_make_healthy_what_was_not_run(
-    command: str, what: str, option: tuple[str, str], tmp_path: Path
+    command: str, what: str, option: str, tmp_path: Path
 ) -> None:
     """Who asks for one check only must still hear that nothing was checked."""
     folder = tmp_path / "model"
@@ -746,7 +750,7 @@ def test_a_selection_does_not_make_healthy_what_was_not_run(
         case "died":
             saved(bad.decoder(*bad.looping_for_ever()), folder)
     more = ("--timeout", "1") if command != "inspect" else ()
-    result = only_report(command, folder, *option, *more)
+    result = only_report(command, folder, *option.split(), *more)
     if command != "inspect" or what == "truncated":
         assert result.code in (1, 3)
     assert result.report["verdict"] != "healthy"
@@ -833,7 +837,7 @@ def refused(path: Path, out: Path, *more: str, watched: Path) -> bad.Result:
     return result
 
 
-@pytest.mark.parametrize("what", ["folder", "empty-folder", "file", "link", "dangling-link"])
+@pytest.mark.parametrize("what", sampled(["folder", "file", "empty-folder", "link", "dangling-link"], 3))
 @pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "force"])
 def test_out_that_exists(what: str, force: tuple[str, ...], marian: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -903,6 +907,7 @@ def test_out_whose_parent_is_no_folder(what: str, marian: Path, tmp_path: Path) 
 
 
 @posix
+@pytest.mark.slow
 def test_out_in_a_folder_that_takes_no_files(marian: Path, tmp_path: Path) -> None:
     parent = tmp_path / "read-only"
     parent.mkdir(mode=0o555)
@@ -921,19 +926,21 @@ def test_a_name_that_is_too_long_for_the_file_system(marian: Path, tmp_path: Pat
         refused(marian, tmp_path / ("x" * length), watched=tmp_path)
 
 
-@pytest.mark.parametrize("option", sampled(["--diff", "--dry-run"], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--diff", "--dry-run"])
 def test_to_look_writes_nothing(option: str, marian: Path, tmp_path: Path) -> None:
     with unchanged(tmp_path), tempfile.TemporaryDirectory() as scratch:
         for more in ((), ("-o", str(tmp_path / "out"))):
             result = call("re-export", marian, option, *more, env={**os.environ, "TMPDIR": scratch})
-            assert result.code == 0
+            assert result.code == 1
             assert "Identity(past_key_values.0.encoder.key)" in result.out
         assert not list(Path(scratch).glob("kvdoctor*"))
 
 
+@pytest.mark.slow
 def test_to_look_may_be_done_with_an_out_that_exists(marian: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    assert call("re-export", marian, "--dry-run", "-o", tmp_path / "out").code == 0
+    assert call("re-export", marian, "--dry-run", "-o", tmp_path / "out").code == 1
 
 
 def test_nothing_to_repair(tmp_path: Path) -> None:
@@ -990,6 +997,7 @@ def test_a_repaired_folder(marian: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["marian", "out"]
 
 
+@pytest.mark.slow
 def test_a_repaired_file(marian: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with unchanged(marian):
@@ -999,7 +1007,8 @@ def test_a_repaired_file(marian: Path, tmp_path: Path) -> None:
 
 
 @posix
-@pytest.mark.parametrize("what", sampled(["hub", "folder", "file", "hub-file"], 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["hub", "folder", "file", "hub-file"])
 def test_a_repaired_model_behind_links(what: str, marian: Path, tmp_path: Path) -> None:
     paths = {
         "folder": tmp_path / "link",
@@ -1022,6 +1031,7 @@ def test_out_inside_a_snapshot_of_links(marian: Path, tmp_path: Path) -> None:
 
 
 @posix
+@pytest.mark.slow
 def test_hard_links_are_not_shared(marian: Path, tmp_path: Path) -> None:
     os.link(marian / "config.json", tmp_path / "config.json")
     assert call("re-export", marian, "-o", tmp_path / "out").code == 0
@@ -1067,7 +1077,8 @@ def test_a_disk_that_takes_no_more(most: int, marian: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounting a small disk is tried on Linux only")
-@pytest.mark.parametrize("size", sampled(["700k", "64k", "1100k"], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["700k", "64k", "1100k"])
 def test_a_disk_that_is_full(size: str, marian: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

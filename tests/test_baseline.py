@@ -1,4 +1,4 @@
-"""The baseline of a gate: what is known, whose it is, until when, and what of it is to be mended."""
+"""The baseline of a gate: what is known, whose it is, until when, and what of it is to be repaired."""
 
 import datetime as dt
 import io
@@ -16,21 +16,20 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from text_fixtures import load_all
+from support.text_fixtures import load_all
 
-from kvdoctor.baseline import Baseline, Entry, document, read_baseline
-from kvdoctor.cli import cli
-from kvdoctor.doctor import step_test
+from kvdoctor.api import schemas
+from kvdoctor.cli.main import cli
+from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import NotChecked
-from kvdoctor.gating import Job
-from kvdoctor.gating.judging import judged
-from kvdoctor.gating.knowing import Compared, compared
-from kvdoctor.gating.recording import Wish, recorded
+from kvdoctor.gating.baseline import Baseline, BaselineEntry, read_baseline, render_baseline
+from kvdoctor.gating.baseline_match import BaselineRequest, MatchedReports, match_baseline, update_baseline
+from kvdoctor.gating.jobs import GateJob
+from kvdoctor.gating.verdict import judge
 from kvdoctor.options import Options
 from kvdoctor.report import formats, text
 from kvdoctor.report.document import Report
-from kvdoctor.report.schema import schemas
 
 DAY = dt.date(2026, 6, 1)
 SICK = "cross-cache-emptied"
@@ -67,11 +66,11 @@ def found(report: Report) -> tuple[Any, ...]:
 def known(*reports: Report, until: str | None = None, file: str = "baseline.json") -> Baseline:
     """A baseline with the errors of some reports."""
     empty = Baseline(file)
-    wish = Wish("we hold it in our loop", until)
-    return Baseline(file, recorded(empty, compared(empty, reports, DAY), wish).entries)
+    wish = BaselineRequest("we hold it in our loop", until)
+    return Baseline(file, update_baseline(empty, match_baseline(empty, reports, DAY), wish).entries)
 
 
-def codes(result: Compared) -> list[list[str]]:
+def codes(result: MatchedReports) -> list[list[str]]:
     """What counts still, by report."""
     return [[f.code for f in found(report) if f.known is None] for report in result.reports]
 
@@ -81,60 +80,62 @@ def codes(result: Compared) -> list[list[str]]:
 
 def test_a_known_finding_does_not_count_and_stays_in_sight(sick: Report, here: Path) -> None:
     a = at(sick, "models/a")
-    result = compared(known(a, until="2026-06-01"), [a], DAY)
+    result = match_baseline(known(a, until="2026-06-01"), [a], DAY)
     (report,) = result.reports
     assert (a.verdict, report.verdict) == ("unhealthy", "healthy")
     (finding,) = found(report)
     assert (finding.known.reason, finding.known.until) == ("we hold it in our loop", "2026-06-01")
     assert replace(finding, known=None) == found(a)[0]
-    assert (result.told.known, list(result.told.lines())) == (1, [])
-    assert judged([Job("models/a", Options())], result.reports).exit_code == 0
-    assert judged([Job("models/a", Options())], [a]).exit_code == 1
+    assert (result.status.known, list(result.status.lines())) == (1, [])
+    assert judge([GateJob("models/a", Options())], result.reports).exit_code == 0
+    assert judge([GateJob("models/a", Options())], [a]).exit_code == 1
 
 
 def test_the_entry_of_one_model_hides_nothing_of_another_with_the_same_fault(sick: Report, here: Path) -> None:
     a, b = at(sick, "models/a"), at(sick, "models/b")
     assert found(a)[0].fingerprint == found(b)[0].fingerprint
     for reports in ([a, b], [b, a]):
-        result = compared(known(a), reports, DAY)
+        result = match_baseline(known(a), reports, DAY)
         counting = dict(zip((r.model.path for r in reports), codes(result), strict=True))
         assert counting == {"models/a": [], "models/b": ["KV203"]}
-    alone = compared(known(a), [b], DAY)
+    alone = match_baseline(known(a), [b], DAY)
     assert codes(alone) == [["KV203"]]
-    assert list(alone.told.lines()) == []  # `a` was no part of this run
+    assert list(alone.status.lines()) == []  # `a` was no part of this run
 
 
 def test_a_model_that_was_renamed_is_known_by_its_shape(sick: Report, here: Path) -> None:
     baseline = known(at(sick, "models/a"))
     (here / "models" / "a").rename(here / "models" / "c")
     c, b = at(sick, "models/c"), at(sick, "models/b")
-    result = compared(baseline, [c], DAY)
+    result = match_baseline(baseline, [c], DAY)
     assert codes(result) == [[]]
-    (line,) = result.told.lines()
-    assert line.startswith("KV203 of models/a was taken for models/c")
-    assert [entry.model for entry in recorded(baseline, result, Wish(prune=True)).entries] == ["models/c"]
+    (line,) = result.status.lines()
+    assert line.startswith("KV203 of models/a matches models/c")
+    assert [entry.model for entry in update_baseline(baseline, result, BaselineRequest(prune=True)).entries] == [
+        "models/c"
+    ]
     # One entry stands for one model: the second of the same shape counts.
-    assert sorted(map(len, codes(compared(baseline, [b, c], DAY)))) == [0, 1]
+    assert sorted(map(len, codes(match_baseline(baseline, [b, c], DAY)))) == [0, 1]
     # Of another shape it is another model.
     files = (replace(c.model.files[0], inputs=c.model.files[0].inputs[:-1]), *c.model.files[1:])
     other = replace(c, model=replace(c.model, files=files))
-    assert codes(compared(baseline, [other], DAY)) == [["KV203"]]
+    assert codes(match_baseline(baseline, [other], DAY)) == [["KV203"]]
 
 
 def test_other_names_of_files_are_no_other_shape(sick: Report, here: Path) -> None:
     baseline = known(at(sick, "models/a/model.onnx"))
     files = tuple(replace(file, path=f"other-{file.path}", bytes=1) for file in reversed(sick.model.files))
     renamed = replace(sick, model=replace(sick.model, path="models/a/other.onnx", files=files))
-    assert codes(compared(baseline, [renamed], DAY)) == [[]]
+    assert codes(match_baseline(baseline, [renamed], DAY)) == [[]]
 
 
 def test_a_folder_and_the_file_in_it_are_one_model(sick: Report, here: Path) -> None:
     folder, file, deeper = at(sick, "models/a"), at(sick, "models/a/m.onnx"), at(sick, "./models/a/onnx/m.onnx")
     for entry in (folder, file, deeper):
         for report in (folder, entry):
-            assert codes(compared(known(entry), [report], DAY)) == [[]]
-    assert codes(compared(known(folder), [at(sick, "models/b/m.onnx")], DAY)) == [["KV203"]]
-    assert codes(compared(known(folder), [at(sick, "models")], DAY)) == [["KV203"]]
+            assert codes(match_baseline(known(entry), [report], DAY)) == [[]]
+    assert codes(match_baseline(known(folder), [at(sick, "models/b/m.onnx")], DAY)) == [["KV203"]]
+    assert codes(match_baseline(known(folder), [at(sick, "models")], DAY)) == [["KV203"]]
 
 
 def test_paths_are_those_from_the_folder_of_the_baseline(
@@ -144,7 +145,7 @@ def test_paths_are_those_from_the_folder_of_the_baseline(
     baseline = known(at(sick, "models/a"), file="ci/baseline.json")
     assert [entry.model for entry in baseline.entries] == ["../models/a"]
     monkeypatch.chdir(here / "models")
-    assert codes(compared(replace(baseline, file="../ci/baseline.json"), [at(sick, "a")], DAY)) == [[]]
+    assert codes(match_baseline(replace(baseline, file="../ci/baseline.json"), [at(sick, "a")], DAY)) == [[]]
 
 
 # Until when
@@ -153,20 +154,20 @@ def test_paths_are_those_from_the_folder_of_the_baseline(
 @pytest.mark.parametrize(("until", "counts"), [("2026-06-01", False), ("2026-05-31", True), (None, False)])
 def test_an_expired_entry_counts_again(until: str | None, counts: bool, sick: Report, here: Path) -> None:
     a = at(sick, "models/a")
-    result = compared(known(a, until=until), [a], DAY)
+    result = match_baseline(known(a, until=until), [a], DAY)
     assert codes(result) == [["KV203"] if counts else []]
-    assert [entry.until for entry in result.told.expired] == ([until] if counts else [])
+    assert [entry.until for entry in result.status.expired] == ([until] if counts else [])
     if counts:
         assert result.reports[0].verdict == "unhealthy"
-        (line,) = result.told.lines()
+        (line,) = result.status.lines()
         assert line.startswith("KV203 of models/a was known until 2026-05-31; it counts again")
-        renewed = recorded(known(a, until=until), result, Wish("still so", "2027-01-01"))
+        renewed = update_baseline(known(a, until=until), result, BaselineRequest("still so", "2027-01-01"))
         assert [(entry.reason, entry.until) for entry in renewed.entries] == [("still so", "2027-01-01")]
-        kept = recorded(known(a, until=until), result, Wish(prune=True))
+        kept = update_baseline(known(a, until=until), result, BaselineRequest(prune=True))
         assert kept.entries == known(a, until=until).entries
 
 
-# What is to be mended
+# What is to be repaired
 
 
 def test_an_entry_is_stale_only_where_it_would_have_shown(sick: Report, here: Path) -> None:
@@ -174,7 +175,7 @@ def test_an_entry_is_stale_only_where_it_would_have_shown(sick: Report, here: Pa
     well = replace(a, findings=(), verdict="healthy")
 
     def stale(report: Report) -> list[str]:
-        return [entry.code for entry in compared(known(a), [report], DAY).told.stale]
+        return [entry.code for entry in match_baseline(known(a), [report], DAY).status.stale]
 
     assert stale(well) == ["KV203"]
     assert stale(a) == []
@@ -194,8 +195,8 @@ def test_what_a_run_that_looked_further_found_is_not_stale_in_one_that_does_not(
     baseline = known(a)
     assert {entry.found_with for entry in baseline.entries} == {("thorough", "full-context")}
     well = replace(a, findings=(), verdict="healthy")
-    assert [entry.code for entry in compared(baseline, [well], DAY).told.stale] == ["KV203"]
-    assert compared(baseline, [replace(well, arguments=sick.arguments)], DAY).told.stale == ()
+    assert [entry.code for entry in match_baseline(baseline, [well], DAY).status.stale] == ["KV203"]
+    assert match_baseline(baseline, [replace(well, arguments=sick.arguments)], DAY).status.stale == ()
 
 
 def test_what_one_target_cannot_run_is_not_stale_under_another(sick: Report, here: Path) -> None:
@@ -205,60 +206,65 @@ def test_what_one_target_cannot_run_is_not_stale_under_another(sick: Report, her
     baseline = known(old)
     assert [entry.found_with for entry in baseline.entries] == [("target onnxruntime==1.16.3",)]
     well = replace(old, findings=(), verdict="healthy", targets=())
-    assert compared(baseline, [replace(well, arguments=under["1.22.0"])], DAY).told.stale == ()
+    assert match_baseline(baseline, [replace(well, arguments=under["1.22.0"])], DAY).status.stale == ()
 
 
 def test_what_only_the_full_context_shows_is_not_stale_without_it(sick: Report, here: Path) -> None:
     a = at(replace(sick, arguments={**sick.arguments, "require": ["full-context"]}), "models/a")
     assert {entry.found_with for entry in known(a).entries} == {("full-context",)}
     well = replace(a, findings=(), verdict="healthy")
-    assert compared(known(a), [replace(well, arguments=sick.arguments)], DAY).told.stale == ()
+    assert match_baseline(known(a), [replace(well, arguments=sick.arguments)], DAY).status.stale == ()
     thorough = replace(well, arguments={**sick.arguments, "thorough": True})
-    assert [entry.code for entry in compared(known(a), [thorough], DAY).told.stale] == ["KV203"]
+    assert [entry.code for entry in match_baseline(known(a), [thorough], DAY).status.stale] == ["KV203"]
 
 
 def test_pruning_takes_out_what_is_no_more_and_nothing_else(sick: Report, here: Path) -> None:
     a, b, gone = at(sick, "models/a"), at(sick, "models/b"), at(sick, "models/gone")
     baseline = known(a, b, gone)
     well = replace(a, findings=(), verdict="healthy")
-    result = compared(baseline, [well], DAY)
-    looked = recorded(baseline, result, Wish())
+    result = match_baseline(baseline, [well], DAY)
+    looked = update_baseline(baseline, result, BaselineRequest())
     assert looked.entries == baseline.entries
     assert [line.partition(":")[0] for line in looked.left] == ["stale", "stale"]
-    pruned = recorded(baseline, result, Wish(prune=True))
+    pruned = update_baseline(baseline, result, BaselineRequest(prune=True))
     assert [entry.model for entry in pruned.entries] == ["models/b"]
     assert pruned.changes == (
-        "taken out: KV203 of models/a: not found any more",
-        "taken out: KV203 of models/gone: the model is gone",
+        "removed: KV203 of models/a: not found any more",
+        "removed: KV203 of models/gone: the model is gone",
     )
 
 
 def test_nothing_is_taken_in_silently_and_reasons_stay(sick: Report, here: Path) -> None:
     a, b = at(sick, "models/a"), at(sick, "models/b")
     baseline = known(a, until="2026-12-31")
-    result = compared(baseline, [a, b], DAY)
-    asked = recorded(baseline, result, Wish(prune=True))
+    result = match_baseline(baseline, [a, b], DAY)
+    asked = update_baseline(baseline, result, BaselineRequest(prune=True))
     assert asked.entries == baseline.entries
     assert [line[:25] for line in asked.left] == ["counts: models/b: error[K"]
-    taken = recorded(baseline, result, Wish("new in the last release"))
+    taken = update_baseline(baseline, result, BaselineRequest("new in the last release"))
     assert [(entry.model, entry.reason, entry.until) for entry in taken.entries] == [
         ("models/a", "we hold it in our loop", "2026-12-31"),
         ("models/b", "new in the last release", None),
     ]
-    assert [line[:18] for line in taken.changes] == ["taken in: models/b"]
+    assert [line[:15] for line in taken.changes] == ["added: models/b"]
 
 
 def test_what_could_not_be_checked_is_never_known(sick: Report, here: Path) -> None:
     a = at(sick, "models/a")
     died = replace(found(a)[0], code="KV001", name="unreadable", fingerprint="other")
     broken = replace(a, findings=(died,), verdict="incomplete")
-    assert recorded(Baseline("b"), compared(Baseline("b"), [broken], DAY), Wish("let it be")).entries == ()
+    assert (
+        update_baseline(
+            Baseline("b"), match_baseline(Baseline("b"), [broken], DAY), BaselineRequest("let it be")
+        ).entries
+        == ()
+    )
     baseline = known(a)
     entry = replace(baseline.entries[0], fingerprint="other")
-    result = compared(replace(baseline, entries=(entry,)), [broken], DAY)
+    result = match_baseline(replace(baseline, entries=(entry,)), [broken], DAY)
     assert result.reports[0] == broken
-    assert judged([Job("models/a", Options())], result.reports).exit_code == 3
-    assert recorded(baseline, result, Wish(prune=True)).open == ("models/a",)
+    assert judge([GateJob("models/a", Options())], result.reports).exit_code == 3
+    assert update_baseline(baseline, result, BaselineRequest(prune=True)).open == ("models/a",)
 
 
 # The file
@@ -266,7 +272,7 @@ def test_what_could_not_be_checked_is_never_known(sick: Report, here: Path) -> N
 WORDS = st.text(min_size=1, max_size=8).filter(str.strip)
 ENTRIES = st.lists(
     st.builds(
-        Entry,
+        BaselineEntry,
         *(WORDS, st.sampled_from(["KV203", "KV301"]), st.text(max_size=8), WORDS),
         *(st.none() | st.dates().map(dt.date.isoformat), st.text("0123456789abcdef", min_size=4, max_size=16), WORDS),
     ),
@@ -281,12 +287,12 @@ VALIDATOR = jsonschema.Draft202012Validator(schemas()["baseline"])
 @settings(max_examples=40, deadline=None)
 @given(ENTRIES, st.randoms())
 def test_a_baseline_comes_back_as_it_was_in_one_order(
-    tmp_path_factory: pytest.TempPathFactory, entries: list[Entry], chance: Any
+    tmp_path_factory: pytest.TempPathFactory, entries: list[BaselineEntry], chance: Any
 ) -> None:
-    text = document(entries)
+    text = render_baseline(entries)
     assert text.isascii()
     chance.shuffle(entries)
-    assert document(entries) == text
+    assert render_baseline(entries) == text
     VALIDATOR.validate(json.loads(text))
     file = tmp_path_factory.getbasetemp() / "round-trip.json"
     file.write_text(text, encoding="utf-8")
@@ -312,25 +318,28 @@ def body(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "cannot be read: it is no JSON, Expecting value"),
+        ("", "cannot be read: it is not JSON, Expecting value"),
         ("[" * 100_000, "nested too deeply"),
         ("[]", "its schema is None, not 'kvdoctor/baseline/1'"),
-        ('{"schema": "kvdoctor/baseline/2"}', "upgrade kvdoctor, or write the baseline anew"),
+        ('{"schema": "kvdoctor/baseline/2"}', "upgrade kvdoctor, or write a new baseline"),
         ('{"schema": "kvdoctor/report/1"}', "its schema is 'kvdoctor/report/1', not"),
         ('{"schema": "kvdoctor/baseline/1"}', "expected a list, got None"),
-        ('{"schema": "kvdoctor/baseline/1", "schema": 1}', "the key 'schema' stands twice"),
-        ('{"schema": "kvdoctor/baseline/1", "entries": [], "more": 1}', "a key that is unknown: 'more'"),
+        ('{"schema": "kvdoctor/baseline/1", "schema": 1}', "the key 'schema' occurs twice"),
+        ('{"schema": "kvdoctor/baseline/1", "entries": [], "more": 1}', "an unknown key 'more'"),
         (body(reason=""), "entry 1 (KV203 of a) has no reason"),
         (body(reason=" \n"), "has no reason"),
         (body(reason=...), "entries[0]: field reason is missing"),
         (body(reason=3), "[0].reason: expected str, got 3"),
-        (body(until="tomorrow"), "until takes a day, as in 2026-12-31, or null; got 'tomorrow'"),
-        (body(until="2026-02-30"), "until takes a day"),
-        (body(until="20261231"), "until takes a day"),
+        (body(until="tomorrow"), "until takes a date, as in 2026-12-31, or null; got 'tomorrow'"),
+        (body(until="2026-02-30"), "until takes a date"),
+        (body(until="20261231"), "until takes a date"),
         (body(code="KV001"), "unreadable says that the model could not be diagnosed"),
         (body(why="x"), "unknown field 'why'"),
-        (body().replace('"r"', "NaN"), "NaN is no number"),
-        (json.dumps({"schema": "kvdoctor/baseline/1", "entries": [ENTRY, {**ENTRY, "reason": "2"}]}), "stands twice"),
+        (body().replace('"r"', "NaN"), "NaN is not a number"),
+        (
+            json.dumps({"schema": "kvdoctor/baseline/1", "entries": [ENTRY, {**ENTRY, "reason": "2"}]}),
+            "occurs twice",
+        ),
     ],
 )
 def test_what_is_no_baseline_is_refused(text: str, words: str, tmp_path: Path) -> None:
@@ -364,10 +373,12 @@ def test_every_format_shows_what_is_known(sick: Report, here: Path) -> None:
     a, b = at(sick, "models/a"), at(sick, "models/b")
     baseline = known(a, until="2026-12-31")
     hostile = replace(baseline.entries[0], reason="<b>]]>\n::error::\x1b[31m it")
-    result = compared(replace(baseline, entries=(hostile,)), [a, b], DAY)
-    done = replace(judged([Job(p, Options()) for p in ("models/a", "models/b")], result.reports), baseline=result.told)
-    document, reports = done.to_dict, list(done.reports)
-    pages = {name: formats.rendered_gate(document, reports, (), name) for name in formats.FORMATS}
+    result = match_baseline(replace(baseline, entries=(hostile,)), [a, b], DAY)
+    done = replace(
+        judge([GateJob(p, Options()) for p in ("models/a", "models/b")], result.reports), baseline=result.status
+    )
+    render_baseline, reports = done.to_dict, list(done.reports)
+    pages = {name: formats.render_gate(render_baseline, reports, (), name) for name in formats.FORMATS}
     for name, page in pages.items():
         assert "it" in page, name
         assert "\x1b" not in page, name
@@ -393,11 +404,11 @@ def test_every_format_shows_what_is_known(sick: Report, here: Path) -> None:
 
 def test_a_known_finding_is_dim_on_a_terminal(sick: Report, here: Path) -> None:
     a = at(sick, "models/a")
-    (report,) = compared(known(a), [a], DAY).reports
+    (report,) = match_baseline(known(a), [a], DAY).reports
     for one, style in ((report, "\x1b[2m"), (a, "\x1b[1;31m")):
         page = io.StringIO()
-        text.render(one, Console(file=page, width=100, force_terminal=True, color_system="standard"), -1)
-        assert f"{style}error[KV203]" in page.getvalue()
+        text.print_report(one, Console(file=page, width=100, force_terminal=True, color_system="standard"), -1)
+        assert f"{style}\u2717 error[KV203]" in page.getvalue()
 
 
 # The whole life, through the command line
@@ -430,9 +441,9 @@ def test_a_finding_is_written_down_and_the_gate_is_green(project: str) -> None:
     code, said = run("gate", "-q")
     assert code == 0
     assert "  known      until 2199-12-31: held in our loop" in said
-    assert f"{model}: nothing but what is known (1 error, " in said
+    assert f"{model}: healthy but for known findings (1 error, " in said
     assert said.splitlines()[-2:] == [
-        "gate: healthy; 0 of 1 model healthy, 1 with nothing but what is known; 1 known finding",
+        "gate: healthy; 1 of 1 model healthy, 1 of them with known findings alone; 1 known finding",
         "policy: kvdoctor.toml",
     ]
 
@@ -455,17 +466,17 @@ def test_the_life_of_a_known_finding(project: str) -> None:
     code, said = run("baseline", "--check")
     assert (code, said.splitlines()[0]) == (1, f"stale: KV203 of {model}: not found any more")
     assert run("baseline", "--prune")[0] == 0
-    assert Path("known.json").read_text() == document(())
+    assert Path("known.json").read_text() == render_baseline(())
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "--reason TEXT takes in what counts"),
-        (("--reason", " "), "--reason takes the reason"),
+        ((), "give --reason TEXT to add the findings that count"),
+        (("--reason", " "), "it takes the reason why the findings may stay"),
         (("--until", "2199-01-01", "--prune"), "--until goes with --reason TEXT"),
-        (("--until", "2020-01-01", "--reason", "r"), "--until 2020-01-01 is over already"),
-        (("--until", "soon", "--reason", "r"), "--until takes a day, as in 2026-12-31; got 'soon'"),
+        (("--until", "2020-01-01", "--reason", "r"), "--until 2020-01-01 is in the past"),
+        (("--until", "soon", "--reason", "r"), "it takes a date, as in 2026-12-31; got 'soon'"),
         (("--prune", "-o", "no/where.json"), "the folder of 'no/where.json' does not exist"),
     ],
 )

@@ -12,21 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import bad_models as bad
 import psutil
 import pytest
-from bad_models import call, saved
-from test_gate_many import OPTIONS, registry
-from test_kill import assert_gone, started
+from support import bad_models as bad
+from support.bad_models import call, saved
+from support.many_models import OPTIONS, registry
+from support.processes import assert_gone, started
 
 pytest.importorskip("distributed")
 
 from distributed import Client
 
-from kvdoctor.gating import How, Job, cluster, gate
+from kvdoctor.gating import cluster
+from kvdoctor.gating.cache_key import describe_software
 from kvdoctor.gating.cluster import _disagreement
-from kvdoctor.gating.jobs import Gone, Lost
-from kvdoctor.gating.keys import software
+from kvdoctor.gating.jobs import GateJob, GateSettings, NoWorkerLeft, ProcessLost
+from kvdoctor.gating.run import gate
 from kvdoctor.options import Options
 
 slow = pytest.mark.slow
@@ -83,7 +84,7 @@ def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
 def worker_of(nanny: "subprocess.Popen[bytes]") -> psutil.Process:
     """The process that a nanny watches."""
     for child in psutil.Process(nanny.pid).children():
-        if any("gating.slots" in " ".join(below.cmdline()) for below in child.children(recursive=True)):
+        if any("gating.process_pool" in " ".join(below.cmdline()) for below in child.children(recursive=True)):
             return child
     raise AssertionError("this worker has nothing to do")
 
@@ -202,7 +203,7 @@ class Told:
 @slow
 def test_progress_is_not_sent(loopback: Loopback, tmp_path: Path) -> None:
     model = saved(bad.decoder(), tmp_path / "model")
-    done = gate([Job(str(model), Options(progress=Told()))], How(cluster=loopback.address))
+    done = gate([GateJob(str(model), Options(progress=Told()))], GateSettings(cluster=loopback.address))
     assert done.verdict == "healthy"
 
 
@@ -219,7 +220,7 @@ class Breaking:
             raise RuntimeError(f"broken at {name}")
 
     def run(self, *_: Any) -> dict[str, Any]:
-        return {"one": software()}
+        return {"one": describe_software()}
 
     def close(self, **_: Any) -> None:
         """Nothing was opened."""
@@ -249,21 +250,27 @@ class Breaking:
 @pytest.mark.parametrize(
     ("break_at", "error"),
     [
-        *(("submit", Gone), ("add_done_callback", Gone), ("done", Gone), ("nthreads", Gone), ("cancel", Lost)),
-        *(("result", Lost), ("pickling", Gone)),
+        *(
+            ("submit", NoWorkerLeft),
+            ("add_done_callback", NoWorkerLeft),
+            ("done", NoWorkerLeft),
+            ("nthreads", NoWorkerLeft),
+            ("cancel", ProcessLost),
+        ),
+        *(("result", ProcessLost), ("pickling", NoWorkerLeft)),
     ],
 )
 def test_a_client_that_breaks_keeps_nobody_waiting(
     break_at: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_connected", lambda _: Breaking(break_at))
+    monkeypatch.setattr(cluster, "_connect", lambda _: Breaking(break_at))
     monkeypatch.setattr(cluster, "POLL_SECONDS", 0.05)
     with cluster.Cluster("tcp://there") as executor:
         answer = executor.submit(repr, threading.RLock() if break_at == "pickling" else 1)
         with pytest.raises(error):
             answer.result(timeout=2)
         if break_at == "done":
-            with pytest.raises(Gone, match="broken at done"):
+            with pytest.raises(NoWorkerLeft, match="broken at done"):
                 executor.submit(repr, 1).result(timeout=2)
 
 
@@ -271,7 +278,7 @@ LOGGING = """
 import logging, distributed
 from kvdoctor.gating import cluster
 
-cluster._hush()
+cluster._silence_logs()
 logging.getLogger("distributed.client").warning("Couldn't gather 1 keys")
 logging.getLogger("asyncio").error("never retrieved", exc_info=distributed.client.AllExit())
 logging.getLogger("asyncio").error("something else")
@@ -296,7 +303,7 @@ def test_no_cluster_is_wrong_usage(tmp_path: Path) -> None:
 
 
 def test_other_versions_are_refused() -> None:
-    mine = software()
+    mine = describe_software()
     assert _disagreement(mine) is None
     for name in ("kvdoctor", "onnx", "numpy"):
         assert f"{name} (0.0.1 there, {mine[name]} here)" in str(_disagreement({**mine, name: "0.0.1"}))

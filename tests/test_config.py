@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from text_fixtures import FOLDER, compile_text, load_all
+from support.text_fixtures import FOLDER, compile_text, load_all
 
-from kvdoctor.case import Case
-from kvdoctor.checks.config_disagrees import config_disagrees
-from kvdoctor.checks.side_cars.claims import claims
-from kvdoctor.doctor import inspect
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import ModelFolder, SideCars, open_folder
+from kvdoctor.diagnose.checks.config_disagrees import config_disagrees
+from kvdoctor.diagnose.checks.side_cars.claims import claims
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.findings import Fault
-from kvdoctor.model_folder import ModelFolder, SideCars, open_folder
-from kvdoctor.reading import read_contract
 
 FIXTURES = load_all()
 EXPORTS = sorted(path for path in (FOLDER.parent / "exports").iterdir() if path.is_dir())
@@ -51,8 +51,10 @@ def folder_of(fixture: str) -> ModelFolder:
 def faults(folder: ModelFolder, side_cars: SideCars) -> list[Fault]:
     """The findings of all stacks of a folder with these side-car files instead of its own."""
     folder = replace(folder, side_cars=side_cars)
-    cases = [Case(folder, stack=stack, contract=read_contract(stack, side_cars)) for stack in folder.stacks]
-    return [fault for case in cases for fault in config_disagrees(case)]
+    contexts = [
+        ContractContext(folder=folder, stack=stack, contract=read_contract(stack, side_cars)) for stack in folder.stacks
+    ]
+    return [fault for context in contexts for fault in config_disagrees(context)]
 
 
 def missed(folder: ModelFolder, **side_cars: Any) -> set[str]:
@@ -110,9 +112,9 @@ def test_both_stacks_of_a_folder_have_one_finding() -> None:
     (fault,) = faults(folder, SideCars(config=config))
     assert fault.subject == ("decoder_layers", "decoder_attention_heads", "d_model / decoder_attention_heads")
     assert fault.file == "config.json"
-    assert "decoder_layers 6" in fault.promised
+    assert "decoder_layers 6" in fault.declared
     assert "caches of layers 0 to 1" in fault.observed
-    assert "decoder_layers 2" in fault.advice.text
+    assert "decoder_layers 2" in fault.repair.text
 
 
 # genai_config.json: take each number and name, and change it.
@@ -175,8 +177,8 @@ def test_a_file_name_may_be_anything(value: object) -> None:
         folder, SideCars(genai=changed_at(folder.side_cars.genai, ("model", "decoder", "filename"), value))
     ):
         assert fault.subject == ("model.decoder.filename",)
-        assert fault.promised.isascii()
-        assert len(fault.promised) < 600
+        assert fault.declared.isascii()
+        assert len(fault.declared) < 600
 
 
 def test_names_of_what_the_graph_does_not_have_are_idle() -> None:
@@ -408,7 +410,7 @@ def test_a_folder_is_inspected_with_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 50257}), encoding="utf-8")
     (finding,) = inspect(str(tmp_path)).findings
     assert (finding.code, finding.severity, finding.file) == ("KV020", "warning", "config.json")
-    assert (finding.promised, finding.observed) == ("vocab_size 50257", "logits of width 16")
+    assert (finding.declared, finding.observed) == ("vocab_size 50257", "logits of width 16")
 
 
 # Configs hold anything.
@@ -452,7 +454,7 @@ ANYTHING = st.recursive(
     ),
     max_leaves=25,
 )
-RELAXED = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("fixture", ["config-agrees-healthy", "layout-genai-kv-cache-dim-healthy", "merged-healthy"])
@@ -474,7 +476,7 @@ def test_any_json_is_read(fixture: str, data: st.DataObject) -> None:
     for fault in faults(folder, SideCars(*cars)):
         assert fault.severity == "warning"
         assert fault.subject
-        assert (fault.promised + fault.observed).isascii()
+        assert (fault.declared + fault.observed).isascii()
 
 
 @RELAXED

@@ -3,55 +3,22 @@
 Checkpoint and export are made again by fixtures/make_exports.py, in the environment that made the fixtures.
 """
 
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from isolated import EXPORTS, FIXTURES, MERGED, Environment, call, re_export
 from onnx import numpy_helper
+from support.fixture_exports import NEW_TOKENS, environment, make_again
+from support.isolated import EXPORTS, MERGED, re_export
 
 pytestmark = pytest.mark.slow
 
 SOUND = ("gpt2", "llama-gqa")
 """The fixtures with nothing to repair."""
-NEW_TOKENS = 16
-"""As many as tests/consumers/generate.py asks for."""
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where its data classes look up their annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-make_exports = _load(FIXTURES / "make_exports.py")
-
-
-def environment(name: str) -> Environment:
-    """Returns the environment that the fixture `name` is made in."""
-    requirements = tuple(make_exports.BY_NAME[name].requirements())
-    return Environment(make_exports.PYTHON, requirements, ("torch", "transformers", "onnxruntime"))
-
-
-def make_again(name: str, folder: Path) -> tuple[Path, Path]:
-    """Makes the fixture `name` once more; returns the folders of its export and of its checkpoint."""
-    environment(name).require()
-    exports, checkpoints = folder / "exports", folder / "checkpoints"
-    options = ("--out", exports, "--keep-checkpoint", checkpoints)
-    done = call((sys.executable, FIXTURES / "make_exports.py", name, *options))
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return exports / name, checkpoints / name
 
 
 def assert_same_export(made: Path, committed: Path) -> None:

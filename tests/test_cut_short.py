@@ -6,10 +6,10 @@ import onnx
 import pytest
 from onnx import TensorProto
 from onnx.helper import make_graph, make_node, make_tensor_value_info
-from text_fixtures import load_all
+from support.text_fixtures import load_all
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.doctor import inspect
+from kvdoctor.diagnose.inspection import inspect
 
 PAST = "past_key_values.0.key"
 NODES = {

@@ -12,17 +12,18 @@ from typing import Any
 
 import jsonschema
 import pytest
-import text_fixtures
+from support import text_fixtures
 
 import kvdoctor
-from kvdoctor.comparing.contract_diff import contract_deltas
-from kvdoctor.comparing.diffing import paired
-from kvdoctor.comparing.findings_diff import findings_diff
+from kvdoctor.api import schemas
+from kvdoctor.comparison.contract_diff import compare_contracts
+from kvdoctor.comparison.findings_diff import compare_findings
+from kvdoctor.comparison.pipeline import match_stacks
 from kvdoctor.contract import CacheContract, Port
-from kvdoctor.report import diff_markdown, diff_text
-from kvdoctor.report.diff_document import Compared, Delta, DiffReport, NotCompared, Outcomes, StackDiff
-from kvdoctor.report.document import Report, StackFacts
-from kvdoctor.report.schema import schemas
+from kvdoctor.report.diff import render_markdown, render_text
+from kvdoctor.report.diff_document import ComparedModel, Difference, DiffReport, NotCompared, Outcomes, StackDiff
+from kvdoctor.report.document import Report
+from kvdoctor.report.facts import StackFacts
 
 ROOT = Path(__file__).parent.parent
 EXPORTS = ROOT / "fixtures" / "exports"
@@ -119,16 +120,16 @@ BREAKS: dict[str, tuple[Callable[[CacheContract], CacheContract], str, str]] = {
 def test_what_a_loop_relies_on_makes_it_worse_and_back(name: str, gpt2: CacheContract) -> None:
     change, what, field = BREAKS[name]
     other = change(gpt2)
-    assert [(one.what, one.field) for one in contract_deltas(gpt2, other) if one.effect == "worse"][:1] == [
+    assert [(one.what, one.field) for one in compare_contracts(gpt2, other) if one.effect == "worse"][:1] == [
         (what, field)
     ]
-    assert contract_deltas(gpt2, gpt2) == contract_deltas(other, other) == ()
+    assert compare_contracts(gpt2, gpt2) == compare_contracts(other, other) == ()
 
 
 HARMLESS: dict[str, Callable[[CacheContract], CacheContract]] = {
     "axes are called otherwise": port_named("input_ids", shape=("b", "s")),
     "the vocabulary is larger": lambda c: replace(port_named("logits", shape=("b", "s", 256))(c), vocabulary=256),
-    "the arithmetic is coarser": lambda c: replace(c, exactness="dynamic-quantisation"),
+    "the arithmetic is coarser": lambda c: replace(c, exactness="dynamic-quantization"),
     "an output is new": lambda c: replace(
         c,
         graphs={
@@ -141,29 +142,29 @@ HARMLESS: dict[str, Callable[[CacheContract], CacheContract]] = {
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_a_loop_can_see_is_told_and_is_no_worse(name: str, gpt2: CacheContract) -> None:
-    deltas = contract_deltas(gpt2, HARMLESS[name](gpt2))
+    deltas = compare_contracts(gpt2, HARMLESS[name](gpt2))
     assert deltas
     assert {one.effect for one in deltas} == {"neutral"}
 
 
 def test_a_size_that_is_free_again_is_better(gpt2: CacheContract) -> None:
     fixed = port_named("input_ids", shape=(1, "sequence_length"))(gpt2)
-    assert [one.effect for one in contract_deltas(fixed, gpt2) if one.field == "size of batch"] == ["better"]
+    assert [one.effect for one in compare_contracts(fixed, gpt2) if one.field == "size of batch"] == ["better"]
 
 
 def test_what_is_other_in_the_same_way_on_every_layer_is_told_once(gpt2: CacheContract) -> None:
-    (renamed,) = contract_deltas(gpt2, slots_called("past.{}.{}")(gpt2))
+    (renamed,) = compare_contracts(gpt2, slots_called("past.{}.{}")(gpt2))
     assert renamed.subject == tuple(slot.past for slot in gpt2.slots)
     assert len(renamed.subject) == 4
 
 
 def test_stacks_are_matched_by_name_then_by_layout_then_by_what_is_left() -> None:
     merged, pair = StackFacts("merged", "optimum-merged", (), None), StackFacts("pair", "optimum-pair", (), None)
-    quantised = StackFacts("merged_q4", "optimum-merged", (), None)
-    assert list(paired((merged, pair), (pair, merged))) == [(merged, merged), (pair, pair)]
-    assert list(paired((merged,), (pair, quantised))) == [(merged, quantised), (None, pair)]
-    assert list(paired((merged,), (pair,))) == [(merged, pair)]
-    assert list(paired((merged, pair), (merged,))) == [(merged, merged), (pair, None)]
+    quantized = StackFacts("merged_q4", "optimum-merged", (), None)
+    assert list(match_stacks((merged, pair), (pair, merged))) == [(merged, merged), (pair, pair)]
+    assert list(match_stacks((merged,), (pair, quantized))) == [(merged, quantized), (None, pair)]
+    assert list(match_stacks((merged,), (pair,))) == [(merged, pair)]
+    assert list(match_stacks((merged, pair), (merged,))) == [(merged, merged), (pair, None)]
 
 
 # --- whole diffs ------------------------------------------------------------------------------------------------------
@@ -187,9 +188,9 @@ def test_the_repaired_copy_is_better(sick_and_fixed: tuple[Path, Path]) -> None:
     diff = kvdoctor.diff(*sick_and_fixed)
     assert (diff.verdict, diff.exit_code) == ("better", 0)
     diff.raise_if_worse()
-    assert "- gone         error[KV203] cross-cache-emptied" in str(diff)
-    assert "~ plain-loop   failed at step 2 -> passed" in str(diff)
-    assert str(diff).splitlines()[-1].startswith("B is better: KV203 cross-cache-emptied is gone")
+    assert "- gone         error[KV203] cross-cache-emptied" in kvdoctor.render(diff)
+    assert "~ plain-loop   failed at step 2 -> passed" in kvdoctor.render(diff)
+    assert kvdoctor.render(diff).splitlines()[-1].startswith("B is better: KV203 cross-cache-emptied is gone")
     jsonschema.validate(json.loads(json.dumps(diff.to_dict())), schemas()["diff"])
 
 
@@ -205,10 +206,10 @@ def test_the_way_back_is_worse(sick_and_fixed: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"consumer": "held"}, "written with --consumer plain, and this is asked with --consumer held"),
-        ({"require": "batch"}, "written without --require, and this is asked with --require batch"),
-        ({"thorough": True}, "written without --thorough, and this is asked with --thorough"),
-        ({"static": True, "agree": "bits"}, "leave one of them out"),
+        ({"consumer": "held"}, "written with --consumer plain, and the other side runs with --consumer held"),
+        ({"require": "batch"}, "written without --require, and the other side runs with --require batch"),
+        ({"thorough": True}, "written without --thorough, and the other side runs with --thorough"),
+        ({"static": True, "agree": "bits"}, "remove one of them"),
     ],
 )
 def test_both_sides_must_be_asked_alike(asked: Any, said: str, sick_and_fixed: tuple[Path, Path]) -> None:
@@ -220,7 +221,7 @@ def test_a_report_of_which_more_was_asked_is_refused(sick_and_fixed: tuple[Path,
     document = json.loads(sick_and_fixed[0].read_text())
     document["arguments"]["trace"] = "loop.jsonl"
     (tmp_path / "traced.json").write_text(json.dumps(document))
-    with pytest.raises(kvdoctor.UsageError, match=r"traced.json' was written with --trace, which the other side"):
+    with pytest.raises(kvdoctor.UsageError, match=r"traced.json' was written with --trace, and the other side"):
         kvdoctor.diff(tmp_path / "traced.json", sick_and_fixed[1])
 
 
@@ -234,28 +235,31 @@ def test_ignored_findings_make_nothing_worse(sick_and_fixed: tuple[Path, Path]) 
 def test_a_report_against_the_model_itself_needs_no_run_when_static(sick_and_fixed: tuple[Path, Path]) -> None:
     done = run("--static", sick_and_fixed[0], sick_and_fixed[0].with_suffix(""))
     assert done.returncode == 0
-    assert done.stdout.splitlines()[-1] == "equal in contract and graph; nothing was run"
+    assert (
+        done.stdout.splitlines()[-1]
+        == "equal in contract and operator counts; wiring, weights and logits were not compared"
+    )
 
 
 def test_another_architecture_is_readable_and_worse() -> None:
     diff = kvdoctor.diff(GPT2, LLAMA, static=True)
     assert diff.reasons == ("contract broken: slot past_key_values.0.key and 3 more: size of kv_heads 4 -> 2",)
-    assert "# kvdoctor diff: worse" in diff_markdown.render(diff)
-    assert "LayerNormalization 5 -> 0" in str(diff)
+    assert "# kvdoctor diff: worse" in render_markdown(diff)
+    assert "LayerNormalization 5 -> 0" in kvdoctor.render(diff)
 
 
 def test_same_fault_under_other_names_is_not_new(sick_and_fixed: tuple[Path, Path]) -> None:
     findings = list(kvdoctor.read_report(sick_and_fixed[0]).findings)
     renamed = [replace(one, fingerprint="other", stack=one.stack and f"{one.stack}_q4") for one in findings]
     names = {"merged_q4": "merged", "merged": "merged"}
-    assert {one.state for one in findings_diff(findings, renamed, names, "note")} == {"same"}
+    assert {one.state for one in compare_findings(findings, renamed, names, "note")} == {"same"}
 
 
 def test_the_same_fault_on_more_layers_is_worse(sick_and_fixed: tuple[Path, Path]) -> None:
     (fault,) = (one for one in kvdoctor.read_report(sick_and_fixed[0]).findings if one.code == "KV203")
     fewer = replace(fault, subject=fault.subject[:1], fingerprint="other")
-    assert [one.effect for one in findings_diff([fewer], [fault], {"merged": "merged"}, "error")] == ["worse"]
-    assert [one.effect for one in findings_diff([fault], [fewer], {"merged": "merged"}, "error")] == ["neutral"]
+    assert [one.effect for one in compare_findings([fewer], [fault], {"merged": "merged"}, "error")] == ["worse"]
+    assert [one.effect for one in compare_findings([fault], [fewer], {"merged": "merged"}, "error")] == ["neutral"]
 
 
 # --- what cannot be compared ------------------------------------------------------------------------------------------
@@ -266,7 +270,7 @@ def test_what_is_not_readable_is_neither_equal_nor_worse(tmp_path: Path) -> None
     for sides in ((GPT2, tmp_path), (tmp_path, GPT2)):
         diff = kvdoctor.diff(*sides, static=True)
         assert (diff.verdict, diff.exit_code) == ("incomplete", 3)
-        assert str(diff).splitlines()[-1] == "could not be compared: what is open is listed above"
+        assert kvdoctor.render(diff).splitlines()[-1].startswith("the comparison is incomplete: ")
 
 
 def test_a_report_without_runs_is_no_proof(tmp_path: Path) -> None:
@@ -274,23 +278,23 @@ def test_a_report_without_runs_is_no_proof(tmp_path: Path) -> None:
     (tmp_path / "static.json").write_text(json.dumps(document))
     diff = kvdoctor.diff(tmp_path / "static.json", tmp_path / "static.json")
     assert (diff.verdict, diff.exit_code) == ("incomplete", 3)
-    assert "--static compares the rest" in str(diff)
+    assert "--static compares the rest" in kvdoctor.render(diff)
     assert kvdoctor.diff(tmp_path / "static.json", tmp_path / "static.json", static=True).verdict == "equal"
 
 
 def test_logits_that_were_asked_for_and_are_not_there_leave_it_open(sick_and_fixed: tuple[Path, Path]) -> None:
     diff = kvdoctor.diff(*sick_and_fixed, agree="bits")
     assert (diff.verdict, diff.exit_code) == ("incomplete", 3)
-    assert "a report holds no logits; give both models" in str(diff)
+    assert "a report has no logits; give both models" in kvdoctor.render(diff)
 
 
 WRONG = {
     "another version": ('{"schema": "kvdoctor/report/2"}', "write it again with this one"),
-    "broken": ('{"schema": ', "is no JSON"),
+    "broken": ('{"schema": ', "is not JSON"),
     "another document": ("[1, 2]", "it names no schema"),
     "not a report": ('{"schema": "kvdoctor/report/1", "findings": 3}', "does not fit kvdoctor/report/1: Report"),
     "a gate of two": ('{"schema": "kvdoctor/gate/1", "reports": [{}, {}]}', "with 2 reports; give one with a single"),
-    "nested too deep": ("[" * 100_000, "is no JSON"),
+    "nested too deep": ("[" * 100_000, "is not JSON"),
     "a name that acts": ('{"schema": "\\u001b[2J"}', r"it says '\x1b[2J'"),
 }
 
@@ -326,7 +330,7 @@ def test_a_report_that_contradicts_itself_is_refused(
         part = part[key]
     part[place[-1]] = value
     (tmp_path / "report.json").write_text(json.dumps(document))
-    with pytest.raises(kvdoctor.UsageError, match=r"report\.json' (does not fit|is no JSON)"):
+    with pytest.raises(kvdoctor.UsageError, match=r"report\.json' (does not fit|is not JSON)"):
         kvdoctor.diff(tmp_path / "report.json", sick_and_fixed[1])
 
 
@@ -334,7 +338,7 @@ def test_what_stands_under_measured_is_never_relied_on(sick_and_fixed: tuple[Pat
     document = json.loads(sick_and_fixed[1].read_text())
     document["measured"] = {"merged": {"step_seconds": {"cached:50": "soon", "cached:x": 1.0}, "peak_bytes": []}}
     (tmp_path / "report.json").write_text(json.dumps(document))
-    assert "measured" not in str(kvdoctor.diff(tmp_path / "report.json", sick_and_fixed[1]))
+    assert "measured" not in kvdoctor.render(kvdoctor.diff(tmp_path / "report.json", sick_and_fixed[1]))
 
 
 def test_wrong_usage_ends_with_2(tmp_path: Path) -> None:
@@ -354,8 +358,8 @@ HOSTILE = "\x1b[31m\n::error::x\u202e]]><script>|`" + "n" * 5000
 
 
 def hostile() -> DiffReport:
-    side = Compared(HOSTILE, "model", HOSTILE, "healthy", {})
-    delta = Delta("input", (HOSTILE,), "name", HOSTILE, HOSTILE, "worse", HOSTILE)
+    side = ComparedModel(HOSTILE, "model", HOSTILE, "healthy", {})
+    delta = Difference("input", (HOSTILE,), "name", HOSTILE, HOSTILE, "worse", HOSTILE)
     stack = StackDiff(HOSTILE, HOSTILE, (delta,), (delta,), (Outcomes(HOSTILE, "here", "passed", HOSTILE),))
     open_end = NotCompared(HOSTILE, HOSTILE, HOSTILE, True)
     return DiffReport(
@@ -363,13 +367,13 @@ def hostile() -> DiffReport:
     )
 
 
-@pytest.mark.parametrize("render", [diff_text.plain, diff_markdown.render], ids=["text", "markdown"])
+@pytest.mark.parametrize("render", [render_text, render_markdown], ids=["text", "markdown"])
 def test_hostile_names_are_escaped(render: Callable[[DiffReport], str]) -> None:
     page = render(hostile())
     assert not {"\x1b", "\u202e", "\r"} & set(page)
     assert not [line for line in page.splitlines() if line.lstrip().startswith("::")]
     assert len(page) < 60_000
-    if render is diff_markdown.render:
+    if render is render_markdown:
         assert "<script>" not in page.replace("`", "\0").partition("\0")[0]
 
 
@@ -392,15 +396,15 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_quantised_copy_is_other_and_no_worse(int8: Path, tmp_path: Path) -> None:
+def test_a_quantized_copy_is_other_and_no_worse(int8: Path, tmp_path: Path) -> None:
     files = [f"--output={kind}={tmp_path / kind}" for kind in ("json", "markdown")]
     done = run(GPT2, int8, *files)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.splitlines()[-1] == "B is other, and not worse: what is other is listed above"
+    assert done.stdout.splitlines()[-1] == "B is different, but not worse"
     document = json.loads((tmp_path / "json").read_text())
     jsonschema.validate(document, schemas()["diff"])
     logits = document["stacks"][0]["logits"]
-    assert logits["exactness"] == "dynamic-quantisation"
+    assert logits["exactness"] == "dynamic-quantization"
     assert logits["agree"] in ("tokens", "other")
     assert "DynamicQuantizeLinear" in done.stdout
     assert (tmp_path / "markdown").read_text().startswith("# kvdoctor diff: different")
@@ -410,7 +414,7 @@ def test_a_quantised_copy_is_other_and_no_worse(int8: Path, tmp_path: Path) -> N
 def test_numbers_that_must_be_the_same_are_asked_for(int8: Path) -> None:
     diff = kvdoctor.diff(GPT2, int8, agree="bits")
     assert (diff.verdict, diff.exit_code) == ("worse", 1)
-    assert diff.reasons == ("logits of decoder do not agree as was asked for: --agree bits",)
+    assert diff.reasons == ("logits of decoder do not agree as required: --agree bits",)
 
 
 @pytest.mark.slow
@@ -432,4 +436,4 @@ def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None
     shown = re.findall(r"<!-- shown: kvdoctor diff (\S+) (\S+) --static -->\n```text\n(.+?)```", page, re.DOTALL)
     assert shown
     for a, b, text in shown:
-        assert str(kvdoctor.diff(a, b, static=True)) == text
+        assert kvdoctor.render(kvdoctor.diff(a, b, static=True)) == text

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvdoctor.cli import cli
+from kvdoctor.api import schemas
+from kvdoctor.cli.main import cli
 from kvdoctor.findings import all_checks
-from kvdoctor.report.schema import schemas
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,6 +32,12 @@ def test_the_page_of_checks_is_current() -> None:
     import make_checks
 
     assert (ROOT / "docs" / "checks.md").read_text(encoding="utf-8") == make_checks.page()
+
+
+def test_the_page_of_experiments_is_current() -> None:
+    import make_experiments
+
+    assert (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8") == make_experiments.page()
 
 
 def test_every_check_is_explained() -> None:

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import compose
 
-from kvdoctor.doctor import step_test
+from kvdoctor.diagnose.pipeline import step_test
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 

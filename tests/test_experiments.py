@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdoctor.calls import Answer, Array, Call, Encoded, Scenario
 from kvdoctor.contract import CacheContract
-from kvdoctor.doctor import inspect
-from kvdoctor.experiments import Experiment, load
-from kvdoctor.feeds import Deal
+from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario
+from kvdoctor.decode.experiments import Experiment, load
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.diagnose.inspection import inspect
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 
@@ -30,12 +30,12 @@ class Scripted:
         return self.content
 
 
-def deal(name: str, **sizes: int) -> Deal:
+def builder(name: str, **sizes: int) -> FeedBuilder:
     contract = inspect(str(EXPORTS / name)).stacks[0].contract
     assert contract is not None
     scenario = Scenario(**sizes)
     states = np.ones((scenario.batch, 7, 32), np.float32) if contract.has_encoder_states else None
-    return Deal(contract, scenario, Encoded(states))
+    return FeedBuilder(contract, scenario, Encoded(states))
 
 
 def answer(contract: CacheContract, call: Call, number: int) -> Answer:
@@ -54,7 +54,7 @@ def answer(contract: CacheContract, call: Call, number: int) -> Answer:
     return Answer(outputs, "logits", call.past, call.new)
 
 
-def drive(experiment: Experiment, given: Deal) -> list[Call]:
+def drive(experiment: Experiment, given: FeedBuilder) -> list[Call]:
     """All calls of an experiment, each answered by its number."""
     calls: list[Call] = []
     running = experiment.calls(given)
@@ -76,14 +76,14 @@ def shape(call: Call, name: str) -> tuple[int, ...]:
 
 
 def test_the_plain_loop_feeds_the_placeholder_back() -> None:
-    steps = [call for call in drive(named("plain-loop"), deal("marian-4.57.6")) if call.kind == "step"]
+    steps = [call for call in drive(named("plain-loop"), builder("marian-4.57.6")) if call.kind == "step"]
     cross = [shape(call, "past_key_values.0.encoder.key") for call in steps]
     assert cross[:3] == [(1, 4, 0, 8), (1, 4, 7, 8), (0, 4, 1, 8)]
     assert [call.past for call in steps] == [0, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_the_held_loop_keeps_the_value_of_the_prefill() -> None:
-    steps = [call for call in drive(named("held-loop"), deal("marian-4.57.6")) if call.kind == "step"]
+    steps = [call for call in drive(named("held-loop"), builder("marian-4.57.6")) if call.kind == "step"]
     held = [call.feeds["past_key_values.1.encoder.value"] for call in steps[1:]]
     assert all(value is held[0] for value in held)
     assert held[0].shape == (1, 4, 7, 8)
@@ -92,18 +92,18 @@ def test_the_held_loop_keeps_the_value_of_the_prefill() -> None:
 
 
 def test_feeds_are_coupled() -> None:
-    for call in drive(named("plain-loop"), deal("llama-gqa")):
+    for call in drive(named("plain-loop"), builder("llama-gqa")):
         assert shape(call, "attention_mask") == (1, call.past + call.new)
         assert list(np.asarray(call.feeds["position_ids"])[0]) == list(range(call.past, call.past + call.new))
 
 
 def test_the_switch_follows_the_phase() -> None:
-    for call in drive(named("held-loop"), deal("t5")):
+    for call in drive(named("held-loop"), builder("t5")):
         assert bool(np.asarray(call.feeds["use_cache_branch"])[0]) is (call.phase == "decode")
 
 
 def test_a_loop_ends_with_its_controls() -> None:
-    calls = drive(named("held-loop"), deal("whisper"))
+    calls = drive(named("held-loop"), builder("whisper"))
     controls = [call for call in calls if call.kind == "control"]
     assert [call.label for call in controls] == ["self-attention cache zeroed", "cross-attention cache zeroed"]
     last = next(call for call in reversed(calls) if call.kind == "step")
@@ -113,7 +113,7 @@ def test_a_loop_ends_with_its_controls() -> None:
 
 
 def test_every_step_is_held_against_its_own_positions() -> None:
-    given = deal("gpt2")
+    given = builder("gpt2")
     calls = drive(named("plain-loop"), given)
     for call in calls[1:]:
         assert call.expected is not None
@@ -122,8 +122,8 @@ def test_every_step_is_held_against_its_own_positions() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "marian-4.57.6"])
 def test_same_seed_same_feeds(name: str) -> None:
-    first, again = (drive(named("empty-past"), deal(name)) for _ in range(2))
-    other = drive(named("empty-past"), deal(name, seed=1))
+    first, again = (drive(named("empty-past"), builder(name)) for _ in range(2))
+    other = drive(named("empty-past"), builder(name, seed=1))
     assert all(
         np.array_equal(np.asarray(a.feeds["input_ids"]), b.feeds["input_ids"])
         for a, b in zip(first, again, strict=True)
@@ -132,7 +132,7 @@ def test_same_seed_same_feeds(name: str) -> None:
 
 
 def test_no_cache_comes_first_in_the_late_cache_loop() -> None:
-    steps = [call for call in drive(named("late-cache"), deal("marian-4.57.6")) if call.kind == "step"]
+    steps = [call for call in drive(named("late-cache"), builder("marian-4.57.6")) if call.kind == "step"]
     assert [(call.phase, call.new) for call in steps[:5]] == [
         ("prefill", 3),
         ("prefill", 4),
@@ -150,4 +150,4 @@ def test_sizes_of_the_default_scenario_differ() -> None:
 def test_every_experiment_says_what_it_asks() -> None:
     for experiment in load():
         assert experiment.question
-        assert experiment.judged or experiment.why or experiment.asks_why, experiment.name
+        assert experiment.judged or experiment.why or experiment.explains, experiment.name

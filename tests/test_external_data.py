@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper
 
-from kvdoctor.external_data import BITS, ExternalFile, examine, external_tensors
+from kvdoctor.model.external_data import BITS, ExternalFile, examine, external_tensors
 
 many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

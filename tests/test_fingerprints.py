@@ -8,10 +8,10 @@ from pathlib import Path
 
 import onnx
 import pytest
-from text_fixtures import FOLDER, compile_text, read
+from support.text_fixtures import FOLDER, compile_text, read
 
-from kvdoctor.doctor import inspect
-from kvdoctor.findings import told_apart
+from kvdoctor.diagnose.inspection import inspect
+from kvdoctor.findings import with_distinct_fingerprints
 from kvdoctor.report.document import Report
 
 EXPORT = FOLDER.parent / "exports" / "marian-4.46.3"
@@ -97,7 +97,9 @@ def test_words_and_numbers_are_no_part_of_it(whole: Report) -> None:
     """What the frame hashes is told by the docstring; here: the order of findings does not renumber them."""
     findings = list(whole.findings)
     random.Random(1).shuffle(findings)  # noqa: S311
-    told = {json.dumps([f.name, f.stack, f.subject]): f.fingerprint for f in told_apart(tuple(findings))}
+    told = {
+        json.dumps([f.name, f.stack, f.subject]): f.fingerprint for f in with_distinct_fingerprints(tuple(findings))
+    }
     assert told == {json.dumps([f.name, f.stack, f.subject]): f.fingerprint for f in whole.findings}
-    doubled = told_apart((findings[0], replace(findings[0], stack="zz")))
+    doubled = with_distinct_fingerprints((findings[0], replace(findings[0], stack="zz")))
     assert doubled[0].fingerprint == findings[0].fingerprint != doubled[1].fingerprint

@@ -12,19 +12,20 @@ import jsonschema
 import junitparser
 import pytest
 import xmlschema
-from hostile import TEXTS, any_text, hostile_report
 from hypothesis import HealthCheck, given, settings
 from markdown_it import MarkdownIt
 from rich.console import Console
+from support.hostile import TEXTS, any_text, hostile_report
 
+from kvdoctor.api import schemas
 from kvdoctor.findings import NotChecked, all_checks
-from kvdoctor.gating import Judged
-from kvdoctor.report import formats, gate_page, github, junit, markdown, sarif, text, wording
+from kvdoctor.gating.verdict import GateResult
+from kvdoctor.report import formats, github, junit, markdown, sarif, text
+from kvdoctor.report.artifact_paths import in_repository, uri
 from kvdoctor.report.document import Report
-from kvdoctor.report.places import in_repository, uri
 from kvdoctor.report.safe import code
 from kvdoctor.report.safe import markdown as escaped
-from kvdoctor.report.schema import schemas
+from kvdoctor.report.wording.summary import format_gate_verdict
 
 SCHEMAS = Path(__file__).parent / "schemas"
 SARIF = jsonschema.Draft4Validator(json.loads((SCHEMAS / "sarif-2.1.0.json").read_text(encoding="utf-8")))
@@ -48,9 +49,9 @@ def healthy() -> Report:
 
 def rendered_gate(reports: list[Report], name: str) -> str:
     """A gate over some reports in a format, with a hostile name among the lines that are said of all models."""
-    done = Judged("unhealthy", tuple(reports), 1)
-    last = (wording.gate_line(done.verdict, reports), f"policy: {reports[0].model.path}")
-    return formats.rendered_gate(done.to_dict, reports, last, name)
+    done = GateResult("unhealthy", tuple(reports), 1)
+    last = (format_gate_verdict(done.verdict, reports), f"policy: {reports[0].model.path}")
+    return formats.render_gate(done.to_dict, reports, last, name)
 
 
 # ---- hostile names -------------------------------------------------------------------------------------------------
@@ -78,11 +79,11 @@ def test_a_name_of_ten_megabytes_is_shortened(name: str, length: int) -> None:
 
 @QUICK
 @given(hostile=any_text)
-def test_a_terminal_gets_colours_and_nothing_else(hostile: str) -> None:
-    for width in (60, 80, 200):
+def test_a_terminal_gets_colors_and_nothing_else(hostile: str) -> None:
+    for width, verbosity in ((60, 1), (80, 0), (200, 1)):
         page = StringIO()
         console = Console(file=page, width=width, force_terminal=True, color_system="standard", highlight=False)
-        text.render_gate([hostile_report(hostile), healthy()], (hostile,), console, 1)
+        text.print_gate([hostile_report(hostile), healthy()], (hostile,), console, verbosity)
         plain = re.sub(r"\x1b\[[0-9;]*m", "", page.getvalue())
         assert not controls(plain)
         assert not [line for line in plain.splitlines() if OBEYED.search(line)]
@@ -157,7 +158,7 @@ def test_the_order_of_arguments_and_measurements_tells_nothing(name: str) -> Non
     report = hostile_report("x")
     one = replace(report, arguments={"fail_on": "error", "seed": 1}, measured={"x": {"seconds": {"a": 1.0}}, "y": {}})
     two = replace(report, arguments={"seed": 1, "fail_on": "error"}, measured={"y": {}, "x": {"seconds": {"a": 1.0}}})
-    assert formats.rendered(one, name) == formats.rendered(two, name)
+    assert formats.render(one, name) == formats.render(two, name)
 
 
 # ---- SARIF ---------------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def test_sarif_keeps_to_what_github_takes() -> None:
     assert len(run["results"]) == 25_000
     assert sum(result["level"] == "error" for result in run["results"]) == 15_000
     told = [notice["message"]["text"] for notice in run["invocations"][0]["toolExecutionNotifications"]]
-    assert "5000 more findings are left out: a run takes 25000 results" in told
+    assert "5000 more findings are left out: the limit of a run is 25000 results" in told
     assert len(gzip.compress(page.encode())) < 10_000_000
 
 
@@ -277,7 +278,7 @@ def test_annotations_are_as_many_as_a_step_may_have() -> None:
     lines = github.render(many).splitlines()
     errors = [line for line in lines if line.startswith("::error ")]
     assert len(errors) == 10
-    assert errors[-1].endswith("::31 more of these; the summary of the step and its log have them all")
+    assert errors[-1].endswith("::31 more of these; the summary and the log of the step list all of them")
 
 
 def test_an_annotation_is_one_command() -> None:
@@ -293,13 +294,13 @@ def test_the_summary_fits_and_names_every_model() -> None:
     long = hostile_report("w" * 300)
     report = replace(long, findings=long.findings[:1] * 60)
     many = [replace(report, model=replace(report.model, path=f"models/{n}")) for n in range(60)]
-    page = gate_page.page("unhealthy", [*many, healthy()], ("1 of 61 models healthy.",), 1 << 20)
+    page = markdown.render_page("unhealthy", [*many, healthy()], ("1 of 61 models healthy.",), 1 << 20)
     assert len(page.encode()) <= 1 << 20
     assert all(f"`models/{n}`" in page for n in range(60))
     assert "1 of 61 models healthy." in page
-    assert "reports did not fit here" in page
+    assert "reports did not fit" in page
     assert len(rendered_gate([*many, healthy()], "markdown")) <= 65_536
-    assert gate_page.page("unhealthy", many, (), 100) == ""
+    assert markdown.render_page("unhealthy", many, (), 100) == ""
 
 
 # ---- Markdown and text ---------------------------------------------------------------------------------------------
@@ -310,9 +311,9 @@ def test_markdown_fits_into_an_issue() -> None:
     long = replace(report, findings=report.findings[:1] * 200)
     page = markdown.render(long)
     assert len(page) <= 65_536
-    assert "Left out, since an issue takes 65536 characters: " in page
-    assert page.count("## Findings") == 1
-    assert len(markdown.whole(long)) > 65_536
+    assert "Left out, because the limit is 65536 characters: " in page
+    assert page.count("\n## Findings\n") == 1
+    assert len(markdown.render_whole(long)) > 65_536
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
@@ -320,10 +321,12 @@ def test_a_terminal_gets_whole_words_and_the_words_of_the_pipe(width: int) -> No
     report = hostile_report("decoder_model: the past length is fixed at one")
     page = StringIO()
     console = Console(file=page, width=width, force_terminal=True, color_system=None, highlight=False)
-    text.render(report, console)
+    text.print_report(report, console, 1)
     lines = page.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    plain = formats.rendered(report, "text")
+    whole = StringIO()
+    text.print_report(report, Console(file=whole, width=4096), 1)
+    plain = whole.getvalue()
     assert set(page.getvalue().split()) <= set(re.sub(r"([:,]) ", r"\1 ", plain).split()) | _joined(page.getvalue())
     wrapped = [line for line in lines if line.startswith(("  holds", "  FAILS"))]
     if width == 60:
@@ -336,10 +339,12 @@ def _joined(page: str) -> set[str]:
     return {word for word in page.split() if word.endswith((",", ":"))}
 
 
-def test_a_gate_tells_healthy_models_in_a_line(tmp_path: Path) -> None:
+def test_a_gate_ends_with_a_table_of_its_models(tmp_path: Path) -> None:
     reports = [healthy(), hostile_report("sick"), healthy()]
     lines = rendered_gate(reports, "text").splitlines()
-    assert lines[0] == lines[-4] == "plain: healthy"
-    assert lines[-2] == "gate: unhealthy; 2 of 3 models healthy, 1 unhealthy"
+    rows = [line.split() for line in lines[-7:-3]]
+    assert rows[0] == ["model", "verdict", "errors,", "warnings", "time"]
+    assert rows[1:] == [["plain", "healthy"], ["sick", "unhealthy", "KV203,", "KV005"], ["plain", "healthy"]]
+    assert lines[-2] == "gate: unhealthy; 2 of 3 models healthy, 1 unhealthy \u00b7 exit 1"
     assert sum("cross-cache-emptied" in line for line in lines) >= 1
     assert not list(tmp_path.iterdir())

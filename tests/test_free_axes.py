@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
-from sampling import sampled
-from text_fixtures import FOLDER, read
+from support.sampling import sampled
+from support.text_fixtures import FOLDER, read
 
-from kvdoctor.doctor import Options
-from kvdoctor.re_exporting import Request, re_export
+from kvdoctor.options import Options
+from kvdoctor.repair.pipeline import re_export
+from kvdoctor.repair.request import RepairRequest
 from kvdoctor.report.document import Report
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +29,7 @@ REPAIRS = (
 
 
 def repaired(source: Path, out: Path) -> Report:
-    return re_export(Request(str(source), str(out)), Options())
+    return re_export(RepairRequest(str(source), str(out)), Options())
 
 
 def names(report: Report) -> list[str]:
@@ -99,7 +100,7 @@ def test_positions_that_were_folded_are_not_made_up(file: str, tmp_path: Path) -
     assert report.repair is not None
     assert not report.repair.proved
     assert not (tmp_path / "out").exists()
-    reason = next(entry for entry in report.repair.unmended if entry.finding == "past-axis-frozen")
+    reason = next(entry for entry in report.repair.not_repaired if entry.finding == "past-axis-frozen")
     assert "[1, 32]" in reason.reason
     assert "not in the file" in reason.reason
     assert "export again" in reason.instead

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isolated import CONSUMERS, EXPORTS, Environment, call, give_up
+from support.isolated import CONSUMERS, EXPORTS, Environment, call, give_up
 
-from kvdoctor.export.exporters import named
+from kvdoctor.repair.export.exporters.registry import find_exporter
 
 pytestmark = pytest.mark.slow
 
 STEPS = 12
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
-OPTIMUM = Environment(PYTHON, named("optimum").needs.requirements, ("torch", "transformers", "optimum"))
-TRANSFORMERS = Environment(PYTHON, named("transformers").needs.requirements, ("torch", "transformers", "onnxscript"))
-GENAI = Environment(PYTHON, named("genai").needs.requirements, ("torch", "onnxruntime_genai"))
+OPTIMUM = Environment(PYTHON, find_exporter("optimum").needs.requirements, ("torch", "transformers", "optimum"))
+TRANSFORMERS = Environment(
+    PYTHON, find_exporter("transformers").needs.requirements, ("torch", "transformers", "onnxscript")
+)
+GENAI = Environment(PYTHON, find_exporter("genai").needs.requirements, ("torch", "onnxruntime_genai"))
 ENVIRONMENTS = {"optimum": OPTIMUM, "transformers": TRANSFORMERS, "genai": GENAI}
 CLASSES = {"marian": "AutoModelForSeq2SeqLM", "t5": "AutoModelForSeq2SeqLM"}
 exhaustive = pytest.mark.exhaustive

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from text_fixtures import FOLDER, read
+from support.text_fixtures import FOLDER, read
 
-from kvdoctor.doctor import step_test
+from kvdoctor.diagnose.pipeline import step_test
 
 
 def test_the_step_that_meets_the_fixed_length_is_shown(tmp_path: Path) -> None:
     report = step_test(str(read(FOLDER / "past-axis-frozen-pair.onnxtxt").write(tmp_path)))
     (finding,) = report.findings
     assert finding.name == "past-axis-frozen"
-    assert "step 2, fed a past of length 2, fails" in finding.follows[0]
+    assert "step 2, fed a past of length 2, fails" in finding.effects[0]
     assert "2 decoder tokens or more" in finding.repair.text
     (run,) = (run for run in report.runs if run.outcome != "skipped")
     assert (run.experiment, run.outcome, run.failed_step) == ("frozen-past", "failed", 2)

@@ -16,24 +16,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import bad_models as bad
 import psutil
 import pytest
-from bad_models import GPT2, MARIAN, as_json, call, copied, saved
-from test_kill import assert_gone, started
+from support import bad_models as bad
+from support.bad_models import GPT2, MARIAN, as_json, call, copied, saved
+from support.processes import assert_gone, started
 
-from kvdoctor.gating import How, Job, capacity
+from kvdoctor.gating import capacity
 from kvdoctor.gating.cache import Cache
-from kvdoctor.gating.contents import Contents
-from kvdoctor.gating.jobs import Lost
-from kvdoctor.gating.keys import key_of, source
-from kvdoctor.gating.running import diagnosed
-from kvdoctor.gating.slots import Slots
-from kvdoctor.listing import looked_at
+from kvdoctor.gating.cache_key import compute_key, digest_source
+from kvdoctor.gating.file_digests import FileDigests
+from kvdoctor.gating.jobs import GateJob, GateSettings, ProcessLost
+from kvdoctor.gating.process_pool import ProcessPool
+from kvdoctor.gating.run import diagnose_all
+from kvdoctor.model.files import looked_at
 from kvdoctor.options import Options
-from kvdoctor.plain import from_plain, to_plain
 from kvdoctor.report.document import Report
-from kvdoctor.sessions import SIDE_BY_SIDE
+from kvdoctor.serialization import from_plain, to_plain
 
 
 def without_measured(report: dict[str, Any]) -> str:
@@ -76,7 +75,9 @@ def test_what_has_not_changed_is_not_run_again(first: tuple[bad.Result, Path], m
     assert (cache / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
     assert (cache / ".gitignore").read_text() == "*\n"
     text = call("gate", models[1], models[3], "--cache-dir", cache, "-q").out
-    assert text.splitlines()[-1].endswith("1 of 2 models healthy, 1 unhealthy; 2 unchanged and not run again")
+    assert text.splitlines()[-1].endswith(
+        "1 of 2 models healthy, 1 unhealthy; 2 unchanged and not run again \u00b7 exit 1"
+    )
 
 
 @pytest.mark.slow
@@ -85,8 +86,8 @@ def test_a_script_needs_no_guard(tmp_path: Path) -> None:
     one, other = (saved(bad.decoder(), tmp_path / name) for name in ("one", "other"))
     script = tmp_path / "script.py"
     script.write_text(
-        "from kvdoctor import gating\nfrom kvdoctor.options import Options\n"
-        f"done = gating.gate([gating.Job({str(one)!r}, Options()), gating.Job({str(other)!r}, Options())])\n"
+        "from kvdoctor.gating import jobs, run\nfrom kvdoctor.options import Options\n"
+        f"done = run.gate([jobs.GateJob({str(one)!r}, Options()), jobs.GateJob({str(other)!r}, Options())])\n"
         "print(done.verdict, done.exit_code)\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
@@ -190,7 +191,7 @@ def _same(value: Any) -> Any:
 
 
 def test_what_cannot_be_sent_leaves_no_process_out_of_step() -> None:
-    with Slots(1) as slots:
+    with ProcessPool(1) as slots:
         assert slots.submit(abs, -1).result(20) == 1
         for stuck in ([b"x" * (1 << 17), _Broken()], lambda: 0):
             with pytest.raises((RuntimeError, AttributeError, pickle.PicklingError)):
@@ -198,7 +199,7 @@ def test_what_cannot_be_sent_leaves_no_process_out_of_step() -> None:
             assert slots.submit(abs, -2).result(20) == 2
         with pytest.raises(ZeroDivisionError):
             slots.submit(divmod, 1, 0).result(20)
-        with pytest.raises(Lost):  # a function that the process cannot find
+        with pytest.raises(ProcessLost):  # a function that the process cannot find
             slots.submit(_same, 1).result(20)
         assert slots.submit(abs, -3).result(20) == 3
 
@@ -207,9 +208,9 @@ def test_what_cannot_be_sent_leaves_no_process_out_of_step() -> None:
 
 
 @pytest.fixture
-def kept(first: tuple[bad.Result, Path], models: list[Path], tmp_path: Path) -> tuple[Cache, Job, Report]:
+def kept(first: tuple[bad.Result, Path], models: list[Path], tmp_path: Path) -> tuple[Cache, GateJob, Report]:
     """A report of a copy of the healthy model, in a cache of its own."""
-    job = Job(str(models[1]), Options())
+    job = GateJob(str(models[1]), Options())
     document = dict(first[0].report["reports"][1])
     for run in document["runs"]:
         run.setdefault("node_names", [])
@@ -223,10 +224,10 @@ def kept(first: tuple[bad.Result, Path], models: list[Path], tmp_path: Path) -> 
     return cache, job, report
 
 
-def _blank(job: Job) -> Report:
-    from kvdoctor.gating.lost import not_diagnosed
+def _blank(job: GateJob) -> Report:
+    from kvdoctor.gating.diagnose_job import report_not_diagnosed
 
-    return not_diagnosed(job, "")
+    return report_not_diagnosed(job, "")
 
 
 def entry(cache: Cache) -> Path:
@@ -263,7 +264,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_entry_is_a_miss(how: str, kept: tuple[Cache, Job, Report]) -> None:
+def test_a_broken_entry_is_a_miss(how: str, kept: tuple[Cache, GateJob, Report]) -> None:
     cache, job, report = kept
     file = entry(cache)
     head, _, body = file.read_bytes().partition(b"\n")
@@ -276,14 +277,14 @@ def test_a_broken_entry_is_a_miss(how: str, kept: tuple[Cache, Job, Report]) -> 
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
-def test_a_pipe_in_the_cache_is_not_waited_for(kept: tuple[Cache, Job, Report]) -> None:
+def test_a_pipe_in_the_cache_is_not_waited_for(kept: tuple[Cache, GateJob, Report]) -> None:
     cache, job, _ = kept
     file, key = entry(cache), cache.key(job)
     for place in (file, file.parents[2] / "contents.json"):
         place.unlink(missing_ok=True)
         os.mkfifo(place)
     assert cache.find(key, job) is None
-    Cache(file.parents[2], elsewhere=False)
+    Cache(file.parents[2], remote=False)
 
 
 @pytest.mark.parametrize(
@@ -299,10 +300,10 @@ def test_a_pipe_in_the_cache_is_not_waited_for(kept: tuple[Cache, Job, Report]) 
 )
 def test_what_a_key_depends_on(change: Any, other: bool, tmp_path: Path) -> None:
     folder = copied(GPT2, tmp_path / "model")
-    job = Job(str(folder), Options())
+    job = GateJob(str(folder), Options())
 
     def key() -> str | None:
-        return key_of(job, Contents(tmp_path / "none"), elsewhere=False)
+        return compute_key(job, FileDigests(tmp_path / "none"), remote=False)
 
     before = key()
     assert before == key()
@@ -311,14 +312,14 @@ def test_what_a_key_depends_on(change: Any, other: bool, tmp_path: Path) -> None
 
 
 def test_options_that_matter_are_part_of_the_key(tmp_path: Path) -> None:
-    contents = Contents(tmp_path)
+    contents = FileDigests(tmp_path)
     options = [Options(), Options(seed=1), Options(consumer="held"), Options(thorough=True), Options(fail_on="warning")]
-    keys = {key_of(Job(str(GPT2), given), contents, elsewhere=False) for given in options}
+    keys = {compute_key(GateJob(str(GPT2), given), contents, remote=False) for given in options}
     assert len(keys) == len(options)
     shown = Options(progress=print)
-    assert key_of(Job(str(GPT2), shown), contents, elsewhere=False) in keys
-    assert key_of(Job(str(GPT2), Options(reference="CHECKPOINT")), contents, elsewhere=False) is None
-    assert re.fullmatch("[0-9a-f]{64}", source())
+    assert compute_key(GateJob(str(GPT2), shown), contents, remote=False) in keys
+    assert compute_key(GateJob(str(GPT2), Options(reference="CHECKPOINT")), contents, remote=False) is None
+    assert re.fullmatch("[0-9a-f]{64}", digest_source())
 
 
 def test_weights_outside_the_graph_count(tmp_path: Path) -> None:
@@ -346,7 +347,7 @@ def hook(event, arguments):
     if event == "open" and isinstance(arguments[0], (str, os.PathLike)):
         opened.add(os.path.abspath(arguments[0]))
 sys.addaudithook(hook)
-from kvdoctor.doctor import step_test
+from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.options import Options
 step_test(folder, Options())
 print(*sorted(name for name in opened if name.startswith(folder + os.sep)), sep="\\n")
@@ -361,7 +362,7 @@ print(*sorted(name for name in opened if name.startswith(folder + os.sep)), sep=
 
 @pytest.mark.parametrize("name", ["model.onnx", "weights.bin", "sub/weights.bin", "linked.bin", "config.json", None])
 def test_a_model_that_changes_while_it_is_diagnosed_is_not_kept(
-    name: str | None, kept: tuple[Cache, Job, Report], tmp_path: Path
+    name: str | None, kept: tuple[Cache, GateJob, Report], tmp_path: Path
 ) -> None:
     """Also where what changes is known only to the graph, and is first read after the run."""
     folder = copied(GPT2, tmp_path / "model")
@@ -374,7 +375,7 @@ def test_a_model_that_changes_while_it_is_diagnosed_is_not_kept(
     named = ("weights.bin", "sub/weights.bin", "linked.bin")
     files = (replace(model, external=named), *others)
     report = replace(kept[2], model=replace(kept[2].model, files=files))
-    job, cache = Job(str(folder), Options()), Cache(tmp_path / "other")
+    job, cache = GateJob(str(folder), Options()), Cache(tmp_path / "other")
     key = cache.key(job)
     time.sleep(0.05)
     if name == "linked.bin":
@@ -390,7 +391,7 @@ def test_a_fresh_change_is_not_trusted_to_its_time(tmp_path: Path) -> None:
     """As git does: a digest is remembered only once the file has rested."""
     file = tmp_path / "file"
     file.write_bytes(b"a")
-    contents = Contents(tmp_path)
+    contents = FileDigests(tmp_path)
     contents.digest(file)
     contents.save()
     assert not (tmp_path / "contents.json").exists()
@@ -401,10 +402,13 @@ def test_a_fresh_change_is_not_trusted_to_its_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": [[1], "x"]}', b"\xff", b'{"a": {"b": 1}}', b"[" * 100_000])
 def test_a_broken_memory_of_digests_is_forgotten(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "contents.json").write_bytes(content)
-    assert Contents(tmp_path).digest(GPT2 / "model.onnx") == Contents(tmp_path / "none").digest(GPT2 / "model.onnx")
+    assert FileDigests(tmp_path).digest(GPT2 / "model.onnx") == FileDigests(tmp_path / "none").digest(
+        GPT2 / "model.onnx"
+    )
 
 
-def test_what_a_killed_gate_left_is_swept(kept: tuple[Cache, Job, Report]) -> None:
+@pytest.mark.slow
+def test_what_a_killed_gate_left_is_swept(kept: tuple[Cache, GateJob, Report]) -> None:
     cache = kept[0]
     root, beside = cache._folder, entry(cache).parent
     old = [root / ".contents.json.kvdoctor-1.partial", beside / ".a.json.kvdoctor-1.partial"]
@@ -437,14 +441,14 @@ def test_limits_of_a_container_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
     (tmp_path / "memory.current").write_text(f"{1 << 29}\n")
     monkeypatch.setattr(capacity, "_groups", lambda _: iter([tmp_path]))
-    assert capacity.cores() == 1
-    assert capacity.memory() <= (1 << 29) * 0.8
-    assert capacity.side_by_side(8, 300, None) == 2
-    assert capacity.side_by_side(8, 300, 300) == 1
+    assert capacity.count_cores() == 1
+    assert capacity.free_memory() <= (1 << 29) * 0.8
+    assert capacity.parallel_models(8, 300, None) == 2
+    assert capacity.parallel_models(8, 300, 300) == 1
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert capacity.cores() == len(os.sched_getaffinity(0))
-    assert capacity.side_by_side(2, 1, None) == 1
+    assert capacity.count_cores() == len(os.sched_getaffinity(0))
+    assert capacity.parallel_models(2, 1, None) == 1
 
 
 @pytest.mark.parametrize(("most", "used", "idle"), capacity.USES, ids=["v2", "v1"])
@@ -456,9 +460,9 @@ def test_files_that_were_read_take_no_memory(
     (tmp_path / used).write_text(f"{90 << 20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\n{idle} {60 << 20}\nactive_file 7\n")
     monkeypatch.setattr(capacity, "_groups", lambda _: iter([tmp_path]))
-    assert capacity.memory() == int((70 << 20) * capacity.SHARE)
+    assert capacity.free_memory() == int((70 << 20) * capacity.SHARE)
     (tmp_path / "memory.stat").write_text(f"{idle} nonsense\n")
-    assert capacity.memory() == int((10 << 20) * capacity.SHARE)
+    assert capacity.free_memory() == int((10 << 20) * capacity.SHARE)
 
 
 @pytest.mark.parametrize("option", [("--jobs", "2"), ("--cluster", "tcp://127.0.0.1:9"), ("--cache-dir", "cache")])
@@ -478,7 +482,7 @@ def test_collection_of_garbage_stays_as_the_caller_has_it(on: bool) -> None:
     before = gc.isenabled()
     (gc.enable if on else gc.disable)()
     try:
-        assert diagnosed([], How()) == []
+        assert diagnose_all([], GateSettings()) == []
         assert gc.isenabled() == on
     finally:
         (gc.enable if before else gc.disable)()
@@ -488,12 +492,13 @@ def test_a_large_model_is_not_run_beside_others(tmp_path: Path) -> None:
     folder = saved(b"", tmp_path / "model")
     with (folder / "weights.bin").open("wb") as file:
         file.truncate(1 << 40)
-    assert capacity.needed(folder, None) > 1 << 42
-    assert capacity.needed(folder, 100) == capacity.RESTING_BYTES + 100 * capacity.MIB
-    assert capacity.needed(folder / "model.onnx", None) == capacity.RESTING_BYTES
+    assert capacity.memory_needed(folder, None) > 1 << 42
+    assert capacity.memory_needed(folder, 100) == capacity.IDLE_BYTES + 100 * capacity.MIB
+    assert capacity.memory_needed(folder / "model.onnx", None) == capacity.IDLE_BYTES
 
 
-def test_both_sides_have_one_word() -> None:
-    from kvdoctor.gating.slots import ASIDE
+def test_the_pool_and_the_worker_use_one_environment_variable() -> None:
+    from kvdoctor.gating import process_pool
+    from kvdoctor.runtime.worker import sessions
 
-    assert ASIDE == SIDE_BY_SIDE
+    assert process_pool.CORES_SHARED == sessions.SIDE_BY_SIDE

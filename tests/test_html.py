@@ -11,28 +11,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import chromium
 import numpy as np
 import onnx
 import pytest
 from onnx.numpy_helper import from_array, to_array
-from pages import HTML, assert_sound, assert_tells, page, rendered, reports, revived, squeezed
-from text_fixtures import compile_text, load_all
+from support import chromium
+from support.pages import HTML, assert_sound, assert_tells, page, rendered, reports, revived, squeezed
+from support.text_fixtures import compile_text, load_all
 
 from kvdoctor.report import formats
+from kvdoctor.report import html as gate_page
 from kvdoctor.report.document import Report
-from kvdoctor.report.page import gate as gate_page
-from kvdoctor.report.page.blocks import command
-from kvdoctor.report.page.cache_series import series
-from kvdoctor.report.page.grouping import fitted, grouped, patterns
+from kvdoctor.report.page.blocks import command, read_style
+from kvdoctor.report.page.cache_chart import trace_slot
+from kvdoctor.report.page.grouping import fit, group_slots, merge_names
 from kvdoctor.report.page.markup import h
-from kvdoctor.report.page.shell import style
 
 EXPORTS = Path("fixtures/exports")
 ROOT = Path(__file__).parent.parent
 HOSTILE = "<script>alert(1)</script>\"'>]]>&amp;\u202egnp.\x1b[31m\x00\n::error::<img src=x onerror=alert(2)>"
-QUOTED = ("path", "where", "promised", "observed", "cause", "text", "reason", "error", "producer", "words", "scope")
-QUOTED += ("past", "present", "filled_by", "file", "name", "layout", "files", "notes", "subject", "follows", "because")
+QUOTED = ("path", "where", "declared", "observed", "cause", "text", "reason", "error", "producer", "words", "scope")
+QUOTED += ("past", "present", "filled_by", "file", "name", "layout", "files", "notes", "subject", "effects", "evidence")
 
 
 def kvdoctor(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
@@ -96,14 +95,14 @@ def test_the_policy_allows_the_style_sheet_alone(sick: Report) -> None:
     (sheet,) = (element.text or "" for element in made.all("style"))
     digest = base64.b64encode(hashlib.sha256(sheet.encode()).digest()).decode()
     assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    assert sheet == style()
+    assert sheet == read_style()
     assert "</" not in sheet
     # A policy holds for what follows it.
     assert made.source.index("Content-Security-Policy") < made.source.index("<style>")
 
 
 def test_no_healthy_model_looks_sick(three: list[Report]) -> None:
-    """What fails by its nature (a dummy past that is attended to) does not wear the colour of a fault."""
+    """What fails by its nature (a dummy past that is attended to) does not wear the color of a fault."""
     healthy = rendered(three[1])
     assert "differs" in healthy.text
     assert not [element for element in healthy.all("span") if {"error", "bad", "failed", "differs"} & classes(element)]
@@ -121,11 +120,11 @@ def test_the_pictures_say_what_the_runs_showed(sick: Report) -> None:
     assert (
         "step 0: 0 fed, 7 returned, grown; step 1: 7 fed, 0 returned, emptied; step 2: 0 fed, the step fails" in emptied
     )
-    held = [text for text in told if "step 7: 7 fed, held" in text]
+    held = [text for text in told if "step 7: 7 fed, the value of step 0 is kept" in text]
     assert len(held) == 2  # the held loop of the merged decoder, and the plain one of the pair, which returns none
     assert any("step 7: 9 fed, 10 returned, grown" in text for text in told)
     (diagram, _) = [text for text in told if text.startswith("The cache contract of")]
-    assert "hold the value of step 0, feed it at every step, emptied by later steps" in diagram
+    assert "keep the value of step 0, feed it at every step, emptied by later steps" in diagram
     timed = [text for text in told if "with the cache" in text]
     assert len(timed) == 2
 
@@ -134,19 +133,19 @@ def test_states_of_a_slot_come_from_its_lengths(sick: Report) -> None:
     (stack, _), runs = sick.stacks, {run.experiment: run for run in sick.runs if run.stack == "merged"}
     assert stack.contract is not None
     cross = stack.contract.of_kind("cross-attention")[0]
-    assert [cell.state for cell in series(runs["plain-loop"], cross)] == ["grown", "emptied", "fails"]
-    assert {cell.state for cell in series(runs["held-loop"], cross)} == {"grown", "held"}
-    grown = series(runs["held-loop"], stack.contract.of_kind("self-attention")[0])
+    assert [cell.state for cell in trace_slot(runs["plain-loop"], cross)] == ["grown", "emptied", "fails"]
+    assert {cell.state for cell in trace_slot(runs["held-loop"], cross)} == {"grown", "kept"}
+    grown = trace_slot(runs["held-loop"], stack.contract.of_kind("self-attention")[0])
     assert [(cell.fed, cell.returned) for cell in grown[:3]] == [(0, 3), (3, 4), (4, 5)]
-    assert [group.count for group in grouped(stack.contract.slots)] == ["4 slots", "4 slots"]
+    assert [group.count for group in group_slots(stack.contract.slots)] == ["4 slots", "4 slots"]
 
 
 def test_names_that_differ_in_numbers_are_one() -> None:
     names = [f"past_key_values.{layer}.{part}" for layer in range(24) for part in ("key", "value")]
-    assert patterns(names) == ["past_key_values.0\u202623.key", "past_key_values.0\u202623.value"]
-    assert patterns(["a", "b.1", "b.1"]) == ["a", "b.1"]
-    assert patterns(["x" + "9" * 10_000])[0].startswith("x999")  # no number that takes long to read
-    assert fitted("abcdefghij", 5) == "ab\u2026ij"
+    assert merge_names(names) == ["past_key_values.0\u202623.key", "past_key_values.0\u202623.value"]
+    assert merge_names(["a", "b.1", "b.1"]) == ["a", "b.1"]
+    assert merge_names(["x" + "9" * 10_000])[0].startswith("x999")  # no number that takes long to read
+    assert fit("abcdefghij", 5) == "ab\u2026ij"
 
 
 # --- what is hostile, and what is large -------------------------------------------------------------------------------
@@ -206,7 +205,7 @@ def test_ten_megabytes_of_name_are_shortened(sick: Report) -> None:
     stack = replace(sick.stacks[0], name=giant, files=(giant,) * 30)
     model = replace(sick.model, path=giant, files=(file,))
     began = time.process_time()
-    made = formats.rendered(replace(sick, findings=(finding,), model=model, stacks=(stack,), notes=(giant,)), "html")
+    made = formats.render(replace(sick, findings=(finding,), model=model, stacks=(stack,), notes=(giant,)), "html")
     assert len(made) < 200_000
     assert time.process_time() - began < 3
     assert_sound(page(made))
@@ -222,11 +221,11 @@ def test_a_thousand_findings_and_steps_stay_bounded(sick: Report) -> None:
     assert_sound(made)
     assert len(made.source) < 800_000
     for line in (
-        "400 findings more, in a line each",
-        "500 findings more are not shown here",
-        "600 checks more are not shown here",
-        "960 steps more are not shown here",
-        "976 steps between are not drawn.",
+        "400 more findings in one line each",
+        "500 more findings are not shown here",
+        "600 more checks are not shown here",
+        "960 more steps are not shown here",
+        "976 steps in the middle are not drawn.",
         "976 steps in the middle are not shown.",
     ):
         assert squeezed(line) in made.text, line
@@ -244,14 +243,14 @@ def test_a_gate_of_very_many_stays_bounded_and_names_all(three: list[Report], mo
     assert [row.startswith(("m0un", "m1un")) for row in rows[:3]] == [True, True, False]
     told = [element for element in made.all("article") if "model" in classes(element)]
     assert 3 <= len(told) < 20
-    assert f"{60 - len(told)}modelsmore,ofthebestverdicts" in made.text
+    assert f"{60 - len(told)}modelsmore,withthebestverdicts" in made.text
     assert "Inbrief:" in made.text
 
 
 def test_the_page_is_the_same_each_time(sick: Report) -> None:
-    assert formats.rendered(sick, "html") == formats.rendered(sick, "html")
+    assert formats.render(sick, "html") == formats.render(sick, "html")
     untimed = replace(sick, measured={})
-    assert "Time per step" not in formats.rendered(untimed, "html")
+    assert "Time per step" not in formats.render(untimed, "html")
 
 
 def test_an_inspection_tells_what_was_asked(tmp_path: Path) -> None:
@@ -353,7 +352,7 @@ def test_pages_of_the_command_line_have_every_fact(kind: str, pages: dict[str, t
     if kind == "fixed":
         beside = file.parent / "fixed" / "kvdoctor-report.html"
         assert_sound(page(beside.read_text(encoding="utf-8")))
-        for title in ("Before and after", "What was done and why", "What proves it", "How to undo it", "Findings now"):
+        for title in ("Before and after", "Repairs", "Proof", "Undo", "Findings now"):
             assert squeezed(title) in made.text
 
 
@@ -367,7 +366,7 @@ def test_a_browser_has_nothing_to_complain_of(
     tab.call("Emulation.setScriptExecutionDisabled", value=True)
     for width, scheme in ((360, "dark"), (1400, "light")):
         tab.size(width)
-        tab.colours(scheme)
+        tab.colors(scheme)
         tab.open(file.as_uri())
         loud = [event for event in tab.events if event.get("method") in WORTH_A_LOOK]
         assert not loud, loud
@@ -403,7 +402,7 @@ LOOKED_AT = {
     "fixed": (360, "dark", "{include: ['header', 'nav', '#before-after', '#done', '#changed', '#proof', '#undo']}"),
     "gate": (1400, "light", "{include: ['nav', '.report-head', '#models', 'footer']}"),
 }
-"""What axe-core is shown of a page, which takes seconds: the width, the colours, and the parts of their own kind."""
+"""What axe-core is shown of a page, which takes seconds: the width, the colors, and the parts of their own kind."""
 
 
 @pytest.mark.slow
@@ -417,7 +416,7 @@ def test_everyone_can_read_it(kind: str, pages: dict[str, tuple[Path, list[Repor
     width, scheme, parts = LOOKED_AT[kind]
     tab.call("Emulation.setScriptExecutionDisabled", value=False)
     tab.size(width)
-    tab.colours(scheme)
+    tab.colors(scheme)
     tab.open(pages[kind][0].as_uri())
     tab.evaluate("document.querySelectorAll('details').forEach(found => { found.open = true })")
     tab.evaluate(f"{rules}; 0")
@@ -433,7 +432,7 @@ def test_everyone_can_read_it(kind: str, pages: dict[str, tuple[Path, list[Repor
 @needs_browser
 def test_printed_it_is_folded_out(pages: dict[str, tuple[Path, list[Report]]], tab: chromium.Tab) -> None:
     tab.size(800)
-    tab.colours("dark", "print")
+    tab.colors("dark", "print")
     tab.open(pages["sick"][0].as_uri())
     slots = "[...document.querySelectorAll('details td')].every(cell => cell.getClientRects().length)"
     assert tab.evaluate(slots)
@@ -441,7 +440,7 @@ def test_printed_it_is_folded_out(pages: dict[str, tuple[Path, list[Report]]], t
     assert tab.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
     made = tab.call("Page.printToPDF", printBackground=True)["data"]
     assert base64.b64decode(made).startswith(b"%PDF-")
-    tab.colours("light")
+    tab.colors("light")
 
 
 def test_the_browser_tests_run_where_main_is_held_to() -> None:

@@ -6,15 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import bad_models as bad
 import numpy as np
-import psutil
 import pytest
-from bad_models import MARIAN, call, copied, saved, unchanged
-from sampling import sampled
+from support import bad_models as bad
+from support.bad_models import MARIAN, call, copied, saved, unchanged
+from support.processes import assert_gone, started, workers
+from support.sampling import sampled
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs the signals of POSIX")
@@ -26,43 +25,6 @@ MOMENTS = [float(moment) for moment in np.round(np.sort(np.random.default_rng(0)
 @pytest.fixture
 def marian(tmp_path: Path) -> Path:
     return copied(MARIAN, tmp_path / "marian")
-
-
-@contextlib.contextmanager
-def started(*arguments: str | Path, scratch: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    """Start kvdoctor; it is killed at the end of the block if it has not ended."""
-    environment = {**os.environ, **({"TMPDIR": str(scratch)} if scratch else {})}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvdoctor", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def workers(process: subprocess.Popen[str], seconds: float = 10) -> list[psutil.Process]:
-    """Wait for the child processes."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if children := psutil.Process(process.pid).children(recursive=True):
-            return children
-        time.sleep(0.005)
-    raise AssertionError("no worker was started")
-
-
-def assert_gone(processes: list[psutil.Process], seconds: float = 5) -> None:
-    """They end by themselves; if not, they are ended here."""
-    left = psutil.wait_procs(processes, timeout=seconds)[1]
-    running = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    for process in running:
-        process.kill()
-    assert not running, "a worker was left running"
 
 
 def assert_whole_or_absent(out: Path) -> None:
@@ -79,7 +41,7 @@ def assert_a_later_run_cleans_up(marian: Path, out: Path) -> None:
     assert sorted(path.name for path in out.parent.iterdir()) == sorted([marian.name, out.name])
 
 
-@pytest.mark.parametrize("moment", sampled(MOMENTS, 10))
+@pytest.mark.parametrize("moment", sampled(MOMENTS, 20))
 def test_killed_at_any_moment(moment: float, marian: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with unchanged(marian):
@@ -119,7 +81,7 @@ def test_killed_while_replacing(delay: float, marian: Path, tmp_path: Path) -> N
         assert_a_later_run_cleans_up(marian, out)
 
 
-@pytest.mark.parametrize("suffix", ["partial", "old"])
+@pytest.mark.parametrize("suffix", sampled(["partial", "old"], 2))
 def test_what_a_killed_run_left_is_swept(suffix: str, marian: Path, tmp_path: Path) -> None:
     """A run killed between its two renames leaves the old folder beside OUT."""
     ended = subprocess.Popen([sys.executable, "-c", ""])

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from isolated import CONSUMERS, Environment, call, give_up, kvdoctor
-from test_consumers import NEW_TOKENS, _load, environment
+from support.fixture_exports import NEW_TOKENS, environment, load_script
+from support.isolated import CONSUMERS, Environment, call, give_up, kvdoctor
 
 pytestmark = pytest.mark.slow
 
 ZOO = Path(__file__).parent / "zoo"
-transformers_exports = _load(ZOO / "transformers_exports.py")
+transformers_exports = load_script(ZOO / "transformers_exports.py")
 EXPORTER = Environment(
     transformers_exports.PYTHON, transformers_exports.REQUIREMENTS, ("torch", "transformers.exporters", "onnxscript")
 )

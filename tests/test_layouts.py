@@ -9,22 +9,22 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from isolated import EXPORTS, kvdoctor
 from onnx import parser
-from text_fixtures import load_all
+from support.isolated import EXPORTS, kvdoctor
+from support.text_fixtures import load_all
 
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import CacheContract
-from kvdoctor.cure.converting import Fit, fitted
 from kvdoctor.errors import UsageError
-from kvdoctor.layouts import load
-from kvdoctor.layouts.merging import Merging, merge
-from kvdoctor.layouts.unmerging import halves
-from kvdoctor.layouts.weights import read_located
-from kvdoctor.layouts.writing import Room, write
-from kvdoctor.model_folder import open_folder
 from kvdoctor.options import Options
-from kvdoctor.re_exporting import Request, re_export
-from kvdoctor.reading import read_contract
+from kvdoctor.repair.convert_layout import convert_stacks
+from kvdoctor.repair.layouts.merging import MergePlan, merge
+from kvdoctor.repair.layouts.pair import split_halves
+from kvdoctor.repair.layouts.registry import load
+from kvdoctor.repair.layouts.weights import FileSizeLimit, read_located, write_models
+from kvdoctor.repair.pipeline import re_export
+from kvdoctor.repair.request import LayoutRequest, RepairRequest
 from kvdoctor.report.document import Report
 
 FIRST = """
@@ -88,11 +88,11 @@ def pair(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def merged(folder: Path, held: dict[str, str], room: Room | None = None) -> Path:
+def merged(folder: Path, held: dict[str, str], room: FileSizeLimit | None = None) -> Path:
     """Merges the pair of a folder into one file beside it."""
     models = [read_located(folder / f"{name}.onnx", folder) for name in ("first", "later")]
-    model = merge(*models, Merging(folder, held))
-    write({"merged.onnx": model}, folder, folder / "out", room or Room())
+    model = merge(*models, MergePlan(folder, held))
+    write_models({"merged.onnx": model}, folder, folder / "out", room or FileSizeLimit())
     onnx.checker.check_model(str(folder / "out" / "merged.onnx"), full_check=True)
     return folder / "out" / "merged.onnx"
 
@@ -124,8 +124,8 @@ def test_a_merged_graph_is_taken_apart_again(pair: Path) -> None:
     merged(pair, {"cross": "cross_past"})
     model = read_located(pair / "out" / "merged.onnx", pair)
     contract = CacheContract("", {}, {}, (), "no-past-branch")
-    first, later = halves(model, contract)
-    write({"first.onnx": first, "later.onnx": later}, pair, pair / "again")
+    first, later = split_halves(model, contract)
+    write_models({"first.onnx": first, "later.onnx": later}, pair, pair / "again")
     for name in ("first", "later"):
         onnx.checker.check_model(str(pair / "again" / f"{name}.onnx"), full_check=True)
         again = run(pair / "again" / f"{name}.onnx", feeds())
@@ -153,8 +153,8 @@ def test_what_stands_around_the_branches_goes_into_both_halves(tmp_path: Path) -
     model = parser.parse_model(text)
     path = tmp_path / "merged.onnx"
     onnx.save(model, str(path))
-    first, later = halves(read_located(path, tmp_path), CacheContract("", {}, {}, (), "no-past-branch"))
-    write({"first.onnx": first, "later.onnx": later}, tmp_path, tmp_path / "out")
+    first, later = split_halves(read_located(path, tmp_path), CacheContract("", {}, {}, (), "no-past-branch"))
+    write_models({"first.onnx": first, "later.onnx": later}, tmp_path, tmp_path / "out")
     given = {"x": np.array([[1, 2]], np.float32), "past": np.array([[5, 7]], np.float32)}
     found = [run(tmp_path / "out" / f"{name}.onnx", given) for name in ("first", "later")]
     assert [one["logits"].tolist() for one in found] == [[[1, 2]], [[8, 12]]]
@@ -166,7 +166,7 @@ def test_halves_that_do_not_fit_are_refused(pair: Path) -> None:
         models = [read_located(pair / f"{name}.onnx", pair) for name in ("first", "later")]
         change(models[1])
         with pytest.raises(UsageError) as caught:
-            merge(*models, Merging(pair, {}))
+            merge(*models, MergePlan(pair, {}))
         return str(caught.value)
 
     def other_opset(model: Any) -> None:
@@ -191,7 +191,7 @@ def test_weights_beyond_the_limit_go_beside_the_model(pair: Path) -> None:
     inside = merged(pair, {"cross": "cross_past"})
     expected = run(inside, {**feeds(), "use_cache_branch": np.array([True])})
     shutil.rmtree(pair / "out")
-    beside = merged(pair, {"cross": "cross_past"}, Room(most=5000))
+    beside = merged(pair, {"cross": "cross_past"}, FileSizeLimit(most=5000))
     data = beside.with_name("merged.onnx_data")
     assert data.stat().st_size == 4096, "the weight of both halves once"
     found = run(beside, {**feeds(), "use_cache_branch": np.array([True])})
@@ -199,7 +199,7 @@ def test_weights_beyond_the_limit_go_beside_the_model(pair: Path) -> None:
 
 
 def converted(path: Path, out: Path, layout: str | None, **more: Any) -> Report:
-    return re_export(Request(str(path), str(out), fit=Fit(layout, **more)), Options())
+    return re_export(RepairRequest(str(path), str(out), layout=LayoutRequest(layout, **more)), Options())
 
 
 def claims(report: Report) -> set[str]:
@@ -278,13 +278,13 @@ def test_names_of_another_exporter_become_those_of_optimum(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("path", "layout", "says"),
     [
-        ("gpt2", "merged", "there is only one graph for the first and for later steps: nothing to merge"),
+        ("gpt2", "merged", "one graph serves the first and the later steps, so there is nothing to merge"),
         ("gpt2", "pair", "one graph without a switch serves all steps"),
-        ("gpt2", "optimum", "it has Optimum's names already"),
-        ("t5", "pair", "holds 'decoder_model.onnx' already, beside 'decoder_model_merged.onnx'"),
-        ("t5/decoder_model_merged.onnx", "merged", "it is a merged decoder already"),
-        ("t5/decoder_with_past_model.onnx", "pair", "it is a pair already"),
-        ("t5/encoder_model.onnx", "pair", "there is no decoder with a cache"),
+        ("gpt2", "optimum", "it already has Optimum's names"),
+        ("t5", "pair", "already holds 'decoder_model.onnx' beside 'decoder_model_merged.onnx'"),
+        ("t5/decoder_model_merged.onnx", "merged", "it is already a merged decoder"),
+        ("t5/decoder_with_past_model.onnx", "pair", "it is already a pair"),
+        ("t5/encoder_model.onnx", "pair", "it holds no decoder with a cache"),
         ("t5", "tower", "there is no layout 'tower'"),
     ],
 )
@@ -327,7 +327,7 @@ def test_readable_axes_alone(tmp_path: Path) -> None:
 def test_the_command_line_writes_a_pair_and_a_merged_decoder(tmp_path: Path) -> None:
     load_all()["merged-healthy"].write(tmp_path / "model")
     for source, layout in (("model", "pair"), ("pair", "merged")):
-        done = kvdoctor("re-export", tmp_path / source, "--layout", layout, "-o", tmp_path / layout)
+        done = kvdoctor("re-export", tmp_path / source, "--layout", layout, "-o", tmp_path / layout, "-v")
         assert done.returncode == 0, done.stderr
         assert "the loop's logits are those of the source, bit for bit" in done.stdout
     assert (tmp_path / "pair" / "decoder_with_past_model.onnx").is_file()
@@ -354,7 +354,7 @@ def test_a_broken_contract_is_no_reason_to_guess(tmp_path: Path) -> None:
     folder = open_folder(str(tmp_path / "model"))
     contracts = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
     with pytest.raises(UsageError, match="cannot be given the layout 'optimum'"):
-        fitted(folder, contracts, Fit("optimum"))
+        convert_stacks(folder, contracts, LayoutRequest("optimum"))
 
 
 def test_scales_in_front_of_products_stay_where_the_runtime_looks_for_them(tmp_path: Path) -> None:

@@ -9,17 +9,18 @@ import onnx
 import psutil
 import pytest
 from onnx import TensorProto, helper
-from text_fixtures import compile_text, load_all
+from support.text_fixtures import compile_text, load_all
 
-from kvdoctor import targets
-from kvdoctor.child import Limits
-from kvdoctor.doctor import step_test
-from kvdoctor.elsewhere.measuring import measured
-from kvdoctor.lowering import CannotLower, Wanted, lower, wanted
-from kvdoctor.lowering.ir import floor
+from kvdoctor.decode.messages import LimitsMeasured, MeasureJob
+from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.options import Options
-from kvdoctor.runtimes import Runtime
-from kvdoctor.targets import parse_targets
+from kvdoctor.repair.lowering.limits import CannotLower, VersionLimit, find_oldest_ir, limit_for_targets
+from kvdoctor.repair.lowering.lower import lower_model
+from kvdoctor.runtime import targets
+from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.process import Limits
+from kvdoctor.runtime.release_environments import measure_limits
+from kvdoctor.runtime.targets import parse_targets
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,7 +43,7 @@ def opset(model: onnx.ModelProto) -> int:
 
 def test_nodes_that_changed_are_written_in_the_older_opset_also_in_bodies() -> None:
     model = compile_text(PLAIN)
-    changes = lower(model, Wanted(ir=8, opset=13), "model.onnx")
+    changes = lower_model(model, VersionLimit(ir=8, opset=13), "model.onnx")
     onnx.checker.check_model(model, full_check=True)
     assert (model.ir_version, opset(model)) == (8, 13)
     nodes = {node.output[0]: node for node in model.graph.node}
@@ -62,7 +63,7 @@ def test_the_lowered_model_computes_the_same() -> None:
     from onnx.reference import ReferenceEvaluator
 
     old, new = compile_text(PLAIN), compile_text(PLAIN)
-    lower(new, Wanted(opset=13), "model.onnx")
+    lower_model(new, VersionLimit(opset=13), "model.onnx")
     x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
     for flag in (True, False):
         feeds = {"x": x, "flag": np.array(flag)}
@@ -71,8 +72,8 @@ def test_the_lowered_model_computes_the_same() -> None:
 
 def test_nothing_is_changed_where_the_model_asks_for_no_more() -> None:
     model = compile_text(PLAIN)
-    assert lower(model, Wanted(ir=10, opset=21), "model.onnx") == ()
-    assert lower(model, Wanted(ir=13, opset=26), "model.onnx") == ()
+    assert lower_model(model, VersionLimit(ir=10, opset=21), "model.onnx") == ()
+    assert lower_model(model, VersionLimit(ir=13, opset=26), "model.onnx") == ()
     assert model == compile_text(PLAIN)
 
 
@@ -91,7 +92,7 @@ def test_what_has_no_older_form_is_named_and_nothing_is_changed(line: str, to: i
     decoder (float[b, 8] x, int64[2] s) => (y) <float[8] w = {{1, 1, 1, 1, 1, 1, 1, 1}}> {{ [n] {line} }}"""
     model, before = compile_text(text), compile_text(text)
     with pytest.raises(CannotLower) as refusal:
-        lower(model, Wanted(ir=8, opset=to), "model.onnx")
+        lower_model(model, VersionLimit(ir=8, opset=to), "model.onnx")
     assert block in str(refusal.value)
     assert f"--opset {to}" in str(refusal.value)
     assert model == before
@@ -102,7 +103,7 @@ def test_a_type_that_the_older_operator_does_not_take_blocks_it() -> None:
     decoder (bfloat16[b, 8] x) => (bfloat16[b, 8] y) { y = Where (c, x, x) c = Constant <value = bool[1] {1}> () }"""
     model = compile_text(text.replace("y = Where (c, x, x) ", "").replace("() }", "() y = Where (c, x, x) }"))
     with pytest.raises(CannotLower, match="Where of opset 16"):
-        lower(model, Wanted(opset=15), "model.onnx")
+        lower_model(model, VersionLimit(opset=15), "model.onnx")
 
 
 @pytest.mark.parametrize(
@@ -114,10 +115,10 @@ def test_an_element_type_needs_its_ir_version(kind: str, version: int) -> None:
     model.ir_version = 13
     tensor = TensorProto(name="w", data_type=TensorProto.DataType.Value(kind), dims=[4], raw_data=b"\0\0\0\0")
     model.graph.initializer.append(tensor)
-    assert floor(model) == (version, f"{kind} (weight w)")
+    assert find_oldest_ir(model) == (version, f"{kind} (weight w)")
     with pytest.raises(CannotLower, match=f"{kind}.*needs IR version {version}"):
-        lower(model, Wanted(ir=version - 1), "model.onnx")
-    lower(model, Wanted(ir=version), "model.onnx")
+        lower_model(model, VersionLimit(ir=version - 1), "model.onnx")
+    lower_model(model, VersionLimit(ir=version), "model.onnx")
     assert model.ir_version == version
 
 
@@ -130,10 +131,10 @@ def test_functions_are_lowered_with_the_model() -> None:
     """
     text = text.replace("y = ReduceMean (x, a) a = Constant <value = int64[1] {-1}> ()", "y = Identity (x)")
     model = compile_text(text)
-    lower(model, Wanted(ir=8, opset=13), "model.onnx")
+    lower_model(model, VersionLimit(ir=8, opset=13), "model.onnx")
     assert [entry.version for entry in model.functions[0].opset_import] == [13]
     with pytest.raises(CannotLower, match="function mean needs IR version 8"):
-        lower(model, Wanted(ir=7), "model.onnx")
+        lower_model(model, VersionLimit(ir=7), "model.onnx")
 
 
 def gqa(**attributes: object) -> onnx.ModelProto:
@@ -149,7 +150,7 @@ def gqa(**attributes: object) -> onnx.ModelProto:
 
 def test_what_says_nothing_is_left_out_for_a_runtime_that_does_not_know_it() -> None:
     model = gqa(softcap=0.0, smooth_softmax=0, scale=0.25)
-    changes = lower(model, wanted(parse_targets(["onnxruntime==1.18.1"])), "model.onnx")
+    changes = lower_model(model, limit_for_targets(parse_targets(["onnxruntime==1.18.1"])), "model.onnx")
     (node,) = model.graph.node
     assert {attribute.name for attribute in node.attribute} == {"num_heads", "kv_num_heads", "scale"}
     assert list(node.input) == ["q", "k", "v", "pk", "pv", "n", "t", "", ""]
@@ -159,15 +160,15 @@ def test_what_says_nothing_is_left_out_for_a_runtime_that_does_not_know_it() -> 
 def test_what_says_something_is_kept_and_named() -> None:
     model = gqa(softcap=30.0)
     with pytest.raises(CannotLower, match="attribute softcap of com"):
-        lower(model, wanted(parse_targets(["onnxruntime==1.18.1"])), "model.onnx")
+        lower_model(model, limit_for_targets(parse_targets(["onnxruntime==1.18.1"])), "model.onnx")
     assert model == gqa(softcap=30.0)
 
 
 def test_the_least_of_all_targets_is_wanted() -> None:
     targets = parse_targets(["onnxruntime==1.22.1", "onnxruntime==1.16.3"])
-    assert (wanted(targets).ir, wanted(targets).opset) == (9, 19)
-    assert (wanted(targets, ir=8, opset=21).ir, wanted(targets, ir=8, opset=21).opset) == (8, 19)
-    assert not wanted(()).is_anything
+    assert (limit_for_targets(targets).ir, limit_for_targets(targets).opset) == (9, 19)
+    assert (limit_for_targets(targets, ir=8, opset=21).ir, limit_for_targets(targets, ir=8, opset=21).opset) == (8, 19)
+    assert not limit_for_targets(()).is_anything
 
 
 def test_weights_outside_the_file_need_not_be_there(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_weights_outside_the_file_need_not_be_there(tmp_path: Path) -> None:
     weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
     weight.external_data.add(key="location", value="not-there.bin")
     model.graph.initializer.append(weight)
-    lower(model, Wanted(ir=8, opset=13), "model.onnx")
+    lower_model(model, VersionLimit(ir=8, opset=13), "model.onnx")
     assert [tensor for tensor in model.graph.initializer if tensor.name == "w"] == [weight]
 
 
@@ -249,7 +250,7 @@ def test_a_target_that_no_table_knows_is_asked_itself(tmp_path: Path, monkeypatc
         pytest.skip(str(report.targets[0].not_run))
     assert (report.targets[0].ir, report.targets[0].opset) == (9, 19)
     (found,) = report.findings
-    assert (found.name, "onnxruntime==1.16.3 takes up to 9" in found.observed) == ("ir-too-new", True)
+    assert (found.name, "onnxruntime==1.16.3 supports up to 9" in found.observed) == ("ir-too-new", True)
 
 
 def test_a_worker_that_dies_when_it_is_asked_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,24 +260,24 @@ def test_a_worker_that_dies_when_it_is_asked_tells_nothing(monkeypatch: pytest.M
         target = targets.of_release(runtime.greet())
         (worker,) = set(psutil.Process().children()) - others
         worker.kill()
-        assert measured(target, runtime).limits is None
-        assert measured(target, runtime).limits is not None, "the next one lives"
+        assert measure_limits(target, runtime).limits is None
+        assert measure_limits(target, runtime).limits is not None, "the next one lives"
 
 
 def test_the_largest_numbers_that_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvdoctor import ceilings
+    from kvdoctor.runtime.worker import version_limits
 
-    monkeypatch.setattr(ceilings, "_opens", lambda ir, opset: ir <= 14 and opset <= 28)
-    assert ceilings.ceilings() == {"ir": 14, "opset": 28}
-    monkeypatch.setattr(ceilings, "_opens", lambda *_: False)
-    assert ceilings.ceilings() == {}, "something else than a version is at fault"
+    monkeypatch.setattr(version_limits, "_opens", lambda ir, opset: ir <= 14 and opset <= 28)
+    assert version_limits.measure_limits() == LimitsMeasured(14, 28)
+    monkeypatch.setattr(version_limits, "_opens", lambda *_: False)
+    assert version_limits.measure_limits() == LimitsMeasured(), "something else than a version is at fault"
 
 
 def test_what_the_runtime_here_takes_is_what_the_table_says() -> None:
     with Runtime(Limits()) as runtime:
         here = targets.of_release(runtime.greet())
-        (told,) = (event for event in runtime.ask({"ceilings": True}) if event["event"] == "ceilings")
+        (measured,) = (event for event in runtime.ask(MeasureJob()) if isinstance(event, LimitsMeasured))
     in_table = here.limits
     if in_table is None:
         pytest.skip(f"{here.words} is newer than the table of limits")
-    assert (told["ir"], told["opset"]) == (in_table.ir, in_table.opset)
+    assert (measured.ir, measured.opset) == (in_table.ir, in_table.opset)

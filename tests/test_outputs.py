@@ -13,9 +13,9 @@ import junitparser
 import pytest
 from click.testing import CliRunner
 
-from kvdoctor.cli import cli
+from kvdoctor.api import schemas
+from kvdoctor.cli.main import cli
 from kvdoctor.report.formats import FORMATS
-from kvdoctor.report.schema import schemas
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 SARIF = json.loads((Path(__file__).parent / "schemas" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
@@ -70,8 +70,8 @@ def test_a_workflow_gets_annotations_and_a_summary(workflow: tuple[subprocess.Co
     assert "::error file=sick/decoder_model_merged.onnx,title=kvdoctor KV203 cross-cache-emptied::" in done.stdout
     assert kinds == sorted(kinds, key=["::error", "::warning", "::notice"].index)
     assert "##[" not in done.stdout + done.stderr
-    assert "well: healthy" in lines
-    assert "gate: unhealthy; 1 of 3 models healthy, 1 unhealthy, 1 not diagnosed" in lines
+    assert [line.split()[:2] for line in lines if line.startswith("  well ")] == [["well", "healthy"]]
+    assert "gate: unhealthy; 1 of 3 models healthy, 1 unhealthy, 1 not diagnosed \u00b7 exit 1" in lines
     summary = (folder / "summary.md").read_text(encoding="utf-8")
     assert summary.startswith(
         "before\n## kvdoctor: unhealthy\n\ngate: unhealthy; 1 of 3 models healthy, 1 unhealthy, 1 not diagnosed\n"

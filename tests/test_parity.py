@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdoctor.parity import compare, error_growth, judge, measurable, slot_difference
-from kvdoctor.tolerances import TOLERANCES
+from kvdoctor.decode.parity import compare, error_growth, judge, measurable, slot_difference
+from kvdoctor.decode.tolerances import TOLERANCES
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.standard_normal((2, 3, 16)).astype(np.float32)
 
 
-def off_by(fraction: float) -> "np.ndarray[tuple[int, ...], np.dtype[np.float64]]":
+def describe_difference(fraction: float) -> "np.ndarray[tuple[int, ...], np.dtype[np.float64]]":
     """The logits with one entry moved by a fraction of their spread."""
     moved = LOGITS.astype(np.float64)
     moved[1, 2, 5] += fraction * float(LOGITS.astype(np.float64).std(axis=-1).mean())
@@ -23,10 +23,10 @@ def off_by(fraction: float) -> "np.ndarray[tuple[int, ...], np.dtype[np.float64]
 
 def test_the_noise_of_the_model_at_hand_moves_the_line() -> None:
     expected = LOGITS.astype(np.float64)
-    difference = compare(off_by(0.5), expected)
-    assert judge(difference, "dynamic-quantisation") == "fail"
-    assert judge(difference, "dynamic-quantisation", noise=0.2) == "ambiguous"
-    assert judge(difference, "dynamic-quantisation", noise=0.4) == "pass"
+    difference = compare(describe_difference(0.5), expected)
+    assert judge(difference, TOLERANCES["dynamic-quantization"]) == "fail"
+    assert judge(difference, TOLERANCES["dynamic-quantization"], noise=0.2) == "ambiguous"
+    assert judge(difference, TOLERANCES["dynamic-quantization"], noise=0.4) == "pass"
 
 
 def test_equal_logits_have_no_difference() -> None:
@@ -38,9 +38,9 @@ def test_equal_logits_have_no_difference() -> None:
 def test_the_table_decides(exactness: str) -> None:
     table = TOLERANCES[exactness]
     expected = LOGITS.astype(np.float64)
-    assert judge(compare(off_by(table.passes * 0.9), expected), exactness) == "pass"
-    assert judge(compare(off_by((table.passes + table.fails) / 2), expected), exactness) == "ambiguous"
-    assert judge(compare(off_by(table.fails * 1.1), expected), exactness) == "fail"
+    assert judge(compare(describe_difference(table.passes * 0.9), expected), table) == "pass"
+    assert judge(compare(describe_difference((table.passes + table.fails) / 2), expected), table) == "ambiguous"
+    assert judge(compare(describe_difference(table.fails * 1.1), expected), table) == "fail"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -50,7 +50,7 @@ def test_one_undefined_logit_is_a_failure(bad: float) -> None:
     difference = compare(broken, LOGITS)
     assert not difference.finite
     assert measurable(broken) == (bad == -np.inf)
-    assert judge(difference, "float") == "fail"
+    assert judge(difference, TOLERANCES["float"]) == "fail"
 
 
 MASKS = {
@@ -70,9 +70,9 @@ def test_masked_words_hide_nothing(mask: str) -> None:
     masked = MASKS[mask](LOGITS).astype(np.float32)
     for off, verdict in ((1e-6, "pass"), (2e-3, "fail"), (0.5, "fail")):
         moved = MASKS[mask](LOGITS * (1 + off)).astype(np.float32)
-        assert judge(compare(moved, masked), "float") == verdict
-    assert judge(compare(LOGITS, masked), "float") == "fail"
-    assert judge(compare(masked, LOGITS), "float") == "fail"
+        assert judge(compare(moved, masked), TOLERANCES["float"]) == verdict
+    assert judge(compare(LOGITS, masked), TOLERANCES["float"]) == "fail"
+    assert judge(compare(masked, LOGITS), TOLERANCES["float"]) == "fail"
     assert measurable(masked)
 
 
@@ -88,13 +88,13 @@ def test_without_a_mask_every_word_counts(words: int, seed: int) -> None:
     expected = rng.standard_normal((1, 2, words)) * 10 ** rng.uniform(-3, 3)
     moved = expected.copy()
     moved[..., rng.integers(words)] += expected.std()
-    assert judge(compare(moved, expected), "float") == "fail"
+    assert judge(compare(moved, expected), TOLERANCES["float"]) == "fail"
 
 
 def test_vocabulary_masked_on_both_sides_is_no_fault() -> None:
     masked = LOGITS.copy()
     masked[..., 3] = -np.inf
-    assert judge(compare(masked, masked), "float") == "pass"
+    assert judge(compare(masked, masked), TOLERANCES["float"]) == "pass"
 
 
 def test_all_masked_is_a_fault() -> None:
@@ -116,7 +116,7 @@ def test_a_near_tie_is_told_from_a_changed_word() -> None:
 
 @given(st.floats(1e-3, 1e3), st.floats(-100, 100))
 def test_scale_and_shift_do_not_change_the_verdict(scale: float, shift: float) -> None:
-    actual, expected = off_by(0.01), LOGITS.astype(np.float64)
+    actual, expected = describe_difference(0.01), LOGITS.astype(np.float64)
     plain = compare(actual, expected).relative
     assert compare(actual * scale + shift, expected * scale + shift).relative == pytest.approx(plain, rel=1e-2)
 
@@ -212,17 +212,17 @@ NOISE = [0.0, 5e-7, 2e-7, 9e-7, 1e-6, 3e-7, 8e-7, 4e-7]
     ],
 )
 def test_how_an_error_goes_over_the_steps(relatives: list[float], shape: str, step: int | None) -> None:
-    growth = error_growth(relatives, "float")
+    growth = error_growth(relatives, TOLERANCES["float"])
     assert growth is not None
     assert (growth.shape, growth.step) == (shape, step)
 
 
 def test_few_steps_have_no_trend() -> None:
-    assert error_growth([0.0, 0.1, 0.2, 0.3], "float") is None
+    assert error_growth([0.0, 0.1, 0.2, 0.3], TOLERANCES["float"]) is None
 
 
 @given(st.permutations(NOISE), st.sampled_from(sorted(TOLERANCES)))
 def test_noise_never_grows(relatives: list[float], exactness: str) -> None:
-    growth = error_growth(relatives, exactness)
+    growth = error_growth(relatives, TOLERANCES[exactness])
     assert growth is not None
     assert growth.shape == "flat"

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.doctor import inspect
-from kvdoctor.plain import from_plain, to_plain
-from kvdoctor.trace import Run, Seen, Step
+from kvdoctor.decode.runs import ObservedTensor, Run, Step
+from kvdoctor.diagnose.inspection import inspect
+from kvdoctor.serialization import from_plain, to_plain
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 NAMES = st.text(max_size=8)
@@ -31,11 +31,13 @@ def test_a_contract_survives(name: str) -> None:
 
 
 @given(
-    st.dictionaries(NAMES, st.builds(Seen, NAMES, st.lists(st.integers(0, 9)).map(tuple), st.booleans()), max_size=3),
+    st.dictionaries(
+        NAMES, st.builds(ObservedTensor, NAMES, st.lists(st.integers(0, 9)).map(tuple), st.booleans()), max_size=3
+    ),
     st.lists(NAMES).map(tuple),
     st.one_of(st.none(), st.integers(0, 9)),
 )
-def test_a_run_survives(fed: dict[str, Seen], empty: tuple[str, ...], failed: int | None) -> None:
+def test_a_run_survives(fed: dict[str, ObservedTensor], empty: tuple[str, ...], failed: int | None) -> None:
     step = Step(0, "prefill", 0, 3, fed, {}, empty)
     run = Run("merged", "plain-loop", "onnxruntime==1", "CPU", "all", "failed", failed, steps=(step,))
     assert from_plain(Run, json.loads(json.dumps(to_plain(run)))) == run

@@ -12,16 +12,16 @@ import jsonschema
 import numpy as np
 import onnx
 import pytest
-from bad_models import EXPORTS, UNSAFE, Result, as_json, call, snapshot, unchanged
-from famous import FIRST_TO_FAIL, nodes_that_fail
-from isolated import Environment
-from isolated import call as run_command
 from onnx import numpy_helper
-from sampling import sampled
-from test_kill import started
-from text_fixtures import compile_text, load_all
+from support.bad_models import EXPORTS, UNSAFE, Result, as_json, call, snapshot, unchanged
+from support.famous_error import FIRST_TO_FAIL, nodes_that_fail
+from support.isolated import Environment
+from support.isolated import call as run_command
+from support.processes import started
+from support.sampling import sampled
+from support.text_fixtures import compile_text, load_all
 
-from kvdoctor.report.schema import schemas
+from kvdoctor.api import schemas
 
 SHOWN = {
     "cross-cache-emptied": "step 2 fails in MatMul",
@@ -34,7 +34,9 @@ SHOWN = {
     "past-axis-frozen": "step 0 fails",
     "past-axis-frozen-pair": "step 2 fails",
     "positions-not-offset": "the logits differ",
-    "cached-differs": "the logits differ",
+    "cache-misread": "the logits differ",
+    "new-entries-wrong": "the logits differ",
+    "wrong-at-lengths": "the logits differ",
     "branches-disagree": "the logits differ",
     "key-value-swapped-pair": "the logits differ",
     "layers-swapped": "the logits differ",
@@ -46,7 +48,7 @@ SHOWN = {
 }
 """Text fixtures with an error, and what their reproducers show."""
 
-QUICK = (*("cross-cache-emptied", "step-fails", "past-axis-frozen-pair", "branches-disagree", "session-refused"),)
+QUICK = ("cross-cache-emptied", "step-fails", "session-refused")
 OTHER_KINDS = ("worker-died", "chunk-fails", "mask-not-offset", "batch-axis-frozen", "step-fails-encoder-length")
 FOUND_BY_THE_SAME_CHECK = (
     "positions-not-offset",
@@ -89,7 +91,7 @@ def floats(model: onnx.ModelProto) -> list[np.ndarray[Any, Any]]:
     return [array for array in found if array.dtype.kind == "f" and array.size > 8]
 
 
-@pytest.mark.parametrize("name", sampled(FIRST_TO_FAIL, 2))
+@pytest.mark.parametrize("name", sampled(FIRST_TO_FAIL, 4))
 def test_the_loop_of_a_merged_decoder(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with unchanged(EXPORTS / name):
@@ -128,7 +130,7 @@ def test_a_text_fixture(name: str, tmp_path: Path) -> None:
     assert not [1 for path in out.glob("*.onnx") for array in floats(onnx.load(path)) if array.tobytes() in source]
 
 
-@pytest.mark.parametrize("name", some(OTHER_KINDS, ("worker-died", "chunk-fails")))
+@pytest.mark.parametrize("name", some(OTHER_KINDS, ("chunk-fails",)))
 def test_other_kinds(name: str, tmp_path: Path) -> None:
     model, out = written(name, tmp_path / "model"), tmp_path / "out"
     result = repro(model, out, "--fail-on", "warning")
@@ -137,7 +139,7 @@ def test_other_kinds(name: str, tmp_path: Path) -> None:
     assert played(out).returncode == 1
 
 
-@pytest.mark.parametrize("name", some(FOUND_BY_THE_SAME_CHECK, ("positions-not-offset", "cross-cache-emptied")))
+@pytest.mark.parametrize("name", some(FOUND_BY_THE_SAME_CHECK, ("cross-cache-emptied",)))
 def test_the_diagnosis_of_a_reproducer_is_that_of_the_model(name: str, tmp_path: Path) -> None:
     """What is sent away has the same disease, by the checks and not by our word: where enough is left to diagnose."""
     model, out = written(name, tmp_path / "model"), tmp_path / "out"
@@ -166,6 +168,7 @@ def test_a_mended_reproducer_runs(tmp_path: Path) -> None:
     assert "not reproduced" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_mended_difference_is_none(tmp_path: Path) -> None:
     written("positions-not-offset", tmp_path / "model")
     repro(tmp_path / "model", tmp_path / "out")
@@ -184,7 +187,7 @@ def test_an_error_of_another_kind_is_no_reproduction(tmp_path: Path) -> None:
     assert played(tmp_path / "out").returncode == 2
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+@pytest.mark.parametrize("name", sampled(["gpt2", "llama-gqa"], 2))
 def test_nothing_to_reproduce(name: str, tmp_path: Path) -> None:
     result = call("repro", EXPORTS / name, "-o", tmp_path / "out")
     assert result.code == 0
@@ -192,6 +195,7 @@ def test_nothing_to_reproduce(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_note_is_nothing_to_reproduce(tmp_path: Path) -> None:
     """Whose loop holds the cache is not hurt by an emptied one, and asks for it by name to see it."""
     model, out = written("cross-cache-emptied", tmp_path / "model"), tmp_path / "out"
@@ -219,7 +223,7 @@ def test_what_hangs_on_the_weights_is_said(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model" / "model.onnx")
     result = repro(tmp_path / "model", tmp_path / "out")
     assert result.code == 3
-    assert "hangs on the weights" in result.report["reproducer"]["reason"]
+    assert "depends on the weights" in result.report["reproducer"]["reason"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
@@ -254,6 +258,7 @@ def test_nothing_private_is_handed_over(tmp_path: Path) -> None:
     assert not [array.shape for array in kept if array.tobytes() in source]
 
 
+@pytest.mark.slow
 def test_large_weights_become_small_ones(tmp_path: Path) -> None:
     """A vocabulary of 50,000 in a file beside the model: 32 words show the failure as well."""
     text = load_all()["positions-not-offset"].files["model.onnx"]
@@ -298,7 +303,7 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("name", ["step-fails", "positions-not-offset"])
+@pytest.mark.parametrize("name", sampled(["step-fails", "positions-not-offset"], 2))
 def test_hostile_names(name: str, tmp_path: Path) -> None:
     """Names of inputs are data in the program, in the README and on the terminal."""
     model = written(name, tmp_path / "model")
@@ -340,7 +345,7 @@ def test_where_it_may_be_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "others", "out"]
 
 
-@pytest.mark.parametrize("moment", [0.3, 1.3])
+@pytest.mark.parametrize("moment", sampled([1.3, 0.3], 2))
 def test_killed_at_any_moment(moment: float, tmp_path: Path) -> None:
     model, out = written("step-fails", tmp_path / "model"), tmp_path / "out"
     with (
@@ -352,6 +357,7 @@ def test_killed_at_any_moment(moment: float, tmp_path: Path) -> None:
     assert_a_later_run_cleans_up(model, out)
 
 
+@pytest.mark.slow
 def test_killed_while_writing(tmp_path: Path) -> None:
     """From the moment on when something stands where OUT is to be."""
     model, out = written("step-fails", tmp_path / "model"), tmp_path / "out"
@@ -383,7 +389,7 @@ def test_old_and_new_runtimes_fail_at_the_same_step(name: str, tmp_path: Path) -
         assert done.returncode == 1, done.stdout + done.stderr
         (failed,) = (line for line in done.stdout.splitlines() if line.startswith("step 2 fails: "))
         assert f"'{node}'" in failed
-        assert (f"another node is named than {here}" in done.stdout) == (node != here)
+        assert (f"the error does not name the node {here}" in done.stdout) == (node != here)
 
 
 @pytest.mark.slow

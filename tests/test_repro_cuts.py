@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper, parser
-from text_fixtures import compile_text, load_all
+from support.text_fixtures import compile_text, load_all
 
-from kvdoctor.repro.sizes import Sizes
-from kvdoctor.repro.spine import last_on, spine
-from kvdoctor.repro.surgery import PROBE, end_at, keep_outputs, lead_past, name_nodes, operator_of
-from kvdoctor.repro.weights import INTEGERS, Cleaner, note_digests
-from kvdoctor.script import Given, Returned, Script, ScriptCall, made
-from kvdoctor.skeleton import payload_left_out, read_skeleton
+from kvdoctor.decode.script import CallScript, MadeArray, PriorOutput, ScriptCall, make_array
+from kvdoctor.model.edit import rename_reads
+from kvdoctor.model.skeleton import payload_left_out, read_skeleton
+from kvdoctor.reproducer.cuts import PROBE, end_at_node, find_operator, keep_outputs, name_nodes
+from kvdoctor.reproducer.layers import find_spine, last_dependency
+from kvdoctor.reproducer.sizes import SizeMap
+from kvdoctor.reproducer.weights import INTEGERS, WeightReplacer, store_digests
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 
@@ -26,10 +27,10 @@ def fixture(name: str, file: str = "model.onnx") -> onnx.ModelProto:
 
 def test_the_spine_is_the_residual_stream() -> None:
     graph = fixture("decoder-only-healthy").graph
-    way = spine(graph, {"input_ids"}, "logits")
+    way = find_spine(graph, {"input_ids"}, "logits")
     assert way == ["input_ids", "tokens", "x0", "x1", "x2", "logits"]
-    assert way[last_on(graph, way, "present.0.key") or 0] == "x0"
-    assert way[last_on(graph, way, "present.1.key") or 0] == "x1"
+    assert way[last_dependency(graph, way, "present.0.key") or 0] == "x0"
+    assert way[last_dependency(graph, way, "present.1.key") or 0] == "x1"
 
 
 def test_where_two_ways_do_not_meet_there_is_no_spine() -> None:
@@ -37,8 +38,8 @@ def test_where_two_ways_do_not_meet_there_is_no_spine() -> None:
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n] a, float[n] b) => (float[n] c)'
         "{ x = Neg (a) y = Neg (b) c = Add (x, y) }"
     )
-    assert spine(model.graph, {"a", "b"}, "c") == ["c"]
-    assert spine(model.graph, {"a"}, "c") == ["a", "x", "c"]
+    assert find_spine(model.graph, {"a", "b"}, "c") == ["c"]
+    assert find_spine(model.graph, {"a"}, "c") == ["a", "x", "c"]
 
 
 def test_an_if_loses_outputs_in_both_branches() -> None:
@@ -55,7 +56,7 @@ def test_an_if_loses_outputs_in_both_branches() -> None:
 
 def test_a_layer_led_past_is_not_needed() -> None:
     model = fixture("decoder-only-healthy")
-    lead_past(model.graph, "x0", "x1")
+    rename_reads(model.graph, {"x1": "x0"})
     keep_outputs(model, {"logits"})
     left = {tensor.name for tensor in model.graph.initializer}
     assert {"w_q1", "w_tokens"} <= left
@@ -70,13 +71,13 @@ def test_a_node_is_made_an_end(name: str) -> None:
     file = "decoder_model_merged.onnx" if merged else "decoder_with_past_model.onnx"
     node = "/decoder/layers.0/encoder_attn/MatMul" if merged else "/decoder/layers.0/self_attn/Reshape"
     model = fixture(name, file)
-    assert operator_of(model, node) == node.rpartition("/")[2]
-    assert end_at(model, node)
+    assert find_operator(model, node) == node.rpartition("/")[2]
+    assert end_at_node(model, node)
     keep_outputs(model, {PROBE})
     assert [value.name for value in model.graph.output] == [PROBE]
-    assert operator_of(model, node) is not None
+    assert find_operator(model, node) is not None
     onnx.checker.check_model(model)
-    assert not end_at(model, "no such node")
+    assert not end_at_node(model, "no such node")
 
 
 def test_nodes_without_names_are_numbered() -> None:
@@ -88,7 +89,7 @@ def test_nodes_without_names_are_numbered() -> None:
 
 
 def test_sizes_by_their_number() -> None:
-    sizes = Sizes({58101: 32}, unit=32, factor=8)
+    sizes = SizeMap({58101: 32}, unit=32, factor=8)
     assert [sizes.of(number) for number in (58101, 512, 64, 32, 2048)] == [32, 64, 8, 4, 256]
     assert [sizes.of(number) for number in (-1, 0, 1, 8, 16, 33, 100)] == [-1, 0, 1, 8, 16, 33, 100]
     table = TensorProto(dims=[512, 512])
@@ -98,7 +99,7 @@ def test_sizes_by_their_number() -> None:
 
 def test_sizes_in_shape_constants() -> None:
     shape = numpy_helper.from_array(np.array([1, -1, 8, 64], np.int64))
-    Sizes(unit=32, factor=8).constant(shape)
+    SizeMap(unit=32, factor=8).constant(shape)
     assert numpy_helper.to_array(shape).tolist() == [1, -1, 8, 8]
 
 
@@ -111,7 +112,7 @@ def test_noise_of_every_element_type(kind: int, tmp_path: Path) -> None:
     """As many bytes as the type asks for, and nothing of what stood there. (Booleans are masks, and are kept.)"""
     model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], []))
     model.graph.initializer.add(name="w", data_type=kind, dims=[99, 97], raw_data=b"\xff" * 2**18)
-    cleaned = Cleaner(tmp_path, 0, Sizes()).clean(model).graph.initializer[0]
+    cleaned = WeightReplacer(tmp_path, 0, SizeMap()).clean(model).graph.initializer[0]
     array = numpy_helper.to_array(cleaned)
     assert array.shape == (99, 97)
     if array.dtype.kind == "f":
@@ -130,12 +131,12 @@ def test_one_weight_stays_one_weight(tmp_path: Path) -> None:
     other.graph.initializer[1].CopyFrom(numpy_helper.from_array(weight + 1, "c"))
     onnx.save(one, tmp_path / "one.onnx")
     onnx.save(other, tmp_path / "other.onnx")
-    twins: dict[str, str] = {}
+    origins: dict[str, str] = {}
     noise = {}
     for name in ("one.onnx", "other.onnx"):
         skeleton = read_skeleton(tmp_path / name, INTEGERS, digests=True).model
-        note_digests(skeleton, tmp_path)
-        cleaned = Cleaner(tmp_path, 0, Sizes(), twins=twins).clean(skeleton)
+        store_digests(skeleton, tmp_path)
+        cleaned = WeightReplacer(tmp_path, 0, SizeMap(), origins=origins).clean(skeleton)
         noise |= {tensor.name: tensor.raw_data for tensor in cleaned.graph.initializer}
         assert not any(tensor.doc_string for tensor in cleaned.graph.initializer)
     assert noise["a"] == noise["b"] != noise["c"]
@@ -152,14 +153,14 @@ def test_integers_are_read_whole_on_request(whole: bool, tmp_path: Path) -> None
 
 def test_a_script_is_trimmed_to_what_its_end_hangs_on() -> None:
     calls = (
-        ScriptCall("reference run", "m", {"a": Given("float", (1,))}, "logits"),
-        ScriptCall("step 0", "m", {"a": Given("float", (1,))}, "logits"),
-        ScriptCall("step 1", "m", {"a": Returned(1, "b")}, "logits"),
-        ScriptCall("step 2", "m", {"a": Returned(2, "b")}, "logits"),
+        ScriptCall("reference run", "m", {"a": MadeArray("float", (1,))}, "logits"),
+        ScriptCall("step 0", "m", {"a": MadeArray("float", (1,))}, "logits"),
+        ScriptCall("step 1", "m", {"a": PriorOutput(1, "b")}, "logits"),
+        ScriptCall("step 2", "m", {"a": PriorOutput(2, "b")}, "logits"),
     )
-    script = Script("fails", calls).trimmed()
+    script = CallScript("fails", calls).trimmed()
     assert [call.title for call in script.calls] == ["step 0", "step 1", "step 2"]
-    assert [call.feeds["a"] for call in script.calls[1:]] == [Returned(0, "b"), Returned(1, "b")]
+    assert [call.feeds["a"] for call in script.calls[1:]] == [PriorOutput(0, "b"), PriorOutput(1, "b")]
     assert script.returned() == {("m", "b")}
 
 
@@ -169,11 +170,11 @@ def test_a_script_is_trimmed_to_what_its_end_hangs_on() -> None:
 def test_rules_make_arrays(dtype: str, shape: list[int]) -> None:
     size = int(np.prod(shape))
     for rule in (
-        Given(dtype, tuple(shape), fill=1.0),
-        Given(dtype, tuple(shape), seed=3),
-        Given(dtype, tuple(shape), numbers=(1.0,) * size),
+        MadeArray(dtype, tuple(shape), fill=1.0),
+        MadeArray(dtype, tuple(shape), seed=3),
+        MadeArray(dtype, tuple(shape), numbers=(1.0,) * size),
     ):
-        array = made(rule)
+        array = make_array(rule)
         assert array.shape == tuple(shape)
         assert array.dtype.name.removesuffix("_") in (dtype, f"{dtype}32", "float64")
-        assert np.array_equal(array, made(rule))
+        assert np.array_equal(array, make_array(rule))

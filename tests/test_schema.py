@@ -8,9 +8,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from sampling import sampled
+from support.sampling import sampled
 
-from kvdoctor.report.schema import schemas
+from kvdoctor.api import schemas
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 
@@ -29,7 +29,7 @@ def test_schema_is_itself_valid(name: str) -> None:
     jsonschema.Draft202012Validator.check_schema(schemas()[name])
 
 
-@pytest.mark.parametrize("command", ["inspect", "step-test", "re-export"])
+@pytest.mark.parametrize("command", ["inspect", pytest.param("step-test", marks=pytest.mark.slow), "re-export"])
 @pytest.mark.parametrize("model", sampled(["marian-4.46.3", "llama-gqa"], 2))
 def test_report_fits(command: str, model: str, tmp_path: Path) -> None:
     more = ["-o", str(tmp_path / "out")] if command == "re-export" else []

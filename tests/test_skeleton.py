@@ -11,9 +11,9 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import HealthCheck, given, settings
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, SparseTensorProto, TensorProto, helper
 
-from kvdoctor import skeleton
 from kvdoctor.errors import UnreadableError
-from kvdoctor.skeleton import SMALL_PAYLOAD, payload_left_out, read_skeleton
+from kvdoctor.model import skeleton
+from kvdoctor.model.skeleton import SMALL_PAYLOAD, payload_left_out, read_skeleton
 
 VALUES = ("float_data", "int32_data", "string_data", "int64_data", "raw_data", "double_data", "uint64_data")
 many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

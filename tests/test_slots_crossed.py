@@ -6,9 +6,11 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx.helper import make_node
-from text_fixtures import load_all
+from support.text_fixtures import load_all
 
-from kvdoctor.doctor import Options, inspect, step_test
+from kvdoctor.diagnose.inspection import inspect
+from kvdoctor.diagnose.pipeline import step_test
+from kvdoctor.options import Options
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 CROSSED = {
@@ -76,4 +78,4 @@ def test_a_run_confirms_it_and_nothing_is_found_beside_it(name: str, tmp_path: P
     found = [finding for finding in report.findings if finding.severity == "error"]
     assert {finding.name for finding in found} == {"key-value-swapped"}
     assert all(finding.confidence == "confirmed" for finding in found)
-    assert all(any("differs at step" in line for line in finding.follows) for finding in found)
+    assert all(any("differs at step" in line for line in finding.effects) for finding in found)

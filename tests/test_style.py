@@ -10,7 +10,9 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=["lint", "format", "types"]
+    "command",
+    [["ruff", "check"], ["ruff", "format", "--check"], pytest.param(["mypy"], marks=pytest.mark.slow)],
+    ids=["lint", "format", "types"],
 )
 def test_style(command: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -8,18 +8,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from text_fixtures import compile_text, load_all
+from support.text_fixtures import compile_text, load_all
 
-from kvdoctor.elsewhere import environments, interpreters
-from kvdoctor.elsewhere.environments import environment
 from kvdoctor.errors import UsageError
-from kvdoctor.export.environments import Unavailable
-from kvdoctor.graph import GraphView
-from kvdoctor.targets import order, parse_targets
-from kvdoctor.targets.bindings import BINDINGS
-from kvdoctor.targets.demands import demands
-from kvdoctor.targets.limits import limits_of, newest, releases, tried
-from kvdoctor.targets.words import words_of
+from kvdoctor.model.view import GraphView
+from kvdoctor.runtime import release_environments
+from kvdoctor.runtime.environments import EnvironmentUnavailable
+from kvdoctor.runtime.release_environments import find_python, prepare_environment, this_version
+from kvdoctor.runtime.targets import order, parse_targets
+from kvdoctor.runtime.targets.bindings import BINDINGS
+from kvdoctor.runtime.targets.demands import read_demands
+from kvdoctor.runtime.targets.limits import describe_feature, limits_of, newest_limits, releases, tested_operators
 
 ROOT = Path(__file__).parent.parent
 
@@ -95,7 +94,7 @@ def test_the_table_is_in_order_and_its_limits_grow() -> None:
         assert earlier is not None
         assert later is not None
         assert (earlier.ir, earlier.opset) <= (later.ir, later.opset)
-    assert newest().lacks == frozenset()
+    assert newest_limits().unsupported == frozenset()
 
 
 def test_known_limits_are_those_that_were_seen_by_others() -> None:
@@ -112,8 +111,8 @@ def test_a_patch_that_was_not_measured_is_said_to_lack_what_its_whole_line_lacks
     assert between is not None
     assert first is not None
     assert last is not None
-    assert "com.microsoft:MatMulNBits" in first.lacks
-    assert between.lacks == first.lacks & last.lacks
+    assert "com.microsoft:MatMulNBits" in first.unsupported
+    assert between.unsupported == first.unsupported & last.unsupported
     assert limits_of("9.0.0") is None
 
 
@@ -137,46 +136,54 @@ def test_what_a_graph_asks_for_counts_bodies_and_functions() -> None:
     <opset_import: ["": 23], domain: "own">
     twice (x) => (y) { y = Add (x, x) }
     """
-    asked = demands(GraphView(compile_text(text)))
+    asked = read_demands(GraphView(compile_text(text)))
     assert (asked.ir, asked.opset) == (10, 23)
     assert "com.microsoft:Gelu" in asked.features
     assert "Add-14" in asked.features
 
 
 def test_features_in_words() -> None:
-    assert words_of("Attention-23") == "Attention of opset 23"
-    assert words_of("com.microsoft:GroupQueryAttention.softcap") == (
+    assert describe_feature("Attention-23") == "Attention of opset 23"
+    assert describe_feature("com.microsoft:GroupQueryAttention.softcap") == (
         "attribute softcap of com.microsoft GroupQueryAttention"
     )
-    assert words_of("com.microsoft:GroupQueryAttention.inputs-12") == (
+    assert describe_feature("com.microsoft:GroupQueryAttention.inputs-12") == (
         "com.microsoft GroupQueryAttention with 12 inputs"
     )
-    assert tried().standard("Attention", 22) is None
+    assert tested_operators().standard("Attention", 22) is None
 
 
 def test_no_healthy_fixture_asks_too_much_of_the_newest_release() -> None:
     for fixture in load_all().values():
         for name, text in fixture.files.items() if fixture.healthy else ():
             if name.endswith(".onnx"):
-                asked = demands(GraphView(compile_text(text)))
-                assert asked.ir <= newest().ir
-                assert asked.opset <= newest().opset
-                assert not asked.lacking(newest())
+                asked = read_demands(GraphView(compile_text(text)))
+                assert asked.ir <= newest_limits().ir
+                assert asked.opset <= newest_limits().opset
+                assert not asked.lacking(newest_limits())
 
 
 def test_without_a_fitting_python_the_command_is_named_that_brings_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(environments, "fitting", lambda _release: ("3.2", "3.1"))
-    with pytest.raises(Unavailable, match=r"wheels for Python 3\.1, 3\.2.*uv python install 3\.2"):
-        environment("1.16.3", offline=False)
+    monkeypatch.setattr(release_environments, "python_versions", lambda _release: ("3.2", "3.1"))
+    with pytest.raises(EnvironmentUnavailable, match=r"wheels for Python 3\.1, 3\.2.*uv python install 3\.2"):
+        prepare_environment("1.16.3", offline=False)
     assert not list(tmp_path.rglob("*python*"))
 
 
 def test_this_python_is_taken_where_it_fits() -> None:
-    assert interpreters.interpreter((interpreters.mine(), "3.2")) == sys.executable
-    assert interpreters.interpreter(("3.2",)) is None
+    assert find_python((this_version(), "3.2"), "no-uv") == (this_version(), sys.executable)
+    assert find_python(("3.2",), "no-uv") is None
+
+
+def test_without_uv_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(release_environments, "find_uv", lambda: None)
+    for offline in (True, False):
+        with pytest.raises(EnvironmentUnavailable, match=r"1\.16\.3 is not in the cache.* pip install uv$"):
+            prepare_environment("1.16.3", offline=offline)
 
 
 @pytest.fixture
@@ -203,7 +210,7 @@ def test_offline_with_nothing_cached_is_not_checked_and_never_healthy(
     assert report["verdict"] == "incomplete"
     (entry,) = (entry for entry in report["not_checked"] if entry["code"] == "KV404")
     assert entry["essential"]
-    assert "onnxruntime 1.16.3 is not in the cache; without --offline it may be fetched" in entry["reason"]
+    assert "onnxruntime 1.16.3 is not in the cache; without --offline it may be downloaded" in entry["reason"]
     (target,) = report["targets"]
     assert (target["asked"], target["ir"], target["opset"]) == (spec, 9, 19)
     assert "decoder" in target["not_run"]
@@ -237,4 +244,4 @@ def test_an_inspection_reads_the_table_alone(alone: Callable[..., "subprocess.Co
     assert not [finding for finding in report["findings"] if finding["code"].startswith("KV40")]
     assert report["targets"][0]["opset"] == 18
     done = alone("inspect", "fixtures/exports/gpt2", "--target", "onnxruntime==9.0.0")
-    assert "onnxruntime==9.0.0 is newer than what was measured" in done.stdout
+    assert "onnxruntime==9.0.0 is newer than the measured releases" in done.stdout

@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from isolated import EXPORTS, MERGED, Environment, find_uv, give_up, kvdoctor, re_export
-from text_fixtures import load_all
+from support.isolated import EXPORTS, MERGED, Environment, find_uv, give_up, kvdoctor, re_export
+from support.text_fixtures import load_all
 
-from kvdoctor.child import Limits
-from kvdoctor.elsewhere import environments, interpreters
-from kvdoctor.elsewhere.environments import environment
-from kvdoctor.export.environments import Unavailable
-from kvdoctor.kept_calls import save_call
-from kvdoctor.place.flat import flatten
-from kvdoctor.place.variants import read_located, write_variant
-from kvdoctor.runtimes import Runtime
-from kvdoctor.targets.limits import releases
+from kvdoctor.decode.calls import save_call
+from kvdoctor.decode.messages import CompareJob, TrialModel, ValuePair, write_message
+from kvdoctor.diagnose.locate.runnable import flatten, read_located, write_variant
+from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.environments import EnvironmentUnavailable
+from kvdoctor.runtime.process import Limits
+from kvdoctor.runtime.release_environments import prepare_environment
+from kvdoctor.runtime.targets.limits import releases
 
 pytestmark = pytest.mark.slow
 
@@ -68,20 +67,13 @@ def test_a_variant_finds_its_weights_in_the_original(tmp_path: Path) -> None:
     flat = flatten(read_located(source), {})
     variant = write_variant(flat, source, tmp_path / "variant.onnx", values=["/transformer/wte/Gather_output_0"])
     save_call(tmp_path / "feeds.npz", {"input_ids": np.array([[3, 5]])})
-    side = {"path": str(variant.path), "root": str(variant.root), "feeds": str(tmp_path / "feeds.npz"), "level": "off"}
-    job = {
-        "trial": "compare",
-        "left": side,
-        "right": side,
-        "inject": [],
-        "provider": "CPUExecutionProvider",
-        "threads": 1,
-    }
-    job["pairs"] = [["kvdoctor.value.0", "kvdoctor.value.0", [None, None, None]]]
-    (tmp_path / "job.json").write_text(json.dumps(job))
+    model = TrialModel(variant.path, variant.root, tmp_path / "feeds.npz")
+    pair = ValuePair("kvdoctor.value.0", "kvdoctor.value.0", (None, None, None))
+    (tmp_path / "job.json").write_text(write_message(CompareJob(model, model, (pair,), threads=1)))
     result = OLD_RUNTIME.run("trial.py", tmp_path / "job.json", Path(__file__).parent.parent)
     assert result["onnxruntime"] == "1.16.3"
-    assert result["pairs"] == [{"dtype": "float", "relative": 0.0}]
+    (difference,) = result["differences"]
+    assert (difference["dtype"], difference["relative"]) == ("float", 0.0)
 
 
 MATRIX = ("1.16.3", "1.18.1", "1.20.1", "1.22.1")
@@ -92,8 +84,8 @@ def under(targets: tuple[str, ...], *arguments: str | Path) -> tuple[int, dict[s
     """The exit code and the report of a command with targets, made in environments where they can be had."""
     for release in targets:
         try:
-            environment(release, offline=False)
-        except Unavailable as reason:
+            prepare_environment(release, offline=False)
+        except EnvironmentUnavailable as reason:
             give_up(str(reason))
     options = [word for release in targets for word in ("--target", f"onnxruntime=={release}")]
     done = kvdoctor(*arguments, *options, "--format", "json")
@@ -147,7 +139,7 @@ def test_a_model_that_is_too_new_for_a_target_is_lowered_for_it(tmp_path: Path) 
     found = {finding["name"]: finding for finding in report["findings"]}
     assert code == 1
     assert set(found) == {"ir-too-new", "opset-too-new"}
-    assert found["ir-too-new"]["follows"], "the target was asked, and refused it"
+    assert found["ir-too-new"]["effects"], "the target was asked, and refused it"
     code, report = under(("1.16.3",), "re-export", tmp_path / "new", "-o", tmp_path / "out")
     assert code == 0
     assert report["verdict"] == "healthy"
@@ -178,7 +170,7 @@ def test_the_node_that_computes_otherwise_is_named(tmp_path: Path) -> None:
     _, report = under(("1.18.1",), "step-test", model)
     (finding,) = report["findings"]
     assert 'GroupQueryAttention "mixed0"' in finding["where"]
-    assert any("go in, the same as in the other run" in reason for reason in finding["because"])
+    assert any(reason.startswith("its inputs ") and reason.endswith(" are right") for reason in finding["evidence"])
 
 
 def test_a_healthy_model_is_healthy_under_every_release() -> None:
@@ -194,7 +186,7 @@ def test_a_binding_that_cannot_read_what_is_empty_makes_the_hazard_an_error(tmp_
         give_up(str(before["targets"]))
     hazards = [finding for finding in before["findings"] if finding["name"] == "empty-tensor-hazard"]
     assert [finding["severity"] for finding in hazards] == ["error", "warning"]
-    assert "mended in 2.0.0-rc.11" in hazards[0]["follows"][0]
+    assert "fixed in 2.0.0-rc.11" in hazards[0]["effects"][0]
     done = kvdoctor("re-export", EXPORTS / "t5", "-o", tmp_path / "out", "--target", spec, "--format", "json")
     after = [f for f in json.loads(done.stdout)["findings"] if f["name"] == "empty-tensor-hazard"]
     assert [finding["severity"] for finding in after] == ["warning"], "the past of the first step stays empty"
@@ -212,8 +204,8 @@ def test_nothing_of_the_working_folder_passes_for_a_library(tmp_path: Path, monk
     for name in ("numpy", "onnxruntime", "kvdoctor", "json"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')", encoding="utf-8")
     try:
-        python = environment("1.18.1", offline=False)
-    except Unavailable as reason:
+        python = prepare_environment("1.18.1", offline=False)
+    except EnvironmentUnavailable as reason:
         give_up(str(reason))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -221,21 +213,15 @@ def test_nothing_of_the_working_folder_passes_for_a_library(tmp_path: Path, monk
         assert runtime.greet() == "1.18.1"
 
 
-@pytest.mark.parametrize("with_uv", [True, False], ids=["uv", "venv"])
-def test_an_environment_is_made_once_and_starts_again_offline(
-    with_uv: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_is_made_once_and_starts_again_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache with blanks"))
-    if not with_uv:
-        monkeypatch.setattr(environments, "find_uv", lambda: None)
-        monkeypatch.setattr(interpreters, "find_uv", lambda: None)
-    elif find_uv() is None:
+    if find_uv() is None:
         give_up("uv is neither on the path nor beside this Python")
     try:
-        python = environment("1.22.1", offline=False)
-    except Unavailable as reason:
+        python = prepare_environment("1.22.1", offline=False)
+    except EnvironmentUnavailable as reason:
         give_up(str(reason))
-    assert environment("1.22.1", offline=True) == python
+    assert prepare_environment("1.22.1", offline=True) == python
     left = [path.name for path in python.parents[2].iterdir()]
     assert len(left) == 1, "nothing unfinished is left beside it"
     begin = time.monotonic()
@@ -247,8 +233,8 @@ def test_an_environment_is_made_once_and_starts_again_offline(
 def test_an_environment_that_does_not_start_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:
-        python = environment("1.22.1", offline=False)
-    except Unavailable as reason:
+        python = prepare_environment("1.22.1", offline=False)
+    except EnvironmentUnavailable as reason:
         give_up(str(reason))
     (core,) = python.parents[1].rglob("onnxruntime/__init__.py")
     core.write_text("raise ImportError('damaged')", encoding="utf-8")

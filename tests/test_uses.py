@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sampling import sampled
-from text_fixtures import load_all
+from support.sampling import sampled
+from support.text_fixtures import load_all
 
 from kvdoctor.choices import REQUIRED
-from kvdoctor.experiments import load
-from kvdoctor.uses import USES
+from kvdoctor.decode.experiments import load, uses
 
 ROOT = Path(__file__).parent.parent
 EXPORTS = ROOT / "fixtures" / "exports"
@@ -33,9 +32,9 @@ def written(name: str, folder: Path) -> str:
 
 def test_every_use_is_an_experiment() -> None:
     names = {experiment.name for experiment in load()}
-    assert set(USES) <= names
-    assert {name for use in USES.values() for name in use.after} <= names
-    assert {use.required for use in USES.values() if use.required} == set(REQUIRED)
+    assert set(uses()) <= names
+    assert {name for use in uses().values() for name in use.after} <= names
+    assert {use.required for use in uses().values() if use.required} == set(REQUIRED)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_a_required_use_that_cannot_be_tried_is_not_healthy() -> None:
 def test_an_unknown_use_is_refused() -> None:
     code, report = run(str(EXPORTS / "gpt2"), "--require", "batches")
     assert code == 2
-    assert "--require takes chunked-prefill, batch" in report["error"]
+    assert "Invalid value for '--require': it takes chunked-prefill, batch" in report["error"]
 
 
 @pytest.mark.parametrize("name", sampled(["t5", "gpt2", "llama-gqa", "whisper"], 4))
@@ -111,8 +110,8 @@ def test_inputs_of_the_encoder_set_its_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("--prompt-ids", "1,x"), "--prompt-ids takes whole numbers"),
-        (("--prompt-ids", "1,128"), "token id 128 is not in the vocabulary, which has 128 words"),
+        (("--prompt-ids", "1,x"), "Invalid value for '--prompt-ids': it takes whole numbers"),
+        (("--prompt-ids", "1,128"), "token id 128 is not in the vocabulary, which has 128 tokens"),
         (("--prompt-ids", "-1"), "token id -1 is not in the vocabulary"),
         (("--inputs", "nothing.npz"), "--inputs nothing.npz: "),
     ],
@@ -126,10 +125,10 @@ def test_what_fits_no_input_is_refused(given: tuple[str, ...], words: str) -> No
 @pytest.mark.parametrize(
     ("arrays", "words"),
     [
-        ({"attention_mask": np.ones((1, 4), np.int64)}, "is no input that can be given; give input_ids"),
+        ({"attention_mask": np.ones((1, 4), np.int64)}, "is not an input that can be given; give input_ids"),
         ({"input_ids": np.ones((1, 4), np.float32)}, "holds float32, the model takes int64"),
         ({"input_ids": np.ones(4, np.int64)}, "is int64[4], the model takes int64[batch_size"),
-        ({"input_ids": np.array([["a"]])}, "is no array of numbers"),
+        ({"input_ids": np.array([["a"]])}, "is not an array of numbers"),
         ({"input_ids": np.array([[{}]], object)}, "pickle"),
     ],
 )

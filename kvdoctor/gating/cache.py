@@ -1,7 +1,7 @@
-"""Reports of models that have not changed, kept in a folder from one gate to the next.
+"""The cache of a gate: a folder with the reports of models that have not changed.
 
-An entry is the report as JSON under the key of all that it depends on. What is broken, foreign, or not what a whole
-diagnosis would have said is a miss. Entries appear whole or not at all, so that several gates may share a folder.
+An entry is a report as JSON, stored under a key of everything that the report depends on. A damaged, foreign or
+incomplete entry is a miss. Entries are written atomically, so that several gates can share a folder.
 """
 
 import contextlib
@@ -16,46 +16,45 @@ from typing import Any
 import msgspec
 
 from kvdoctor.errors import KvdoctorError
-from kvdoctor.gating.contents import Contents
-from kvdoctor.gating.jobs import Job
-from kvdoctor.gating.keys import digests, external_state, key_of, nearby, places
-from kvdoctor.listing import looked_at
-from kvdoctor.out_folder import write_whole
+from kvdoctor.gating.cache_key import compute_key, digest_external_files, digest_files, list_nearby_files, locate_files
+from kvdoctor.gating.file_digests import FileDigests
+from kvdoctor.gating.jobs import GateJob
+from kvdoctor.model.files import looked_at
+from kvdoctor.model.output_folder import write_whole
 from kvdoctor.report.document import Report, decide, is_open
 
 SCHEMA = "kvdoctor/gate-cache/1"
-MOST_BYTES = 512 << 20
-MOST_ENTRY_BYTES = 64 << 20
+MAX_BYTES = 512 << 20
+MAX_ENTRY_BYTES = 64 << 20
 PARTIAL = ".*.kvdoctor-*.partial"
 PARTIAL_SECONDS = 3600
-"""After so long nobody writes a file any more."""
+"""A partial file older than this belongs to a gate that was killed."""
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by kvdoctor gate; it may be deleted at any time.\n"
 """Source: https://bford.info/cachedir/."""
 _REPORT = msgspec.json.Decoder(Report)
-"""Several times as fast as `kvdoctor.plain`. It passes over unknown fields, of which an entry has none: its key names
-the version that wrote it."""
+"""Several times as fast as `serialization`. It ignores unknown fields, but an entry has none: its key includes the
+version that wrote it."""
 
 
 class Cache:
-    """The reports kept in a folder. `elsewhere`: the models are run on other machines."""
+    """The cached reports in a folder. `remote`: the models run on other machines."""
 
-    def __init__(self, folder: Path, elsewhere: bool = False) -> None:
-        self._folder, self._elsewhere = folder, elsewhere
-        self._contents = Contents(folder)
+    def __init__(self, folder: Path, remote: bool = False) -> None:
+        self._folder, self._remote = folder, remote
+        self._digests = FileDigests(folder)
         self._wrote = False
 
-    def key(self, job: Job) -> str | None:
-        """What the report of a job is kept under, by its files as they are; None where nothing may be kept.
+    def key(self, job: GateJob) -> str | None:
+        """The key of a job's report, from the current content of its files; None if the report must not be cached.
 
-        To be asked before the job is run: from now on its files are watched, also those whose names only its graph
-        knows.
+        Call it before the job runs: it starts to watch the files, including those that only the graph names.
         """
         with contextlib.suppress(OSError):
-            self._contents.watch(nearby(job))
-        return key_of(job, self._contents, self._elsewhere)
+            self._digests.watch(list_nearby_files(job))
+        return compute_key(job, self._digests, self._remote)
 
-    def find(self, key: str | None, job: Job) -> Report | None:
-        """The report of a job on which nothing has changed since it was kept."""
+    def find(self, key: str | None, job: GateJob) -> Report | None:
+        """The cached report of a job, if nothing has changed since."""
         if key is None:
             return None
         file = self._file(key)
@@ -64,41 +63,41 @@ class Cache:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError):
             return None
         with contextlib.suppress(OSError):
-            os.utime(file)  # what is used is not pruned
+            os.utime(file)  # entries in use are not pruned
         return replace(report, measured={**report.measured, "cached": True})
 
-    def keep(self, key: str | None, job: Job, report: Report) -> None:
-        """Keep a report, if it is complete, and if the model is still what it was when its key was made."""
-        if key is None or not is_complete(report):
+    def keep(self, key: str | None, job: GateJob, report: Report) -> None:
+        """Store a report, if it is complete and the model has not changed since its key was computed."""
+        if key is None or not can_be_cached(report):
             return
         try:
-            external = external_state(job, report, self._contents)
-            files = (*looked_at(job.place)[1], *places(job, list(external)).values())
-            unchanged = key_of(job, self._contents, self._elsewhere) == key
-            if unchanged and all(map(self._contents.is_settled, files)):
+            external = digest_external_files(job, report, self._digests)
+            files = (*looked_at(job.location)[1], *locate_files(job, list(external)).values())
+            unchanged = compute_key(job, self._digests, self._remote) == key
+            if unchanged and all(map(self._digests.is_settled, files)):
                 self._write(key, report, external)
         except (OSError, ValueError, TypeError, KvdoctorError):
-            return  # a folder that cannot be written to costs time, and nothing else
+            return  # without a writable folder the gate is slower, and otherwise the same
 
     def close(self) -> None:
-        """Remember what was read, and forget what nobody has used for longest, beyond the most that is kept."""
+        """Save the digests that were computed, and delete the least recently used entries beyond the size limit."""
         if self._folder.is_dir():
-            self._contents.save()
+            self._digests.save()
         if self._wrote:
             self._prune()
 
-    def _read(self, file: Path, key: str, job: Job) -> Report:
-        if not file.is_file() or file.stat().st_size > MOST_ENTRY_BYTES:
-            raise ValueError("no entry, or too large for one")
+    def _read(self, file: Path, key: str, job: GateJob) -> Report:
+        if not file.is_file() or file.stat().st_size > MAX_ENTRY_BYTES:
+            raise ValueError("no entry, or too large")
         head, _, body = file.read_bytes().partition(b"\n")
         entry: dict[str, Any] = json.loads(head)
         if entry["schema"] != SCHEMA or entry["key"] != key or entry["sha256"] != hashlib.sha256(body).hexdigest():
-            raise ValueError("not this entry")
-        if entry["external"] != digests(job, list(entry["external"]), self._contents):
+            raise ValueError("another entry")
+        if entry["external"] != digest_files(job, list(entry["external"]), self._digests):
             raise ValueError("the weights have changed")
         report = _REPORT.decode(body)
-        if not (is_complete(report) and _answers(report, job)):
-            raise ValueError("not what a diagnosis says")
+        if not (can_be_cached(report) and _is_report_on(report, job)):
+            raise ValueError("not a complete report on this job")
         return report
 
     def _write(self, key: str, report: Report, external: dict[str, str | None]) -> None:
@@ -131,14 +130,14 @@ class Cache:
                 entries.append((found.st_mtime, found.st_size, file))
         total = sum(size for _, size, _ in entries)
         for _, size, file in sorted(entries):
-            if total <= MOST_BYTES:
+            if total <= MAX_BYTES:
                 return
             with contextlib.suppress(OSError):
                 file.unlink()
                 total -= size
 
     def _sweep(self) -> None:
-        """Take away what gates that were killed left half written."""
+        """Delete partial files of gates that were killed."""
         for pattern in (PARTIAL, f"reports/*/{PARTIAL}"):
             for file in self._folder.glob(pattern):
                 with contextlib.suppress(OSError):
@@ -146,17 +145,17 @@ class Cache:
                         file.unlink()
 
 
-def is_complete(report: Report) -> bool:
-    """Whether the diagnosis came to its end, and no limit and nothing that lacks here had a part in it."""
+def can_be_cached(report: Report) -> bool:
+    """Whether the diagnosis is complete, and neither a limit nor a missing target of this machine affected it."""
     died = any(run.outcome == "died" for run in report.runs)
-    lacking = any(target.not_run for target in report.targets)
+    not_run = any(target.not_run for target in report.targets)
     return report.verdict in ("healthy", "unhealthy") and not (
-        died or lacking or is_open(report.findings, report.not_checked)
+        died or not_run or is_open(report.findings, report.not_checked)
     )
 
 
-def _answers(report: Report, job: Job) -> bool:
-    """Whether a report is one on this job, and its verdict the one that its findings have."""
+def _is_report_on(report: Report, job: GateJob) -> bool:
+    """Whether a report is on this job with these options, and its verdict agrees with its findings."""
     verdict = decide("gate", report.findings, report.not_checked, job.options.fail_on)
-    asked = (report.command, report.model.path, report.arguments, report.seed, report.verdict)
-    return asked == ("gate", job.path, job.options.as_arguments(), job.options.seed, verdict)
+    found = (report.command, report.model.path, report.arguments, report.seed, report.verdict)
+    return found == ("gate", job.path, job.options.as_arguments(), job.options.seed, verdict)

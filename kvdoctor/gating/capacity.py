@@ -1,9 +1,9 @@
-"""How much of the machine may be used: cores and memory, also within the limits of a container.
+"""The cores and the memory that may be used, within the limits of the machine and of its container.
 
 Sources: cgroup v2 (docs.kernel.org/admin-guide/cgroup-v2: `cpu.max`, `memory.max`, `memory.current`, `memory.stat`) and
-v1 (`cpu.cfs_quota_us`, `cpu.cfs_period_us`, `memory.limit_in_bytes`, `memory.usage_in_bytes`, `memory.stat`). A limit
-of any group above holds as well. What is in use holds the cache of files that were read; the part of it that nobody has
-touched for a while (`inactive_file`) is given up before a process is killed, and counts as free, as for `docker stats`.
+v1 (`cpu.cfs_quota_us`, `cpu.cfs_period_us`, `memory.limit_in_bytes`, `memory.usage_in_bytes`, `memory.stat`). The
+limits of all parent groups apply as well. Memory in use includes the page cache; its inactive part (`inactive_file`)
+is reclaimed before a process is killed, and counts as free, as in `docker stats`.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ USES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Files that say how much a group may use and how much it uses, and the line of `memory.stat` that is taken back."""
+"""The files with the limit and the usage of a group, and the line of `memory.stat` with its reclaimable part."""
 SHARE = 0.8
-"""Of the memory that is free: the rest is for what else the machine does in the meantime."""
-RESTING_BYTES = 200 * MIB
-"""What a slot and its worker hold without a model."""
-TIMES_FILES = 4
-"""A model in the runtime, against its files: read, optimised, packed, and opened a second time at another level."""
+"""The share of free memory to use: the rest is for other programs."""
+IDLE_BYTES = 200 * MIB
+"""The memory of a process of the pool and its worker without a model."""
+MEMORY_FACTOR = 4
+"""Memory of a model in the runtime per byte of its files: read, optimized, packed, and opened a second time."""
 
 
-def cores() -> int:
+def count_cores() -> int:
     """The cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -35,41 +35,41 @@ def cores() -> int:
     return max(1, math.floor(min([count, *quotas])))
 
 
-def memory() -> int:
-    """Bytes of memory that may be taken now."""
+def free_memory() -> int:
+    """Bytes of memory that may be used now."""
     import psutil
 
     left = [psutil.virtual_memory().available]
     for group in _groups("memory"):
-        for most, now, idle in USES:
-            limit, used = _number(group / most), _number(group / now)
+        for limit_file, usage_file, idle in USES:
+            limit, used = _read_number(group / limit_file), _read_number(group / usage_file)
             if limit is not None and used is not None:
-                left.append(max(limit - max(used - _told(group / "memory.stat", idle), 0), 0))
+                left.append(max(limit - max(used - _read_entry(group / "memory.stat", idle), 0), 0))
     return int(min(left) * SHARE)
 
 
-def side_by_side(asked: int | None, models: int, most_memory: int | None) -> int:
-    """How many models to run at once; `most_memory` in MiB is what each may take, where that was given."""
-    count = asked or cores()
-    each = RESTING_BYTES + (most_memory or 0) * MIB
-    return max(1, min(count, models, memory() // each))
+def parallel_models(jobs: int | None, models: int, max_memory: int | None) -> int:
+    """The number of models to run at once. `jobs` is the request or None, `max_memory` the limit per model in MiB."""
+    count = jobs or count_cores()
+    each = IDLE_BYTES + (max_memory or 0) * MIB
+    return max(1, min(count, models, free_memory() // each))
 
 
-def needed(place: Path, most_memory: int | None) -> int:
-    """Bytes that running the model at a place may take: by the size of its files, and never more than is allowed."""
+def memory_needed(path: Path, max_memory: int | None) -> int:
+    """Bytes that a model may need, estimated from the size of its files; at most its limit, `max_memory` in MiB."""
     size = 0
     with contextlib.suppress(OSError):
-        if place.is_file():
-            files = [file for file in place.parent.iterdir() if file.name.startswith(place.stem)]
+        if path.is_file():
+            files = [file for file in path.parent.iterdir() if file.name.startswith(path.stem)]
         else:
-            files = [file for folder in (place, place / "onnx") if folder.is_dir() for file in folder.iterdir()]
+            files = [file for folder in (path, path / "onnx") if folder.is_dir() for file in folder.iterdir()]
         size = sum(file.stat().st_size for file in files if file.is_file())
-    most = math.inf if most_memory is None else most_memory * MIB
-    return RESTING_BYTES + int(min(size * TIMES_FILES, most))
+    limit = math.inf if max_memory is None else max_memory * MIB
+    return IDLE_BYTES + int(min(size * MEMORY_FACTOR, limit))
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The folders of the control groups that this process is in, from its own to the root."""
+    """The folders of the control groups of this process, from its own up to the root."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -91,12 +91,12 @@ def _quota(group: Path) -> float | None:
     with contextlib.suppress(OSError, ValueError, IndexError, ZeroDivisionError):
         quota, period = (group / "cpu.max").read_text(encoding="ascii").split()[:2]
         return None if quota == "max" else int(quota) / int(period)
-    quota_us, period_us = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+    quota_us, period_us = _read_number(group / "cpu.cfs_quota_us"), _read_number(group / "cpu.cfs_period_us")
     return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
 
 
-def _told(file: Path, name: str) -> int:
-    """What a file with one name and number a line says under a name; 0 where it says nothing."""
+def _read_entry(file: Path, name: str) -> int:
+    """The number under a name in a file of `name number` lines; 0 if there is none."""
     with contextlib.suppress(OSError, ValueError):
         for line in file.read_text(encoding="ascii").splitlines():
             if line.startswith(f"{name} "):
@@ -104,7 +104,7 @@ def _told(file: Path, name: str) -> int:
     return 0
 
 
-def _number(file: Path) -> int | None:
+def _read_number(file: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int(file.read_text(encoding="ascii"))
     return None

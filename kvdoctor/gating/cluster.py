@@ -1,12 +1,15 @@
-"""Calls carried out on an existing Dask cluster: an executor of the standard kind. The only door to `distributed`.
+"""An existing Dask cluster as a `concurrent.futures.Executor`. The only module that imports `distributed`.
 
-Each call is pinned to one worker, and no worker has more calls than threads. Otherwise the scheduler would hand a model
-that takes its worker down to three more before it said a word (its `allowed-failures`), and would count the loss
-against every call that waited there.
+Each call is pinned to one worker, and no worker has more calls than threads. Otherwise the scheduler would pass a model
+that crashes its worker to three more workers before it reports that (its `allowed-failures`), and would count the loss
+for every call that waited at the same worker.
+
+`call_in_process` and `end_processes` run on the workers, in processes of their own that a model may crash.
 """
 
 import contextlib
 import logging
+import math
 import pickle
 import threading
 import time
@@ -17,141 +20,146 @@ from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
 
 from kvdoctor.errors import KvdoctorError
-from kvdoctor.gating.jobs import Gone, Lost
-from kvdoctor.gating.keys import software
-from kvdoctor.gating.there import carried_out, end_slots
+from kvdoctor.gating.cache_key import describe_software
+from kvdoctor.gating.jobs import NoWorkerLeft, ProcessLost
+from kvdoctor.gating.process_pool import ProcessPool
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 POLL_SECONDS = 0.5
 CONNECT_SECONDS = 10
-FAREWELL_SECONDS = 1.5
-PATIENCE_SECONDS = 60
-"""How long a cluster may be without a worker, or not answer."""
+SHUTDOWN_SECONDS = 1.5
+SILENCE_SECONDS = 60
+"""How long a cluster may have no worker, or not answer."""
 MUST_AGREE = ("kvdoctor", "source", "onnxruntime", "onnx", "numpy")
+
+MAX_PROCESSES = 256
+"""More than a worker has threads: the client decides how many calls a worker gets."""
+IDLE_SECONDS = 120
+"""After this time without a call a worker ends the processes of a gate, since the gate may have been killed."""
 
 LOST = "the worker of the cluster that ran it was lost"
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call, who waits for it, and where it is."""
+    """A call, the future of its result, and the worker and task that run it."""
 
     function: Callable[..., Any]
-    given: tuple[Any, ...]
-    named: dict[str, Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     answer: "Future[Any]"
     worker: str = ""
     task: Any = None
 
 
 class Cluster(Executor):
-    """The workers of a Dask scheduler that runs already.
+    """The workers of a running Dask scheduler.
 
     Raises:
-        KvdoctorError: distributed is not installed, the scheduler does not answer, or what its workers have installed
-            would give other reports.
+        KvdoctorError: distributed is not installed, the scheduler does not answer, or its workers have other versions
+            of the software.
     """
 
     def __init__(self, address: str) -> None:
-        self._client = _connected(address)
+        self._client = _connect(address)
         self._address = address
         self._waiting: list[_Call] = []
         self._running: list[_Call] = []
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._closed = False
-        self._over: str | None = None
+        self._failure: str | None = None
         self._gate = uuid4().hex
-        self._thread = threading.Thread(target=self._hand_out, daemon=True)
+        self._thread = threading.Thread(target=self._distribute, daemon=True)
         try:
-            self._refuse_others(self._software_there())
+            self._refuse_other_software(self._worker_software())
         except BaseException:
             self._client.close(timeout=1)
             raise
         self._thread.start()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
-        """Carry out a function of a module on one of the workers."""
+        """Call a module-level function on one of the workers."""
         answer: Future[T] = Future()
-        with self._news:
-            if self._over is not None:
-                answer.set_exception(Gone(self._over))
+        with self._changed:
+            if self._failure is not None:
+                answer.set_exception(NoWorkerLeft(self._failure))
                 return answer
             self._waiting.append(_Call(fn, args, kwargs, answer))
-            self._news.notify()
+            self._changed.notify()
         return answer
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002 - both are done
-        """Take back what is not done, and let the cluster go. The cluster itself goes on."""
-        with self._news:
+        """Cancel unfinished calls and disconnect. The cluster keeps running."""
+        with self._changed:
             self._closed = True
             calls = [*self._waiting, *self._running]
             self._waiting, self._running = [], []
-            self._news.notify()
+            self._changed.notify()
         for call in calls:
             call.answer.cancel()
-        # A cluster that is gone does not answer, and nobody waits for that.
+        # Do not wait for a cluster that has stopped answering.
         tasks = [call.task for call in calls if call.task is not None]
-        farewell = threading.Thread(target=self._take_leave, args=(tasks,), daemon=True)
-        farewell.start()
-        farewell.join(FAREWELL_SECONDS)
+        disconnecting = threading.Thread(target=self._disconnect, args=(tasks,), daemon=True)
+        disconnecting.start()
+        disconnecting.join(SHUTDOWN_SECONDS)
 
-    def _take_leave(self, tasks: list[Any]) -> None:
+    def _disconnect(self, tasks: list[Any]) -> None:
         with contextlib.suppress(Exception):
             self._client.cancel(tasks, force=True)
-            self._client.run(end_slots, self._gate)
+            self._client.run(end_processes, self._gate)
         self._client.close(timeout=1)
 
-    def _hand_out(self) -> None:
-        reason = f"the cluster at {self._address} has no worker any more, or does not answer"
+    def _distribute(self) -> None:
+        reason = f"the cluster at {self._address} has no workers left, or does not answer"
         try:
-            self._until_over()
-        except Exception as error:  # whatever it is, somebody waits for the answers
-            reason = f"the cluster at {self._address} cannot be used any more ({_told(error)})"
+            self._work_until_closed()
+        except Exception as error:  # any error must reach those who wait for answers
+            reason = f"the cluster at {self._address} cannot be used any more ({_describe(error)})"
         finally:
             self._give_up(reason)
 
-    def _until_over(self) -> None:
-        """Hand out and collect until this is closed, or the cluster was silent for too long."""
-        heard = time.monotonic()
+    def _work_until_closed(self) -> None:
+        """Submit and collect calls until this is closed, or the cluster was silent for too long."""
+        last_answer = time.monotonic()
         while True:
-            with self._news:
-                self._news.wait(POLL_SECONDS)
+            with self._changed:
+                self._changed.wait(POLL_SECONDS)
                 if self._closed:
                     return
             try:
                 workers: dict[str, int] = self._client.nthreads()
-                heard = time.monotonic() if workers else heard
-            except Exception:  # whatever a connection that is gone raises
+                last_answer = time.monotonic() if workers else last_answer
+            except Exception:  # a lost connection may raise anything
                 workers = {}
                 if self._client.status != "running":
-                    heard = min(heard, time.monotonic() - PATIENCE_SECONDS)
-            if time.monotonic() - heard > PATIENCE_SECONDS:
+                    last_answer = min(last_answer, time.monotonic() - SILENCE_SECONDS)
+            if time.monotonic() - last_answer > SILENCE_SECONDS:
                 return
             if workers:
                 self._collect(workers)
                 self._fill(workers)
 
     def _collect(self, workers: dict[str, int]) -> None:
-        """Answer what is done, and what was lost with its worker."""
-        with self._news:
+        """Give the results of finished calls, and fail those whose worker was lost."""
+        with self._changed:
             running = list(self._running)
         for call in running:
-            if call.worker not in workers:  # and what it kept of an answer as well
-                with contextlib.suppress(Exception):  # it is lost in any case
+            if call.worker not in workers:  # its results are lost as well
+                with contextlib.suppress(Exception):  # the call fails in any case
                     call.task.cancel(force=True)
-                _fail(call, Lost(LOST))
+                _fail(call, ProcessLost(LOST))
             elif call.task.done():
                 _answer(call)
             else:
                 continue
-            with self._news, contextlib.suppress(ValueError):  # taken back in the meantime
+            with self._changed, contextlib.suppress(ValueError):  # cancelled meanwhile
                 self._running.remove(call)
 
     def _fill(self, workers: dict[str, int]) -> None:
-        """Give each worker as many calls as it has threads; with every round another one begins."""
-        with self._news:
+        """Submit as many calls to each worker as it has threads."""
+        with self._changed:
             busy = [call.worker for call in self._running]
             free = {worker: threads - busy.count(worker) for worker, threads in workers.items()}
             while self._waiting and max(free.values()) > 0:
@@ -160,78 +168,78 @@ class Cluster(Executor):
                     continue
                 call.worker = max(free, key=lambda worker: free[worker])
                 try:
-                    self._give(call)
-                except Exception as error:  # what cannot be sent costs itself only
-                    _fail(call, Gone(f"the cluster at {self._address} did not take it ({_told(error)})"))
+                    self._submit_to_worker(call)
+                except Exception as error:  # a call that cannot be sent must not affect the others
+                    _fail(call, NoWorkerLeft(f"the cluster at {self._address} did not take it ({_describe(error)})"))
                     continue
                 free[call.worker] -= 1
                 self._running.append(call)
 
-    def _give(self, call: _Call) -> None:
-        # Tried here: what the client itself cannot pickle may break its connection.
-        pickle.dumps((call.function, call.given, call.named))
-        given = (self._gate, software_here(), call.function, call.given, call.named)
+    def _submit_to_worker(self, call: _Call) -> None:
+        # Tried first: an object that the client cannot pickle may break its connection.
+        pickle.dumps((call.function, call.args, call.kwargs))
+        payload = (self._gate, required_software(), call.function, call.args, call.kwargs)
         call.task = self._client.submit(
-            carried_out, *given, workers=[call.worker], allow_other_workers=False, pure=False, retries=0
+            call_in_process, *payload, workers=[call.worker], allow_other_workers=False, pure=False, retries=0
         )
         call.task.add_done_callback(lambda _: self._wake())
 
     def _wake(self) -> None:
-        with self._news:
-            self._news.notify()
+        with self._changed:
+            self._changed.notify()
 
     def _give_up(self, reason: str) -> None:
-        with self._news:
-            self._over = reason
+        with self._changed:
+            self._failure = reason
             calls, self._waiting, self._running = [*self._waiting, *self._running], [], []
         for call in calls:
-            _fail(call, Gone(reason))
+            _fail(call, NoWorkerLeft(reason))
 
-    def _software_there(self) -> dict[str, dict[str, Any]]:
+    def _worker_software(self) -> dict[str, dict[str, Any]]:
         try:
-            found: dict[str, dict[str, Any]] = self._client.run(software)
-        except Exception as error:  # whatever loading a package raises
-            told = _told(error)
-            raise KvdoctorError(f"a worker of the cluster cannot run kvdoctor ({told}); install it there") from None
+            found: dict[str, dict[str, Any]] = self._client.run(describe_software)
+        except Exception as error:  # importing a package may raise anything
+            reason = _describe(error)
+            raise KvdoctorError(f"a worker of the cluster cannot run kvdoctor ({reason}); install it there") from None
         return found
 
-    def _refuse_others(self, there: dict[str, dict[str, Any]]) -> None:
-        if not there:
+    def _refuse_other_software(self, found: dict[str, dict[str, Any]]) -> None:
+        if not found:
             raise KvdoctorError(f"the cluster at {self._address} has no workers; start some, as with `dask worker`")
-        for worker, versions in there.items():
+        for worker, versions in found.items():
             if problem := _disagreement(versions):
                 raise KvdoctorError(f"worker {worker} of the cluster {problem}")
 
 
-def _connected(address: str) -> Any:
+def _connect(address: str) -> Any:
     try:
         from distributed import Client
         from distributed.comm.addressing import resolve_address
     except ImportError:
         raise KvdoctorError("--cluster needs distributed: pip install 'kvdoctor[dask]'") from None
-    _hush()
+    _silence_logs()
     try:
         resolve_address(address)
         make: Any = Client
         return make(address, timeout=CONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError) as error:
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise KvdoctorError(f"no Dask scheduler answers at {address!r} ({told}); see that it runs") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise KvdoctorError(f"no Dask scheduler answers at {address!r} ({reason}); check that it runs") from None
 
 
-def _of_others(record: logging.LogRecord) -> bool:
-    """Whether a record of the log tells of anything but the connection to a cluster."""
+def _is_unrelated(record: logging.LogRecord) -> bool:
+    """Whether a log record is about anything but the connection to a cluster."""
     raised = record.exc_info[0] if record.exc_info else None
     return not (record.name.startswith("distributed") or (raised and raised.__module__.startswith("distributed")))
 
 
-def _hush() -> None:
-    """What is lost on the way is told in reports and reasons, and not once more by the client on stderr.
+def _silence_logs() -> None:
+    """Keep the client from printing lost connections to stderr: reports and error messages have them already.
 
-    It logs through handlers of its own, and leaves exceptions of its tasks to the log of asyncio.
+    The client logs through its own handlers, and asyncio logs the exceptions of its tasks.
     """
-    for told in (*logging.getLogger("distributed").handlers, logging.getLogger("asyncio")):
-        told.addFilter(_of_others)  # a second time changes nothing
+    for handler in (*logging.getLogger("distributed").handlers, logging.getLogger("asyncio")):
+        handler.addFilter(_is_unrelated)  # adding it again has no effect
 
 
 def _answer(call: _Call) -> None:
@@ -239,35 +247,84 @@ def _answer(call: _Call) -> None:
     from distributed.scheduler import KilledWorker
 
     try:
-        call.answer.set_result(call.task.result(timeout=PATIENCE_SECONDS))
+        call.answer.set_result(call.task.result(timeout=SILENCE_SECONDS))
     except (KilledWorker, CancelledError):
-        _fail(call, Lost(LOST))
-    except Exception as error:  # what a call raises is its answer
-        # The worker may be lost between the end of a call and the sending of its answer: then nothing comes.
-        _fail(call, error if call.task.status == "error" else Lost(LOST))
+        _fail(call, ProcessLost(LOST))
+    except Exception as error:  # the exception of a call is its answer
+        # The worker may be lost after the call ended and before its result was sent.
+        _fail(call, error if call.task.status == "error" else ProcessLost(LOST))
 
 
 def _fail(call: _Call, error: Exception) -> None:
-    with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+    with contextlib.suppress(InvalidStateError):  # it was cancelled
         call.answer.set_exception(error)
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _disagreement(versions: dict[str, Any]) -> str | None:
-    """What on a worker would make another report than here."""
-    mine = software()
+    """The first difference in software that could change a report."""
+    local = describe_software()
     for name in MUST_AGREE:
-        if versions.get(name) != mine[name]:
+        if versions.get(name) != local[name]:
             what = {"source": "the source of kvdoctor"}.get(name, name)
-            shown = f" ({versions.get(name)} there, {mine[name]} here)" if isinstance(mine[name], str) else ""
-            shown = "" if name == "source" else shown
-            return f"has another version of {what}{shown}; install the same on all of them, and here"
+            versions_text = f" ({versions.get(name)} there, {local[name]} here)" if isinstance(local[name], str) else ""
+            versions_text = "" if name == "source" else versions_text
+            return f"has another version of {what}{versions_text}; install the same on all of them, and here"
     return None
 
 
-def software_here() -> dict[str, Any]:
-    """What a worker must have as well."""
-    return {name: software()[name] for name in MUST_AGREE}
+def required_software() -> dict[str, Any]:
+    """The versions that a worker must have as well."""
+    return {name: describe_software()[name] for name in MUST_AGREE}
+
+
+@dataclass
+class _GatePool:
+    """The processes of a gate on a worker, and the time of their last call."""
+
+    processes: ProcessPool
+    used: float = 0.0
+
+
+_POOLS: dict[str, _GatePool] = {}
+_LOCK = threading.Lock()
+
+
+def call_in_process(
+    gate: str, required: dict[str, Any], function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> T:
+    """On a worker: run a call in a process of its own.
+
+    Raises:
+        KvdoctorError: this worker joined later, with other versions.
+        ProcessLost: the process ended before it answered.
+    """
+    if any(describe_software()[name] != version for name, version in required.items()):
+        raise KvdoctorError("a worker that joined the cluster has other versions; install the same on all of them")
+    with _LOCK:
+        pool = _POOLS.get(gate) or _POOLS.setdefault(gate, _GatePool(ProcessPool(MAX_PROCESSES)))
+        pool.used = math.inf
+    try:
+        return pool.processes.submit(function, *args, **kwargs).result()
+    finally:
+        pool.used = time.monotonic()
+        timer = threading.Timer(IDLE_SECONDS, _end_if_idle, [gate])
+        timer.daemon = True
+        timer.start()
+
+
+def end_processes(gate: str) -> None:
+    """On a worker: end the processes of a gate."""
+    with _LOCK:
+        pool = _POOLS.pop(gate, None)
+    if pool is not None:
+        pool.processes.shutdown(wait=False)
+
+
+def _end_if_idle(gate: str) -> None:
+    pool = _POOLS.get(gate)
+    if pool is not None and time.monotonic() - pool.used >= IDLE_SECONDS:
+        end_processes(gate)

@@ -1,6 +1,6 @@
-"""What a gate is asked to do, and how."""
+"""The input of a gate: models with their options, and the settings of the run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,45 +9,39 @@ from kvdoctor.options import Options
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One model, as the user wrote its path, and what holds for it. `at` is where it lies, when that is elsewhere."""
+class GateJob:
+    """A model, by its path as the user wrote it, and its options. `at` is its location where that path is not valid."""
 
     path: str
     options: Options
     at: Path | None = None
 
     @property
-    def place(self) -> Path:
-        """Where the model lies."""
+    def location(self) -> Path:
+        """The path to open the model by."""
         return self.at or Path(self.path)
 
 
-class Lost(BrokenExecutor):
-    """The process that ran a job ended before it answered; the text says how. Another may fare better."""
+class ProcessLost(BrokenExecutor):
+    """The process of a job ended before it answered; the text says how. Another process may succeed."""
 
 
-class Gone(BrokenExecutor):
-    """There is nothing left that could run a job; the text says why."""
+class NoWorkerLeft(BrokenExecutor):
+    """No process is left that could run a job; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """How the jobs are run; nothing here changes what a report says.
+class GateSettings:
+    """How jobs are run. No setting changes the content of a report.
 
-    `jobs` is how many run side by side, None for what the machine has room for. `cache` is the folder in which
-    reports are kept, None for no cache. `cluster` is the address of a Dask scheduler. `told` is shown what goes on.
+    Attributes:
+        jobs: the number of models that run side by side; None for as many as cores and memory allow.
+        cache: the folder for reports; None for no cache.
+        cluster: the address of a Dask scheduler.
+        progress: called with a line of progress.
     """
 
     jobs: int | None = None
     cache: Path | None = None
     cluster: str | None = None
-    told: Callable[[str], None] | None = None
-
-
-def exports_of(paths: Sequence[str]) -> tuple[str, ...]:
-    """The exports that the paths lie in, each once, in the order in which they were first named.
-
-    A file stands for its folder: who is given the files that a commit changed is given one export in several pieces.
-    """
-    folders = (path if not Path(path).is_file() else Path(path).parent.as_posix() for path in paths)
-    return tuple(dict.fromkeys(folders))
+    progress: Callable[[str], None] | None = None

@@ -1,27 +1,35 @@
-"""What `diff` found: two models side by side, as one frozen document. Its field names are the public contract."""
+"""The document of `diff`: the differences between two models. Its field names are the public contract."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvdoctor import __version__
+from kvdoctor._version import __version__
 from kvdoctor.errors import Worse
 from kvdoctor.findings import Finding
-from kvdoctor.plain import to_plain
 from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE
+from kvdoctor.report.wording.units import shorten_names
+from kvdoctor.serialization import to_plain
 
 DIFF_SCHEMA = "kvdoctor/diff/1"
 
 Effect = Literal["worse", "better", "neutral"]
 DiffVerdict = Literal["equal", "different", "better", "worse", "incomplete"]
-Numbers = Literal["bits", "logits", "tokens", "other"]
+LogitsAgreement = Literal["bits", "logits", "tokens", "other"]
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """One thing that is other in B, for all the `subject`s that it is true of in the same way.
+class Difference:
+    """A difference between A and B.
 
-    `before` is None for what only B has, `after` for what only A has; `field` says what of the subject is other, and is
-    empty where it is there on one side only. `because` says why it makes B `worse`.
+    Attributes:
+        what: the kind of the subject: stack, graph, input, output, slot, axis, file or operator.
+        subject: the names of all subjects with this difference.
+        field: the property that differs; empty if only one side has the subject.
+        before: the value of A; None if only B has the subject.
+        after: the value of B; None if only A has the subject.
+        effect: whether it makes B worse or better.
+        because: why it makes B worse.
     """
 
     what: str
@@ -37,15 +45,18 @@ class Delta:
 class Logits:
     """The logits of one loop on the same feeds, both float[steps, vocabulary].
 
-    `agree` is how far they do: bit for bit, within the tolerance of the arithmetic (`exactness`, the coarser of the
-    two), in the likeliest tokens alone, or not. `relative` is the largest difference as a fraction of A's spread, None
-    where it is not finite; `same_tokens` the fraction of positions with the same likeliest token, or another as
-    likely but for noise.
+    Attributes:
+        experiment: the loop.
+        steps: the number of steps compared.
+        agree: bit for bit; within the tolerance of the arithmetic; only in the top-1 tokens; or not at all.
+        exactness: the arithmetic, the coarser one of the two.
+        relative: the largest difference in standard deviations of A's logits; None if it is not finite.
+        same_tokens: the fraction of positions with the same top-1 token, or one that is as likely within the noise.
     """
 
     experiment: str
     steps: int
-    agree: Numbers
+    agree: LogitsAgreement
     exactness: str
     relative: float | None
     same_tokens: float
@@ -53,7 +64,7 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """One experiment on both sides: `failed at step 2`; None where it was not run under that runtime."""
+    """The outcomes of an experiment on both sides, as `failed at step 2`; None if it was not run under that target."""
 
     experiment: str
     target: str
@@ -64,19 +75,19 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class StackDiff:
-    """A stack of A and the one of B that takes its place, by name; None where only one side has it."""
+    """A stack of A and the matching stack of B, by name; None if only one side has it."""
 
     a: str | None
     b: str | None
-    contract: tuple[Delta, ...] = ()
-    graph: tuple[Delta, ...] = ()
+    contract: tuple[Difference, ...] = ()
+    graph: tuple[Difference, ...] = ()
     experiments: tuple[Outcomes, ...] = ()
     logits: Logits | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FindingDiff:
-    """A finding that only A has (`gone`), only B has (`new`), or that both have; `a` and `b` are their fingerprints."""
+    """A finding of A only (`gone`), of B only (`new`), or of both; `a` and `b` are their fingerprints."""
 
     state: Literal["gone", "new", "same", "changed"]
     a: str | None
@@ -88,7 +99,7 @@ class FindingDiff:
 
 @dataclass(frozen=True, slots=True)
 class NotCompared:
-    """What could not be compared, and why. `essential`: without it nothing is called equal or better."""
+    """A part that could not be compared, and why. `essential`: without it the verdict is not equal or better."""
 
     stack: str | None
     what: str
@@ -97,8 +108,8 @@ class NotCompared:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """One side: a model that was diagnosed now, or a report of it that was written earlier."""
+class ComparedModel:
+    """One side: a model that was diagnosed now, or an earlier report."""
 
     path: str
     source: Literal["model", "report"]
@@ -109,13 +120,13 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """What `diff` found. All times (seconds) and memory (bytes) are under `measured`, and decide nothing."""
+    """The result of `diff`. All times (seconds) and memory (bytes) are under `measured`, and have no effect."""
 
     arguments: dict[str, Any]
     seed: int
     verdict: DiffVerdict
-    a: Compared
-    b: Compared
+    a: ComparedModel
+    b: ComparedModel
     reasons: tuple[str, ...] = ()
     stacks: tuple[StackDiff, ...] = ()
     findings: tuple[FindingDiff, ...] = ()
@@ -125,26 +136,72 @@ class DiffReport:
 
     @property
     def exit_code(self) -> int:
-        """0 equal, better, or other without being worse; 1 worse; 3 could not be compared."""
+        """0: equal, better, or different but not worse; 1: worse; 3: could not be compared."""
         codes = {"worse": EXIT_FINDINGS, "incomplete": EXIT_INCOMPLETE}
         return codes.get(self.verdict, EXIT_HEALTHY)
 
     def to_dict(self) -> dict[str, Any]:
-        """The document as it is written to JSON."""
+        """The JSON document."""
         head = {"schema": DIFF_SCHEMA, "tool": {"name": "kvdoctor", "version": __version__}, "command": "diff"}
         return {**head, **to_plain(self)}
 
     def __str__(self) -> str:
-        """The diff as the command line prints it into a pipe."""
-        from kvdoctor.report.diff_text import plain
-
-        return plain(self)
+        """The diff in short: the verdict and all reasons. `kvdoctor.render` writes all of it."""
+        return "\n".join([f"{self.b.path} compared with {self.a.path}: {format_verdict(self)}", *self.reasons[1:]])
 
     def raise_if_worse(self) -> None:
-        """Do nothing where the command line would end with exit code 0.
+        """Return if the exit code of the command line would be 0.
 
         Raises:
-            Worse: B is worse than A, or could not be compared; the message is the whole diff.
+            Worse: B is worse than A, or could not be compared; the message has all reasons.
         """
         if self.exit_code != EXIT_HEALTHY:
             raise Worse(f"\n{self}")
+
+
+VERDICTS = {
+    "equal": "equal",
+    "different": "B is different, but not worse",
+    "better": "B is better",
+    "worse": "B is worse",
+    "incomplete": "the comparison is incomplete",
+}
+
+
+def format_verdict(diff: DiffReport) -> str:
+    """The verdict in one line, with the first reason."""
+    reasons: list[str] = []
+    if diff.verdict == "worse":
+        reasons = list(diff.reasons)
+    elif diff.verdict == "better":
+        reasons = list(_list_gains(diff))
+    elif diff.verdict == "incomplete":
+        reasons = [entry.reason for entry in diff.not_compared if entry.essential]
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    return VERDICTS[diff.verdict] + _scope(diff) + (f": {reasons[0]}{more}" if reasons else "")
+
+
+def _scope(diff: DiffReport) -> str:
+    """What an equal verdict covers."""
+    if diff.verdict != "equal" or any(stack.logits is not None for stack in diff.stacks):
+        return ""
+    return (
+        " in contract and operator counts; wiring, weights and logits were not compared"
+        if diff.arguments.get("static")
+        else ", without logits"
+    )
+
+
+def _list_gains(diff: DiffReport) -> Iterator[str]:
+    """The improvements of B."""
+    for one in diff.findings:
+        if one.effect == "better":
+            yield f"{one.finding.code} {one.finding.name} is gone"
+    for stack in diff.stacks:
+        for run in stack.experiments:
+            if run.effect == "better":
+                yield f"{run.experiment} {run.a} -> {run.b}"
+        for change in stack.contract:
+            if change.effect == "better":
+                values = f"{change.before} -> {change.after}"
+                yield f"{change.what} {shorten_names(change.subject)}: {change.field} {values}"

@@ -1,240 +1,41 @@
-"""The report: everything a command found, as one frozen document. Its field names are the public contract."""
+"""The document of a command: what it found out about one model. Its field names are the public contract."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from kvdoctor import __version__
+from kvdoctor._version import __version__
 from kvdoctor.choices import FailOn
-from kvdoctor.contract import CacheContract
+from kvdoctor.decode.runs import Run
 from kvdoctor.errors import Unhealthy
-from kvdoctor.findings import SEVERITIES, Finding, NotChecked, all_checks
-from kvdoctor.memory import MemoryPlan
-from kvdoctor.plain import to_plain
-from kvdoctor.trace import Run
+from kvdoctor.findings import SEVERITIES, Finding, NotChecked, means_incomplete
+from kvdoctor.report.facts import ModelFacts, StackFacts, TargetFacts, Verdict
+from kvdoctor.report.repair_record import RepairRecord
+from kvdoctor.report.wording.summary import summarize
+from kvdoctor.serialization import to_plain
 
 SCHEMA = "kvdoctor/report/1"
 GATE_SCHEMA = "kvdoctor/gate/1"
 CONTRACT_SCHEMA = "kvdoctor/contract/1"
 
-Verdict = Literal["healthy", "unhealthy", "incomplete", "nothing-found"]
+TOTAL_SECONDS = "total_seconds"
+"""The time of the whole command, among the other things that were measured."""
 
 EXIT_HEALTHY, EXIT_FINDINGS, EXIT_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
-class GraphFacts:
-    """What a graph is made of, subgraphs and functions included.
-
-    `operators` by name, with the domain where it is not the standard one; `initializer_bytes` by their declared sizes.
-    """
-
-    nodes: int
-    operators: dict[str, int]
-    initializers: int
-    initializer_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class FileFacts:
-    """One file as it is on disk. `bytes` without external data; `external` are the files that hold weights."""
-
-    path: str
-    role: str
-    bytes: int
-    sha256: str | None = None
-    ir_version: int | None = None
-    opsets: dict[str, int] = field(default_factory=dict)
-    producer: str | None = None
-    external: tuple[str, ...] = ()
-    inputs: tuple[dict[str, Any], ...] = ()
-    outputs: tuple[dict[str, Any], ...] = ()
-    graph: GraphFacts | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """The model: its path as the user wrote it, and its files."""
-
-    path: str
-    files: tuple[FileFacts, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StackFacts:
-    """One stack: what decodes together."""
-
-    name: str
-    layout: str
-    files: tuple[str, ...]
-    contract: CacheContract | None
-    cache: MemoryPlan | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TargetFacts:
-    """A target, and what it did to each stack, by the stack's name.
-
-    `refused` are files that it does not open, `other_logits` experiments whose logits are not those of the installed
-    runtime, `not_run` the reason why nothing was run under it. `ir` and `opset` are the largest that it is known to
-    take, None where it is too new to have been measured.
-    """
-
-    asked: str
-    onnxruntime: str
-    ir: int | None
-    opset: int | None
-    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    other_logits: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    not_run: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def runtime(self) -> str:
-        """The runtime as runs name it."""
-        return f"onnxruntime=={self.onnxruntime}"
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One thing that a repair changed: where in which file, and what stood there before and after."""
-
-    file: str
-    where: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """A claim about a repaired stack, and whether it held."""
-
-    stack: str
-    claim: str
-    holds: bool
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """What was found before a repair, or after it."""
-
-    verdict: Verdict
-    findings: tuple[Finding, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AppliedRepair:
-    """A repair that changed something: the checks it mends, and what of the original's numbers it must keep."""
-
-    stack: str
-    name: str
-    mends: tuple[str, ...]
-    keeps: str
-    summary: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unmended:
-    """A finding that was not repaired on the graph: by which repair, why not, and what would do it instead.
-
-    `repair` is empty where none is known.
-    """
-
-    stack: str | None
-    finding: str
-    repair: str
-    reason: str
-    instead: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class FileDiff:
-    """What is other in a changed file: lines that begin with `-` or `+`; `left_out` more are not shown."""
-
-    file: str
-    lines: tuple[str, ...]
-    left_out: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ChangedFile:
-    """A file that was written anew: the SHA-256 of the source's, and of OUT's."""
-
-    path: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True, slots=True)
-class ExportChoice:
-    """One thing that was chosen for an export made afresh, and what it was made from."""
-
-    what: str
-    value: str
-    because: str
-
-
-@dataclass(frozen=True, slots=True)
-class PortChange:
-    """An input or output that is other than in the model that was replaced; None where it is new or gone."""
-
-    file: str
-    name: str
-    before: str | None
-    after: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class ExportRecord:
-    """How an export was made afresh. `way` is how its Python was had, `failures` what was tried in vain before.
-
-    `findings` are those of the fresh export before any repair, `ports` what is other in its inputs and outputs,
-    `left_out` files that the exporter wrote and the replaced model has not. `recipe` is the folder that tells how.
-    """
-
-    checkpoint: str
-    exporter: str
-    way: str
-    requirements: tuple[str, ...]
-    versions: dict[str, str]
-    choices: tuple[ExportChoice, ...]
-    failures: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
-    ports: tuple[PortChange, ...] = ()
-    left_out: tuple[str, ...] = ()
-    recipe: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RepairRecord:
-    """What `re-export` did. `out` is None where nothing was written; `advice` is for those who cannot take the copy.
-
-    `proved` says that all of `proof` holds, and there is some. `contents` are the files of OUT, relative to it: what
-    else lies there is not kvdoctor's, and is not replaced with it.
-    """
-
-    source: str
-    out: str | None
-    changes: tuple[Change, ...]
-    before: Side
-    after: Side | None
-    proof: tuple[Proof, ...]
-    advice: tuple[str, ...] = ()
-    repairs: tuple[AppliedRepair, ...] = ()
-    unmended: tuple[Unmended, ...] = ()
-    diff: tuple[FileDiff, ...] = ()
-    files: tuple[ChangedFile, ...] = ()
-    undo: tuple[str, ...] = ()
-    proved: bool = False
-    export: ExportRecord | None = None
-    contents: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Reproducer:
-    """What `repro` wrote. `out` is None, and `reason` says why, where a failure could not be reproduced.
+    """What `repro` wrote.
 
-    `finding` is the fingerprint of the finding that it `shows`; `bytes` are those of all files; `left_out` are parts of
-    the model that the failure does not need.
+    Attributes:
+        out: the folder; null if the failure could not be reproduced.
+        reason: why it could not be reproduced.
+        finding: the fingerprint of the finding that is reproduced.
+        shows: the failure that is reproduced.
+        files: the files in the folder.
+        bytes: the size of all files in bytes.
+        left_out: the parts of the model that the failure does not need.
     """
 
     out: str | None
@@ -248,7 +49,25 @@ class Reproducer:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a command found on one model. All times (seconds) and memory (bytes) of this run are under `measured`."""
+    """What a command found out about one model.
+
+    Attributes:
+        command: the command.
+        arguments: its options, by name.
+        seed: the seed of the synthetic feeds.
+        verdict: the verdict.
+        environment: the versions of onnxruntime, onnx, Python and the platform.
+        model: the model and its files.
+        stacks: its stacks.
+        targets: the target runtimes.
+        runs: every experiment on every stack and runtime.
+        findings: the findings, worst first.
+        not_checked: the checks that could not run.
+        repair: what `re-export` did; null for other commands.
+        reproducer: what `repro` wrote; null for other commands.
+        measured: all times (seconds) and memory (bytes) of this run; no verdict depends on them.
+        notes: remarks on the run.
+    """
 
     command: str
     arguments: dict[str, Any]
@@ -267,28 +86,24 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The document as it is written to JSON."""
+        """The JSON document."""
         body = to_plain(self)
         for run in body["runs"]:
             del run["node_names"]
         return {"schema": SCHEMA, "tool": {"name": "kvdoctor", "version": __version__}, **body}
 
     def __str__(self) -> str:
-        """The report as the command line prints it into a pipe."""
-        from kvdoctor.report.formats import rendered
-
-        return rendered(self, "text")
+        """The report in short: the verdict and the findings that count. `kvdoctor.render` writes all of it."""
+        return summarize(self)
 
     def raise_for_findings(self) -> None:
-        """Do nothing where the command line would end with exit code 0, by the `fail_on` that was asked for.
+        """Return if the exit code of the command line would be 0, by the report's `fail_on`.
 
         Raises:
-            Unhealthy: there are findings that count, or it could not be checked; the message has them in words.
+            Unhealthy: there are findings that count, or the model could not be checked; the message lists them.
         """
         if exit_code(self, self.arguments.get("fail_on", "error")) != EXIT_HEALTHY:
-            from kvdoctor.report.wording import in_short
-
-            raise Unhealthy("\n" + in_short(self))
+            raise Unhealthy(f"\n{self}")
 
 
 def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
@@ -299,7 +114,7 @@ def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
 def decide(
     command: str, findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...], fail_on: FailOn
 ) -> Verdict:
-    """The verdict. `could not check` is never healthy, and an inspection alone never says healthy."""
+    """The verdict. A model that could not be checked is never healthy, and an inspection alone never says healthy."""
     lowest = "error" if fail_on == "never" else fail_on
     if any(counts(finding, lowest) and not means_incomplete(finding.code) for finding in findings):
         return "unhealthy"
@@ -309,15 +124,15 @@ def decide(
 
 
 def counts(finding: Finding, fail_on: FailOn) -> bool:
-    """Whether a finding makes the exit code 1: it is as severe as was asked, and not known."""
+    """Whether a finding makes the exit code 1: its severity reaches `fail_on`, and it is not known."""
     severe = fail_on != "never" and SEVERITIES.index(finding.severity) >= SEVERITIES.index(fail_on)
     return severe and finding.known is None
 
 
 def exit_code(report: Report, fail_on: FailOn) -> int:
-    """0, 1 or 3 by the verdict; with `never` findings do not count, but what could not be checked does.
+    """0, 1 or 3 by the verdict; with `never` findings do not count, but essential checks that could not run do.
 
-    A repair that was not proved is never 0.
+    It is never 0 if a repair was not proved. After a dry run it is that of the original, which stays as it is.
     """
     if report.reproducer is not None and report.reproducer.out is None:
         return EXIT_INCOMPLETE
@@ -325,16 +140,19 @@ def exit_code(report: Report, fail_on: FailOn) -> int:
         return EXIT_FINDINGS
     if report.verdict == "unhealthy" and fail_on != "never":
         return EXIT_FINDINGS
+    if report.repair is not None and report.repair.is_planned:
+        return EXIT_INCOMPLETE if report.verdict == "incomplete" else EXIT_HEALTHY
     return EXIT_INCOMPLETE if is_open(report.findings, report.not_checked) else EXIT_HEALTHY
 
 
+def exit_code_of_all(codes: Iterable[int]) -> int:
+    """The exit code of several models: findings outweigh what could not be checked."""
+    given = set(codes)
+    return next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in given), EXIT_HEALTHY)
+
+
 def is_open(findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...]) -> bool:
-    """Whether anything without which a model is not called healthy could not be checked."""
+    """Whether an essential check could not run, so that the model cannot be called healthy."""
     if any(entry.essential for entry in not_checked):
         return True
     return any(means_incomplete(finding.code) for finding in findings)
-
-
-def means_incomplete(code: str) -> bool:
-    """Whether a finding of that check says that the model was not diagnosed."""
-    return any(check.incomplete for check in all_checks() if check.code == code)

@@ -1,24 +1,32 @@
-"""The report as annotations of a GitHub workflow.
+"""For a GitHub workflow: findings as annotations, and the summary of the step.
 
-A line is `::error file=F,title=T::MESSAGE` (GitHub Docs, Workflow commands). In data `%`, carriage return and line feed
-are escaped, in properties `:` and `,` as well, so that a name from a model cannot end a command or begin one. A step
-has 10 annotations of each kind, the runner drops the others: the tenth says how many there are.
+An annotation is a line `::error file=F,title=T::MESSAGE` (GitHub Docs, Workflow commands). In data `%`, carriage return
+and line feed are escaped, in properties `:` and `,` as well, so that a name from a model cannot end a command or begin
+one. A step has 10 annotations of each kind, and the runner drops the others: the tenth says how many there are.
 """
 
+import os
+from pathlib import Path
+
+from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding
-from kvdoctor.report import wording
+from kvdoctor.report.artifact_paths import path_of
 from kvdoctor.report.document import Report
-from kvdoctor.report.places import path_of
+from kvdoctor.report.markdown import render_page
 from kvdoctor.report.safe import printable, shortened
+from kvdoctor.report.wording.finding import format_headline, list_details
 
 KINDS = {"error": "error", "warning": "warning", "note": "notice"}
 MOST_OF_A_KIND = 10
 ESCAPES = {"%": "%25", "\r": "%0D", "\n": "%0A"}
 IN_PROPERTIES = {**ESCAPES, ":": "%3A", ",": "%2C"}
+SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
+MOST_SUMMARY_BYTES = 1 << 20
+"""GitHub refuses a longer summary of a step as a whole (GitHub Docs, Workflow commands)."""
 
 
 def render(report: Report) -> str:
-    """One annotation for each finding that counts, one for each check without which a model is not called healthy."""
+    """One annotation for each finding that counts, and for each essential check that could not run."""
     return render_all([report])
 
 
@@ -28,41 +36,60 @@ def render_all(reports: list[Report]) -> str:
     for report in reports:
         for finding in report.findings:
             if finding.known is None:
-                lines[KINDS[finding.severity]].append(_finding(report, finding, KINDS[finding.severity]))
+                lines[KINDS[finding.severity]].append(_annotate(report, finding, KINDS[finding.severity]))
         for entry in report.not_checked:
             if entry.essential:
                 title, text = f"kvdoctor {entry.code}", f"not checked: {entry.reason}"
                 lines["warning"].append(_line("warning", path_of(report), title, text))
-    # What is known is no news: it stays in sight behind all that is.
+    # Known findings are listed last: they must not displace new ones from the ten.
     lines[KINDS["note"]] += [
-        _finding(report, finding, KINDS["note"])
+        _annotate(report, finding, KINDS["note"])
         for report in reports
         for finding in report.findings
         if finding.known is not None
     ]
-    return "".join(f"{line}\n" for kind, told in lines.items() for line in _fitting(kind, told))
+    return "".join(f"{line}\n" for kind, of_kind in lines.items() for line in _limit(kind, of_kind))
 
 
-def _fitting(kind: str, lines: list[str]) -> list[str]:
+def _limit(kind: str, lines: list[str]) -> list[str]:
     if len(lines) <= MOST_OF_A_KIND:
         return lines
     more = len(lines) - MOST_OF_A_KIND + 1
-    words = f"{more} more of these; the summary of the step and its log have them all"
+    words = f"{more} more of these; the summary and the log of the step list all of them"
     return [*lines[: MOST_OF_A_KIND - 1], f"::{kind} title=kvdoctor::{words}"]
 
 
-def _finding(report: Report, finding: Finding, kind: str) -> str:
+def _annotate(report: Report, finding: Finding, kind: str) -> str:
     title = f"kvdoctor {finding.code} {finding.name}"
-    words = [wording.headline(finding)]
-    words += [f"{label}: {text}" if label else text for label, text in wording.evidence(finding)]
+    words = [format_headline(finding)]
+    words += [f"{label}: {text}" if label else text for label, text in list_details(finding)]
     return _line(kind, path_of(report, finding), title, *words)
 
 
 def _line(kind: str, path: str, title: str, *words: str) -> str:
-    properties = f"file={_escaped(printable(path), IN_PROPERTIES)},title={_escaped(printable(title), IN_PROPERTIES)}"
+    properties = f"file={_escape(printable(path), IN_PROPERTIES)},title={_escape(printable(title), IN_PROPERTIES)}"
     text = "\n".join(printable(shortened(line, 600)) for line in words)
-    return f"::{kind} {properties}::{_escaped(text, ESCAPES)}"
+    return f"::{kind} {properties}::{_escape(text, ESCAPES)}"
 
 
-def _escaped(text: str, escapes: dict[str, str]) -> str:
+def _escape(text: str, escapes: dict[str, str]) -> str:
     return "".join(escapes.get(character, character) for character in text)
+
+
+def write_step_summary(verdict: str, reports: list[Report], last: tuple[str, ...]) -> bool:
+    """Add the reports of a gate to the summary of the step, where there is one; False where they do not fit.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    file = os.environ.get(SUMMARY_VARIABLE)
+    if not file:
+        return True
+    try:
+        used = Path(file).stat().st_size if Path(file).exists() else 0
+        text = render_page(verdict, reports, last, MOST_SUMMARY_BYTES - used)
+        with Path(file).open("ab") as summary:
+            summary.write(text.encode("utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot write the summary {file!r} ({SUMMARY_VARIABLE}): {error.strerror or error}") from None
+    return bool(text)

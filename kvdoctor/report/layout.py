@@ -1,4 +1,4 @@
-"""Lines and tables on a page of limited width: words are kept whole as long as they fit, what goes on is indented."""
+"""Lines and tables of limited width: words stay whole as long as they fit, continued lines are indented."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from rich.text import Text
 
 GAP = "  "
 MOST_NARROW = 20
-"""Cells of a line in which words are still worth wrapping."""
+"""The narrowest line, in cells, in which words are wrapped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """One text of a row, with its style."""
 
     text: str
     style: str = ""
 
 
-def wrapped(console: Console, text: Text, lead: int, hang: int) -> Iterator[Text]:
+def wrap(console: Console, text: Text, lead: int, hang: int) -> Iterator[Text]:
     """A text in lines that fit: the first is indented by `lead`, the others by `hang` more."""
     width = max(console.width - lead - hang, MOST_NARROW)
     for number, part in enumerate(text.wrap(console, width) or [Text()]):
@@ -28,17 +28,17 @@ def wrapped(console: Console, text: Text, lead: int, hang: int) -> Iterator[Text
         yield Text(" " * (lead + (hang if number else 0))) + part
 
 
-def rows(console: Console, header: list[str], cells: list[list[Cell]], indent: int = 2) -> Iterator[Text]:
-    """A table without rules. Where there is room the last column alone is wrapped, and what is too long goes below.
+def lay_out_table(console: Console, header: list[str], cells: list[list[TableCell]], indent: int = 2) -> Iterator[Text]:
+    """A table without rules. If there is room, only the last column is wrapped; a cell that is too long goes below.
 
-    Where there is not, every column is wrapped between words; where that is not enough a row becomes a line of words.
+    If there is not, every column is wrapped between words; if that is not enough, a row becomes a line of text.
     """
-    table = [[Cell(title, "dim") for title in header], *cells]
+    table = [[TableCell(title, "dim") for title in header], *cells]
     widths = [max(cell_len(row[at].text) for row in table) for at in range(len(header) - 1)]
     left = console.width - indent - sum(widths) - len(GAP) * len(widths)
     last = min(max((cell_len(row[-1].text) for row in table), default=0), MOST_NARROW // 2)
     if console.is_terminal and left < last:
-        yield from _squeezed(console, table, indent)
+        yield from _squeeze(console, table, indent)
         return
     for row in table:
         start = Text(" " * indent)
@@ -47,23 +47,23 @@ def rows(console: Console, header: list[str], cells: list[list[Cell]], indent: i
         yield from _with_last(console, start, row[-1], left, indent)
 
 
-def _with_last(console: Console, start: Text, last: Cell, left: int, indent: int) -> Iterator[Text]:
+def _with_last(console: Console, start: Text, last: TableCell, left: int, indent: int) -> Iterator[Text]:
     """A row whose first cells are laid out, with its last one beside them or below."""
     text = Text(last.text, last.style)
     longest = max((cell_len(word) for word in last.text.split()), default=0)
     if not console.is_terminal:
-        yield _stripped(start + text)
+        yield _strip(start + text)
     elif longest > left:
-        yield _stripped(start)
-        yield from wrapped(console, text, indent + 4, 0)
+        yield _strip(start)
+        yield from wrap(console, text, indent + 4, 0)
     else:
         first, *others = text.wrap(console, left) or [Text()]
-        yield _stripped(start + first)
+        yield _strip(start + first)
         for other in others:
-            yield _stripped(Text(" " * start.cell_len) + other)
+            yield _strip(Text(" " * start.cell_len) + other)
 
 
-def _squeezed(console: Console, table: list[list[Cell]], indent: int) -> Iterator[Text]:
+def _squeeze(console: Console, table: list[list[TableCell]], indent: int) -> Iterator[Text]:
     """A table whose every column is wrapped; a line of words for each row where even single words do not fit."""
     columns = range(len(table[0]))
     longest = [max(cell_len(word) for row in table for word in (row[at].text.split() or [""])) for at in columns]
@@ -72,7 +72,7 @@ def _squeezed(console: Console, table: list[list[Cell]], indent: int) -> Iterato
     if sum(longest) > room:
         header = [cell.text for cell in table[0]]
         for row in table[1:]:
-            yield from wrapped(console, _in_words(header, row), indent, 2)
+            yield from wrap(console, _in_words(header, row), indent, 2)
         return
     widths = list(natural)
     while sum(widths) > room:
@@ -83,17 +83,17 @@ def _squeezed(console: Console, table: list[list[Cell]], indent: int) -> Iterato
         for number in range(max(map(len, parts), default=0)):
             line = Text(" " * indent)
             for at, part in enumerate(parts):
-                piece = _stripped(part[number]) if number < len(part) else Text()
+                piece = _strip(part[number]) if number < len(part) else Text()
                 line += piece + Text(" " * (widths[at] - piece.cell_len) + GAP)
-            yield _stripped(line)
+            yield _strip(line)
 
 
-def _stripped(text: Text) -> Text:
+def _strip(text: Text) -> Text:
     text.rstrip()
     return text
 
 
-def _in_words(header: list[str], row: list[Cell]) -> Text:
+def _in_words(header: list[str], row: list[TableCell]) -> Text:
     """`plain-loop: failed at step 2, in Reshape ...`; of the columns that have a title with their titles."""
     titled = [(title, cell) for title, cell in zip(header[1:], row[1:], strict=True) if cell.text]
     line = Text(row[0].text + (": " if header[0] else " "), row[0].style)

@@ -1,4 +1,4 @@
-"""Names from a model are data: made harmless for the place where they are printed."""
+"""Names from a model are data: they are escaped for the format in which they are printed."""
 
 import re
 import unicodedata
@@ -9,7 +9,7 @@ COMMANDS = (
     *("save-state", "set-env", "set-output", "stop-commands", "warning"),
 )
 OBEYED = re.compile(rf"^(?=\s*::)\s*:|:(?=:\s*(?:{'|'.join(COMMANDS)}))|#(?=#[a-z]*\[)", re.IGNORECASE)
-"""What a runner of workflows might obey: `::error::` where a line begins, also one that a terminal broke, and
+"""Commands to a runner of workflows: `::error::` where a line begins, also one that a terminal broke, and
 `##[error]`, `##vso[...]` anywhere in a line (GitHub's runner, ActionCommand; Azure Pipelines, logging commands)."""
 
 LONGEST = 400
@@ -19,7 +19,7 @@ LONGEST_QUOTED = 1200
 def printable(text: str) -> str:
     """One line without control, format or direction characters, which are written as escapes.
 
-    So are the first characters of what a runner of workflows would obey (`OBEYED`).
+    So is one character of each command to a runner of workflows (`OBEYED`).
     """
     if not (text.isascii() and text.isprintable()):
         text = "".join(c if _harmless(c) else _escaped(c) for c in text)
@@ -27,15 +27,23 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """A text of bearable length: the middle of a longer one is left out."""
+    """A text of at most `longest` characters: the middle of a longer one is left out."""
     if len(text) <= longest:
         return text
     half = (longest - 5) // 2
     return f"{text[:half]} ... {text[-half:]}"
 
 
+def cut(text: str, longest: int) -> str:
+    """The beginning of a text, in whole words if it has them: a fact on the first screen, of which -v has all."""
+    if len(text) <= longest:
+        return text
+    words = text[: longest - 4].rpartition(" ")[0]
+    return f"{words} ..." if len(words) > longest // 2 else shortened(text, longest)
+
+
 def markdown(text: str) -> str:
-    """Text in which Markdown and HTML see nothing to act on, not even GitHub, which looks for links once more.
+    """Text without any Markdown or HTML, also for GitHub, which looks for links in the rendered text once more.
 
     A mention, an address or the number of an issue is found in what was rendered, where a backslash is gone: a comment
     between its characters hides it. Math is found before.

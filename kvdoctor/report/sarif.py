@@ -1,9 +1,9 @@
 """The report as SARIF 2.1.0 (OASIS), for code scanning.
 
-A model is no text: the place of a finding is told by logical locations (file, graph and node, values). Code scanning
-takes no result without a region, so line 1 stands for the whole file. GitHub knows a finding again by
-`primaryLocationLineHash` together with rule and path; other tools find the same fingerprint under kvdoctor's own name.
-Its limits: 25,000 results, rules and 10 MB (compressed) a run, of which it shows 5,000 results, 10 tags a rule, 1,024
+A model is not text: logical locations (file, graph and node, values) give the location of a finding. Code scanning
+requires a region, so line 1 stands for the whole file. GitHub recognizes a finding by `primaryLocationLineHash`
+together with rule and path; other tools find the same fingerprint under kvdoctor's own name.
+GitHub's limits: 25,000 results (5,000 of them shown), 25,000 rules and 10 MB (compressed) a run, 10 tags a rule, 1,024
 characters of a description (GitHub Docs, SARIF support for code scanning; SARIF results exceed one or more limits).
 """
 
@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kvdoctor import __version__
+from kvdoctor._version import __version__
 from kvdoctor.findings import SEVERITIES, Check, Finding, NotChecked, all_checks
-from kvdoctor.report import machine, wording
+from kvdoctor.report import json_format
+from kvdoctor.report.artifact_paths import path_of, uri
 from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code
-from kvdoctor.report.places import path_of, uri
 from kvdoctor.report.safe import printable, shortened
+from kvdoctor.report.wording.finding import format_headline, known_reason, list_details
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 HOME = "https://github.com/kvdoctor/kvdoctor"
@@ -33,7 +34,7 @@ def render(report: Report) -> str:
 
 
 def render_all(reports: list[Report]) -> str:
-    """One run with the findings of all models: code scanning takes few runs in a file, and many results in a run."""
+    """One run with the findings of all models: code scanning accepts few runs in a file, but many results in a run."""
     known = {check.code: check for check in all_checks()}
     found = [(report, finding) for report in reports for finding in report.findings if finding.code in known]
     if len(found) > MOST_RESULTS:
@@ -60,7 +61,7 @@ def render_all(reports: list[Report]) -> str:
             [finding for _, finding in kept],
         ),
     }
-    return machine.dump({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
+    return json_format.dump({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
 
 
 def _rule(check: Check) -> dict[str, Any]:
@@ -85,11 +86,11 @@ def _markdown(check: Check, body: str) -> str:
 
 
 def _result(report: Report, finding: Finding, rule: int, in_full: bool) -> dict[str, Any]:
-    """One finding; of a flood of them not all are told in full, since a file has a limit."""
-    words = [wording.headline(finding)]
+    """One finding; only the first ones in full, because a file has a size limit."""
+    words = [format_headline(finding)]
     if in_full:
-        words += [f"{label}: {text}" if label else text for label, text in wording.evidence(finding)]
-    place = {
+        words += [f"{label}: {text}" if label else text for label, text in list_details(finding)]
+    location = {
         "physicalLocation": {
             "artifactLocation": {"uri": uri(path_of(report, finding)), **_base(path_of(report, finding))},
             "region": {"startLine": 1},
@@ -101,7 +102,7 @@ def _result(report: Report, finding: Finding, rule: int, in_full: bool) -> dict[
         "ruleIndex": rule,
         "level": finding.severity,
         "message": {"text": shortened("\n".join(_text(line, LONGEST_LINE) for line in words), LONGEST_MESSAGE)},
-        "locations": [place],
+        "locations": [location],
         "partialFingerprints": {FINGERPRINT: finding.fingerprint, GITHUB_FINGERPRINT: f"{finding.fingerprint}:1"},
         "properties": {"confidence": finding.confidence, "stack": _text(finding.stack or "")},
     }
@@ -109,7 +110,7 @@ def _result(report: Report, finding: Finding, rule: int, in_full: bool) -> dict[
 
 def _suppressed(results: list[dict[str, Any]], findings: list[Finding]) -> list[dict[str, Any]]:
     """Results with their suppressions: where one of a run has some, all must say whether they have (SARIF 3.27.23)."""
-    reasons = [wording.known_reason(finding) for finding in findings]
+    reasons = [known_reason(finding) for finding in findings]
     if not any(reason is not None for reason in reasons):
         return results
     return [
@@ -123,12 +124,12 @@ def _suppression(reason: str) -> dict[str, Any]:
 
 
 def _base(path: str) -> dict[str, str]:
-    """Paths that the user wrote relative are taken to be relative to the repository."""
+    """A relative path is taken as relative to the repository."""
     return {} if uri(path).startswith("file:") else {"uriBaseId": "%SRCROOT%"}
 
 
 def _logical(finding: Finding, most: int) -> Iterator[dict[str, str]]:
-    """The place in the graph, then the values and nodes that the finding is about, each with its file before it."""
+    """The location in the graph, then the values and nodes of the finding, each after its file."""
     file = _text(finding.file or "")
     names = dict.fromkeys([(finding.where, "member"), *((name, "variable") for name in finding.subject)])
     for name, kind in list(names)[:most]:
@@ -137,20 +138,22 @@ def _logical(finding: Finding, most: int) -> Iterator[dict[str, str]]:
 
 
 def _invocation(reports: list[Report], left_out: int) -> dict[str, Any]:
-    """How it ended. What could not be checked is no result, and must not be lost: it is a notification of the tool."""
+    """How the run ended. A check that could not run is not a result: it is a notification of the tool."""
     codes = {exit_code(report, report.arguments.get("fail_on", "error")) for report in reports}
     code = next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in codes), EXIT_HEALTHY)
     notices = [(report, entry) for report in reports for entry in report.not_checked]
     notices.sort(key=lambda notice: not notice[1].essential)
-    told = [_notification(report, entry) for report, entry in notices[:MOST_NOTICES]]
+    notifications = [_notification(report, entry) for report, entry in notices[:MOST_NOTICES]]
     if left_out:
-        told.append(_notice("warning", f"{left_out} more findings are left out: a run takes {MOST_RESULTS} results"))
+        notifications.append(
+            _notice("warning", f"{left_out} more findings are left out: the limit of a run is {MOST_RESULTS} results")
+        )
     if len(notices) > MOST_NOTICES:
-        told.append(_notice("note", f"{len(notices) - MOST_NOTICES} more things could not be checked"))
+        notifications.append(_notice("note", f"{len(notices) - MOST_NOTICES} more checks could not run"))
     return {
         "executionSuccessful": not any(entry.essential for report in reports for entry in report.not_checked),
         "exitCode": code,
-        "toolExecutionNotifications": told,
+        "toolExecutionNotifications": notifications,
     }
 
 

@@ -1,306 +1,310 @@
-"""The report for a terminal or a log: colour and wrapping on a terminal, one line per fact in a pipe."""
+"""The report on one screen: findings first, worst first; what was not checked; the verdict last. Details with -v."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kvdoctor.findings import Finding
-from kvdoctor.memory import MemoryPlan
-from kvdoctor.report import cure_text, export_text, layout, matrix, parity_text, plan_text, wording
-from kvdoctor.report.document import RepairRecord, Report, StackFacts
-from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
-from kvdoctor.trace import Run
+from kvdoctor.report.document import TOTAL_SECONDS, Report, counts, exit_code, exit_code_of_all
+from kvdoctor.report.repair_record import RepairRecord
+from kvdoctor.report.safe import shortened
+from kvdoctor.report.text_card import make_card, make_line
+from kvdoctor.report.text_details import show_details, show_findings, show_plan, show_repair, show_targets
+from kvdoctor.report.text_page import VERDICTS, Page, open_console, open_text
+from kvdoctor.report.wording.alike import FindingGroup, format_places, group_findings, group_open_checks
+from kvdoctor.report.wording.contract import describe_contract, format_files, outline_contracts
+from kvdoctor.report.wording.finding import format_name, known_reason
+from kvdoctor.report.wording.health import (
+    advise_decision,
+    count_uses,
+    describe_closeness,
+    format_working,
+    list_unshown,
+    list_working,
+    name_not_tried,
+)
+from kvdoctor.report.wording.memory import is_plan_requested
+from kvdoctor.report.wording.repair import format_copy, format_repaired, list_failed_proofs, list_not_repaired
+from kvdoctor.report.wording.summary import (
+    format_counts,
+    format_reproducer,
+    format_seconds,
+    format_verdict,
+    name_verdict,
+    tabulate_models,
+)
+from kvdoctor.report.wording.targets import list_target_limits
+from kvdoctor.report.wording.units import format_count
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+__all__ = ("open_console", "print_contracts", "print_gate", "print_report", "render", "render_gate")
 
-STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan", "passed": "green", "failed": "red"}
-VERDICTS = {"healthy": "bold green", "unhealthy": "bold red", "incomplete": "bold yellow", "nothing-found": "bold"}
-PIPE_WIDTH = 4096
-LABEL_WIDTH = 11
+MOST_LINES, COLUMNS = 26, 80
+"""Lines that findings take on a terminal of so many columns; what is left then is counted."""
+MOST_OPEN, MOST_STACKS, MOST_NOTES, MOST_KNOWN, MOST_FULL = 3, 3, 3, 20, 6
+DETAILS = "details: -v"
 
 
-def render(report: Report, console: Console, verbosity: int = 0, show_diff: bool = False) -> None:
-    """Print a report. `verbosity`: -1 findings and verdict alone, 0 as usual, 1 with every step and every port."""
-    page = _Page(console, verbosity)
+def render(report: Report) -> str:
+    """The report as plain text: without color, one fact a line."""
+    page, console = open_text()
+    print_report(report, console)
+    return page.getvalue()
+
+
+def render_gate(_document: Callable[[], dict[str, Any]], reports: list[Report], last: tuple[str, ...]) -> str:
+    """Several models as plain text; `last` are the lines about all of them."""
+    page, console = open_text()
+    print_gate(reports, last, console)
+    return page.getvalue()
+
+
+def print_report(report: Report, console: Console, verbosity: int = 0, show_diff: bool = False) -> None:
+    """Print a report. `verbosity`: -1 findings and verdict alone, 0 one screen, 1 everything."""
+    page = Page(console)
     if verbosity >= 0:
-        page.head(report)
-        for stack in report.stacks:
-            page.stack(stack, report)
-        if report.command == "inspect":
-            page.ports(report)
-        page.repair(report, show_diff)
-        page.notes(report)
-    page.findings(report)
-    if verbosity < 0 and report.repair is not None:
-        page.line(cure_text.outcome_line(report.repair), "bold")
-    if made := wording.reproducer_line(report):
-        page.line(made, "bold")
-    page.line(wording.verdict_line(report), VERDICTS[report.verdict])
+        _show_title(page, report, verbosity)
+    if verbosity > 0:
+        show_findings(page, report)
+        show_details(page, report, show_diff)
+    else:
+        _show_screen(page, report, verbosity, show_diff)
+    _show_verdict(page, report, verbosity)
 
 
-def render_gate(reports: list[Report], last: tuple[str, ...], console: Console, verbosity: int = 0) -> None:
-    """Print the reports of a gate: of several models the healthy ones in a line each, the others in full.
+def print_gate(reports: list[Report], last: tuple[str, ...], console: Console, verbosity: int = 0) -> None:
+    """Print the reports of a gate: of several models the unhealthy ones, then a table of all.
 
-    `last` are the lines that are said of all models.
+    `last` are the lines about all models.
     """
-    page = _Page(console, verbosity)
-    behind_one_in_full = False
-    for report in reports:
-        in_short = len(reports) > 1 and verbosity <= 0 and report.verdict == "healthy"
-        if report is not reports[0] and (behind_one_in_full or not in_short):
-            page.line("")
-        if in_short:
-            page.line(wording.verdict_line(report), VERDICTS[report.verdict])
-            page.known(report)
-        else:
-            render(report, console, verbosity)
-        behind_one_in_full = not in_short
+    page = Page(console)
+    if len(reports) == 1:
+        print_report(reports[0], console, verbosity)
+    else:
+        _show_models(page, reports, verbosity)
     if last:
         page.line("")
-    for line in last:
-        page.line(printable(line), "bold")
+    for number, line in enumerate(last):
+        first = number == 0 and len(reports) > 1
+        page.line(f"{line} \u00b7 exit {exit_code_of_all(map(_exit_code, reports))}" if first else line, "bold")
 
 
-def _style(finding: Finding) -> str:
-    return "dim" if finding.known is not None else STYLES[finding.severity]
-
-
-def render_contracts(report: Report, console: Console) -> None:
+def print_contracts(report: Report, console: Console) -> None:
     """Print the cache contract of each stack and nothing else."""
-    page = _Page(console, 0)
+    page = Page(console)
     for stack in report.stacks:
         page.line(stack.name, "bold")
-        page.pairs(wording.contract_rows(stack))
+        page.pairs(describe_contract(stack))
 
 
-class _Page:
-    def __init__(self, console: Console, verbosity: int) -> None:
-        self.console, self.verbosity = console, verbosity
+def _exit_code(report: Report) -> int:
+    return exit_code(report, report.arguments.get("fail_on", "error"))
 
-    def line(self, text: str, style: str = "", hang: int = 2) -> None:
-        """One line; only a terminal wraps it, and indents what follows by `hang` more than it begins with."""
-        short = printable(shortened(text, LONGEST_QUOTED))
-        if not self.console.is_terminal:
-            self.console.print(Text(short, style), soft_wrap=True)
-            return
-        body = short.lstrip(" ")
-        for part in layout.wrapped(self.console, Text(body, style), len(short) - len(body), hang):
-            self.console.print(part, soft_wrap=True)
 
-    def pairs(self, rows: "Iterable[tuple[str, str]]", indent: int = 2) -> None:
-        """Label and text, the text wrapped under itself."""
-        if not self.console.is_terminal:
-            for label, text in rows:
-                self.line(f"{' ' * indent}{label:<{LABEL_WIDTH}}{text}")
-            return
-        grid = Table.grid(padding=(0, 0))
-        grid.add_column(width=indent + LABEL_WIDTH, no_wrap=True)
-        grid.add_column(overflow="fold")
-        for label, text in rows:
-            grid.add_row(Text(" " * indent + label, "dim"), Text(printable(shortened(text, LONGEST_QUOTED))))
-        self.console.print(grid)
+def _show_title(page: Page, report: Report, verbosity: int) -> None:
+    """The command and the policy; with -v also the versions."""
+    record = report.repair
+    paths = report.model.path if record is None else f"{record.source} -o {record.out}" if record.out else record.source
+    page.line(f"kvdoctor {report.command} {paths}", "bold")
+    if verbosity > 0:
+        page.line(", ".join(f"{name} {version}" for name, version in report.environment.items()), "dim")
+    if report.command != "gate" and report.arguments.get("policy") is not None:
+        page.line(f"policy {report.arguments['policy']}", "dim")
 
-    def table(self, header: list[str], rows: list[list[str]], styled: int = -1) -> None:
-        """A table without rules, indented by two."""
-        cells = [[layout.Cell(printable(shortened(cell))) for cell in row] for row in rows]
-        if styled >= 0:
-            for row in cells:
-                text = row[styled].text
-                row[styled] = layout.Cell(text, STYLES.get(text.partition(" ")[0], ""))
-        for line in layout.rows(self.console, header, cells):
-            self.console.print(line, soft_wrap=True)
 
-    def head(self, report: Report) -> None:
-        versions = ", ".join(f"{name} {version}" for name, version in report.environment.items())
-        self.line(f"kvdoctor {report.command} {report.model.path}", "bold")
-        self.line(versions, "dim")
-        if report.command != "gate" and report.arguments.get("policy") is not None:
-            self.line(f"policy {report.arguments['policy']}", "dim")
-        if report.command == "inspect":
-            self.line("")
-            rows = [wording.file_row(file) for file in report.model.files]
-            self.table(["file", "role", "size", "IR", "opsets", "producer"], rows)
-            for line in matrix.limits(report):
-                self.line(f"  {line}", "dim")
+def _show_screen(page: Page, report: Report, verbosity: int, show_diff: bool) -> None:
+    """Findings, what works, and what was not checked; without more than findings where it is to be quiet."""
+    if report.repair is not None and verbosity >= 0:
+        _show_repair(page, report, report.repair, show_diff)
+    _show_cards(page, report, verbosity)
+    if verbosity < 0:
+        _show_open_checks(page, report, essential=True)
+        return
+    if report.command == "inspect":
+        _outline_stacks(page, report)
+    else:
+        _show_working(page, report)
+    if report.verdict == "incomplete":
+        _show_undecided(page, report)
+    for stack in report.stacks:
+        show_targets(page, report, stack)
+    _show_open_checks(page, report, False if report.verdict == "incomplete" else None)
+    for note in report.notes[:MOST_NOTES]:
+        page.line(f"note: {note}", "dim")
+    if len(report.notes) > MOST_NOTES:
+        page.line(f"{format_count(len(report.notes) - MOST_NOTES, 'more note')} (-v)", "dim")
 
-    def known(self, report: Report) -> None:
-        """Known findings in short: what a team lives with stays in sight."""
-        for finding in report.findings:
-            if (reason := wording.known_reason(finding)) is not None:
-                self.line(f"  {shortened(wording.headline(finding), 600)}", "dim")
-                self.pairs([("known", shortened(reason, 900))], 4)
 
-    def stack(self, stack: StackFacts, report: Report) -> None:
-        self.line("")
-        runs = matrix.runs_here(report, stack.name)
-        if report.command == "inspect":
-            self.line(f"{stack.name}: the cache contract", "bold")
-            self.pairs(wording.contract_rows(stack))
-            asked = self.verbosity > 0 or plan_text.is_asked(report.arguments)
-            if asked and stack.cache is not None and stack.cache.parts:
-                self.plan(stack.name, stack.cache)
-        elif runs:
-            self.runs(stack, runs, report)
-            self.targets(stack, report)
+def _show_cards(page: Page, report: Report, verbosity: int, in_short: bool = False) -> None:
+    """The findings, as many as fit one screen: a card for each that counts, a line for each other one."""
+    groups = [group for group in group_findings(report.findings) if _is_shown(group.first, report)]
+    in_full = [] if in_short else _find_main(report, groups)
+    room = MOST_LINES * max(1, COLUMNS // page.console.width)
+    drawn: set[str | None] = set()
+    after_card = True
+    for number, group in enumerate(groups):
+        first, is_card = group.first, group in in_full
+        lines = make_card(page, report, group, drawn, verbosity) if is_card else make_line(page, group)
+        if number and len(lines) > room:
+            _show_rest(page, groups[number:])
+            break
+        page.show([Text(""), *lines] if is_card or after_card else lines)
+        room, after_card = room - len(lines), is_card
+        if first.known is None and first.severity == "error":
+            drawn.update(group.places)
+    names = list(dict.fromkeys(list_unshown(report)))
+    if verbosity >= 0 and names and not any(group.first.severity == "note" for group in groups):
+        page.show([Text("")] if after_card else [])
+        page.line(f"\u00b7 notes: {', '.join(names[:MOST_KNOWN])}", "dim")
+
+
+def _find_main(report: Report, groups: list[FindingGroup]) -> list[FindingGroup]:
+    """The findings that get a card: those that count; else the warnings, unless a repair left them."""
+    main = [group for group in groups if counts(group.first, report.arguments.get("fail_on", "error"))]
+    if main or report.repair is not None:
+        return main
+    return [group for group in groups if group.first.severity != "note"]
+
+
+def _is_shown(finding: Finding, report: Report) -> bool:
+    """Whether a finding stands on the screen: a note does only where it counts."""
+    return finding.severity != "note" or counts(finding, report.arguments.get("fail_on", "error"))
+
+
+def _show_rest(page: Page, groups: Sequence[FindingGroup]) -> None:
+    """Findings for which there is no room, by their names."""
+    names = dict.fromkeys(f"{format_name(group.first)} ({format_places(group.places)})" for group in groups)
+    shown = ", ".join(list(names)[:MOST_OPEN])
+    more = f" and {len(names) - MOST_OPEN} more" if len(names) > MOST_OPEN else ""
+    page.line(f"... {format_count(len(groups), 'more finding')}: {shown}{more}   {DETAILS}", "bold")
+
+
+def _show_open_checks(page: Page, report: Report, essential: bool | None = None) -> None:
+    """What was not checked, alike reasons in one line; of many the first ones. `essential` takes one kind alone."""
+    groups = [g for g in group_open_checks(report.not_checked) if essential is None or g.essential == essential]
+    if groups:
+        page.line("")
+    for group in groups[:MOST_OPEN]:
+        number = f"{len(group.entries)} " if len(group.entries) > 1 else ""
+        page.line(f"{number}not checked: {group.title}: {shortened(group.reason, 300)}", "yellow")
+    if len(groups) > MOST_OPEN:
+        page.line(f"{sum(len(group.entries) for group in groups[MOST_OPEN:])} more not checked (-v)", "yellow")
+
+
+def _show_working(page: Page, report: Report) -> None:
+    """What works: of a healthy model also how closely, and what was not tried."""
+    stacks = list_working(report)
+    if stacks:
+        page.line("")
+    for line in islice(format_working(report, stacks), MOST_STACKS):
+        page.line(f"\u2713 {line}", "green")
+    if stacks and report.verdict == "healthy":
+        for line in islice(describe_closeness(report, stacks), MOST_STACKS):
+            page.line(f"  {line}", hang=0)
+        if (left := name_not_tried(report, stacks)) is not None:
+            page.line(f"  not tried: {left}", hang=0)
+
+
+def _show_undecided(page: Page, report: Report) -> None:
+    """That the verdict is no pass, why, and what decides."""
+    groups = [group for group in group_open_checks(report.not_checked) if group.essential]
+    page.line("")
+    page.line("? not diagnosed: this is no pass", VERDICTS["incomplete"])
+    more = len(groups) - MOST_OPEN
+    reasons = [("why", f"{group.title}: {shortened(group.reason, 600)}") for group in groups[:MOST_OPEN]]
+    counted = [("", f"{format_count(more, 'more reason')} (-v)")] if more > 0 else []
+    page.pairs([*reasons, *counted, ("decide", advise_decision(report))])
+
+
+def _outline_stacks(page: Page, report: Report) -> None:
+    """What an inspection read: the files, and the contract of each stack in short."""
+    page.line("")
+    if report.model.files:
+        page.line(format_files(report.model.files))
+    for line in list_target_limits(report):
+        page.line(line, "dim")
+    stacks = [stack for stack in report.stacks if stack.contract is not None][:MOST_STACKS]
+    if stacks:
+        page.line(f"{', '.join(stack.name for stack in stacks)}: the cache contract", "bold")
+        page.pairs(outline_contracts(stacks))
+    if len(report.stacks) > MOST_STACKS:
+        page.line(f"{format_count(len(report.stacks) - MOST_STACKS, 'more stack')} (-v)", "dim")
+    if is_plan_requested(report.arguments):
+        for stack in report.stacks:
+            show_plan(page, stack)
+
+
+def _show_repair(page: Page, report: Report, record: RepairRecord, show_diff: bool) -> None:
+    """What a repair changed, what failed of its proof, and what it left; every change where that was asked for."""
+    if show_diff:
+        show_repair(page, report, record, show_diff)
+        return
+    lines = list(format_repaired(record))
+    if lines:
+        page.line("")
+    for line in lines:
+        page.line(line, "green" if record.proved else "yellow")
+    for line in list_failed_proofs(record):
+        page.line(line, "red")
+    for line in list_not_repaired(record):
+        page.line(line, "yellow")
+    if record.out is not None:
+        page.line(format_copy(record), "bold")
+
+
+def _show_verdict(page: Page, report: Report, verbosity: int) -> None:
+    """The last line: verdict, tally, time and exit code."""
+    if made := format_reproducer(report):
+        page.line(made, "bold")
+    if verbosity < 0:
+        if report.findings or report.not_checked:
+            page.line("")
+        if report.repair is not None:
+            page.line(format_copy(report.repair), "bold")
+        page.line(format_verdict(report), VERDICTS[report.verdict])
+        return
+    page.line("")
+    found = format_counts(report)
+    of_copy = "the copy is " if report.repair is not None and report.repair.out is not None else ""
+    seconds = report.measured.get(TOTAL_SECONDS)
+    parts = (
+        of_copy + name_verdict(report) + (f": {found}" if found else ""),
+        count_uses(report),
+        format_seconds(seconds) if isinstance(seconds, float) else None,
+        f"exit {_exit_code(report)}",
+    )
+    details = f"     {DETAILS}" if verbosity == 0 else ""
+    page.line(" \u00b7 ".join(filter(None, parts)) + details, VERDICTS[report.verdict])
+
+
+def _show_models(page: Page, reports: Sequence[Report], verbosity: int) -> None:
+    """Several models: the findings of those that do not pass, then a table of all."""
+    full = [report for report in reports if verbosity > 0 or report.verdict not in ("healthy", "nothing-found")]
+    for number, report in enumerate(full if verbosity > 0 else full[:MOST_FULL]):
+        if verbosity > 0:
+            print_report(report, page.console, verbosity)
         else:
-            self.line(f"{stack.name} ({stack.layout}): no decode step was run", "bold")
+            page.line(f"{report.model.path}: {name_verdict(report)}", VERDICTS[report.verdict])
+            _show_cards(page, report, verbosity, in_short=number > 0)
+            _show_open_checks(page, report, essential=True)
+        page.line("")
+    if verbosity == 0 and len(full) > MOST_FULL:
+        page.line(f"{len(full) - MOST_FULL} more models do not pass: see the table; {DETAILS}", "bold")
+        page.line("")
+    for report in reports:
+        _show_known(page, report)
+    page.table(*tabulate_models(reports), styled=1)
 
-    def plan(self, stack: str, plan: MemoryPlan) -> None:
-        """The memory plan of a stack."""
-        self.line("")
-        self.line(f"{stack}: {plan_text.title(plan)}", "bold")
-        self.pairs(plan_text.rows(plan))
-        for table in (plan_text.alternatives(plan), plan_text.paged(plan)):
-            if table is not None:
-                self.line("")
-                self.table(*table)
-        if assumptions := list(plan_text.assumptions(plan)):
-            self.line("")
-            self.pairs(assumptions)
 
-    def ports(self, report: Report) -> None:
-        """Inputs and outputs of every file that decodes or encodes."""
-        used = {name for stack in report.stacks for name in stack.files}
-        for file in report.model.files:
-            if file.path in used or not report.stacks:
-                self.line("")
-                self.line(f"{file.path}: inputs and outputs", "bold")
-                rows = list(wording.port_rows(file, everything=self.verbosity > 0))
-                self.table(["", "name", "type"], rows)
+def _show_known(page: Page, report: Report) -> None:
+    """Known findings of a model in short, with their reasons."""
+    for path, text in _list_known(report):
+        page.line(f"{path}: {text}", "dim")
 
-    def runs(self, stack: StackFacts, runs: list[Run], report: Report) -> None:
-        """All runs of a stack with a finding; one line for a stack where nothing was found."""
-        from kvdoctor.experiments import load
 
-        known = {experiment.name: experiment for experiment in load()}
-        done = [run for run in runs if run.outcome != "skipped"]
-        judged = [run for run in done if run.experiment in known and known[run.experiment].judged]
-        # Of a loop that feeds an emptied cache back the findings speak, also where they are notes only.
-        sound = judged and all(run.shows == "passed" or run.experiment == "plain-loop" for run in judged)
-        sick = any(f.stack == stack.name and f.severity != "note" for f in report.findings)
-        open_ends = any(entry.stack == stack.name and entry.essential for entry in report.not_checked)
-        if sound and not (sick or open_ends or self.verbosity > 0):
-            judged = [run for run in judged if run.shows == "passed"]
-            names = ", ".join(run.experiment for run in judged if known[run.experiment].shown)
-            self.line(f"{stack.name} ({stack.layout}): {names} passed", "bold green")
-            self.cost(stack, report)
-            return
-        self.line(f"{stack.name} ({stack.layout}); differences of logits as fractions of their spread", "bold")
-        rows = []
-        for run in done if self.verbosity <= 0 else runs:
-            experiment = known.get(run.experiment)
-            if experiment is None or experiment.shown or self.verbosity > 0:
-                why = experiment.why if experiment and not experiment.judged else ""
-                asked = experiment.question if experiment and self.verbosity > 0 else ""
-                detail = ": ".join(filter(None, (asked, wording.detail(run, why))))
-                rows.append([run.experiment, wording.outcome(run), detail])
-        self.table(["experiment", "outcome", ""], rows, styled=1)
-        self.cost(stack, report)
-        for run in done:
-            if self.verbosity > 0 or run.experiment == self.shown_steps(done):
-                self.steps(run, stack)
-
-    def targets(self, stack: StackFacts, report: Report) -> None:
-        """What the stack shows under each target."""
-        for header, rows in matrix.matrices(report, stack.name):
-            self.line(f"  {stack.name} under each target", "bold")
-            self.table(header, rows)
-        for line in matrix.legend(report):
-            self.line(f"  {line}", "dim")
-
-    @staticmethod
-    def shown_steps(runs: list[Run]) -> str | None:
-        """The run whose steps are worth showing: the first loop that did not pass."""
-        loops = ("plain-loop", "held-loop", "empty-past", "batch", "other-encoder-length")
-        bad = [run for run in runs if run.experiment in loops and run.outcome not in ("passed", "skipped")]
-        return bad[0].experiment if bad else None
-
-    def steps(self, run: Run, stack: StackFacts) -> None:
-        if not run.steps or stack.contract is None:
-            return
-        self.line(f"  {run.experiment}, step by step", "bold")
-        self.table(*wording.steps_table(run, stack.contract))
-        if self.verbosity > 0 and (differences := parity_text.differences_table(run)) is not None:
-            self.line(f"  {run.experiment}, against {run.yardstick}", "bold")
-            self.table(*differences)
-            self.pairs(parity_text.facts(run))
-        if run.error:
-            self.pairs([("runtime", shortened(run.error, 1200 if self.verbosity > 0 else 320))])
-        if self.verbosity > 0:
-            self.pairs(wording.place_rows(run))
-
-    def cost(self, stack: StackFacts, report: Report) -> None:
-        measured = report.measured.get(stack.name, {}).get("step_seconds", {})
-        line = wording.cost_line(measured)
-        if line:
-            self.line(f"  {line}", "dim")
-
-    def repair(self, report: Report, show_diff: bool) -> None:
-        """What was changed and by which repairs, what proves it, and what could not be repaired."""
-        record = report.repair
-        if record is None:
-            return
-        if record.export is not None:
-            self.line("")
-            self.line(export_text.title(record.export), "bold")
-            self.pairs(export_text.rows(record.export, record.source))
-        if record.changes:
-            self.changes(record, show_diff or self.verbosity > 0)
-            self.diffs(record, show_diff)
-        if record.changes or record.export is not None:
-            self.line("proof", "bold")
-            for entry in record.proof:
-                detail = f": {entry.detail}" if entry.detail else ""
-                style = "green" if entry.holds else "red"
-                self.line(
-                    f"  {'holds' if entry.holds else 'FAILS'}  {entry.stack}: {entry.claim}{detail}", style, hang=7
-                )
-            for line in cure_text.cost_lines(report):
-                self.line(f"  {line}", "dim")
-        for unmended in record.unmended:
-            self.line(cure_text.unmended_line(unmended), "yellow")
-        if record.out is not None:
-            self.line(cure_text.outcome_line(record), "bold")
-
-    def changes(self, record: RepairRecord, everything: bool) -> None:
-        """The changes, node by node; without `everything` the first two."""
-        self.line("")
-        count = len(record.changes)
-        self.line(f"changed: {count} place{'s' * (count > 1)}, by {cure_text.repair_names(record)}", "bold")
-        for change in record.changes if everything else record.changes[:2]:
-            self.line(f"  {change.file}: {change.where}")
-            self.line(f"  - {change.before}", "red")
-            self.line(f"  + {change.after}", "green")
-        if len(record.changes) > 2 and not everything:
-            more = len(record.changes) - 2
-            self.line(f"  ... and {more} more like these (all with --diff or in the fix report)", "dim")
-
-    def diffs(self, record: RepairRecord, show_diff: bool) -> None:
-        """What is other in each graph, line by line."""
-        for found in record.diff if show_diff else ():
-            self.line(f"graph {found.file}", "bold")
-            for line in found.lines:
-                self.line(f"  {line}", {"-": "red", "+": "green"}.get(line[:1], "dim"))
-            if found.left_out:
-                self.line(f"  ... and {found.left_out} lines more", "dim")
-
-    def notes(self, report: Report) -> None:
-        for note in report.notes:
-            self.line(f"note: {note}", "dim")
-
-    def findings(self, report: Report) -> None:
-        for finding in report.findings:
-            if self.verbosity < 0 or finding.severity != "note" or self.verbosity > 0 or report.command == "inspect":
-                self.line("")
-                self.line(shortened(wording.headline(finding), 600), _style(finding))
-                self.pairs((label, shortened(text, 900)) for label, text in wording.evidence(finding))
-            else:
-                self.line("")
-                self.line(shortened(wording.headline(finding)), _style(finding))
-        for entry in report.not_checked:
-            stack = f" ({entry.stack})" if entry.stack else ""
-            self.line(f"not checked: {entry.code}{stack} {shortened(entry.reason, 600)}", "yellow")
-        self.line("")
+def _list_known(report: Report) -> Iterator[tuple[str, str]]:
+    for group in group_findings(report.findings)[:MOST_KNOWN]:
+        if (reason := known_reason(group.first)) is not None:
+            yield report.model.path, f"known: {format_name(group.first)}: {shortened(reason, 300)}"

@@ -14,7 +14,7 @@ for folder in (HERE, HERE.parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from isolated import give_up  # noqa: E402 - found by the lines above
+from support.isolated import give_up  # noqa: E402 - found by the lines above
 
 ROOT = HERE.parent.parent
 PACKAGED = ("kvdoctor", "pyproject.toml", "README.md", "LICENSE", "action.yml", ".pre-commit-hooks.yaml")

@@ -1,4 +1,4 @@
-"""The life of a model in a repository, with git and pre-commit: stopped at the commit, red, mended, green."""
+"""The life of a model in a repository, with git and pre-commit: stopped at the commit, red, repaired, green."""
 
 import json
 import shutil
@@ -106,7 +106,7 @@ def test_the_life_of_a_model(team: Team) -> None:
     assert (done := gated(team, "--baseline", "known.json")).returncode == 0, done.stdout + done.stderr
     assert "not found any more" not in done.stdout
     (team.repository / ".pre-commit-config.yaml").write_text(team.config, encoding="utf-8")
-    assert (done := team.commit("translate, mended")).returncode == 0, done.stdout + done.stderr
+    assert (done := team.commit("translate, repaired")).returncode == 0, done.stdout + done.stderr
 
 
 def gated(team: Team, *options: str) -> CompletedProcess[str]:

@@ -8,6 +8,9 @@ sys.path.insert(0, sys.argv[2])
 
 import onnxruntime
 
-from kvdoctor.trials import trial
+from kvdoctor.decode.messages import read_job
+from kvdoctor.runtime.worker.trial import run_trial
+from kvdoctor.serialization import to_plain
 
-print(json.dumps({"onnxruntime": onnxruntime.__version__, **trial(json.loads(Path(sys.argv[1]).read_text()))}))
+done = run_trial(read_job(Path(sys.argv[1]).read_text()))
+print(json.dumps({"onnxruntime": onnxruntime.__version__, **to_plain(done)}))

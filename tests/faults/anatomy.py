@@ -81,10 +81,10 @@ class Body(Opened):
         return None
 
     def norms(self) -> list[str]:
-        """The outputs of the layers that normalise, in order: LayerNormalization, or a last Mul by the weight."""
-        return [str(node.output[0]) for node in ordered(self.graph) if self._normalises(node)]
+        """The outputs of the layers that normalize, in order: LayerNormalization, or a last Mul by the weight."""
+        return [str(node.output[0]) for node in ordered(self.graph) if self._normalizes(node)]
 
-    def _normalises(self, node: onnx.NodeProto) -> bool:
+    def _normalizes(self, node: onnx.NodeProto) -> bool:
         if node.op_type == "Mul":
             return any(_is_norm(name) and self._flat(name) for name in node.input)
         return node.op_type in ("LayerNormalization", "SimplifiedLayerNormalization")
@@ -94,7 +94,7 @@ class Body(Opened):
         return weight is not None and weight.ndim == 1
 
     def before_norm(self, value: str) -> str:
-        """What the normalisation of that output was given."""
+        """What the normalization of that output was given."""
         node = self.producer(value)
         assert node is not None
         if node.op_type != "Mul":

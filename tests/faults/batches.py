@@ -2,7 +2,7 @@
 
 import numpy as np
 from anatomy import Body
-from patients import ALL, LONE, SPELLED_OUT, SPLIT, TF5, Export
+from base_models import ALL, LONE, SPELLED_OUT, SPLIT, TF5, Export
 from registry import fault
 from surgery import FLOAT
 
@@ -28,7 +28,7 @@ def batch_mean(export: Export) -> None:
 @fault(
     "cached-differs",
     "once there is a past, embeddings are larger by a row's place in the batch",
-    tuple(name for name in ALL if name != "bloom"),  # whose embeddings are normalised at once
+    tuple(name for name in ALL if name != "bloom"),  # whose embeddings are normalized at once
     severity="warning",
 )
 def place_in_the_batch(export: Export) -> None:

@@ -3,8 +3,8 @@
 import numpy as np
 import onnx
 from anatomy import Body
+from base_models import ALL, LONE, MERGED, PAIRED, SPLIT, TF5, Export
 from onnx import helper
-from patients import ALL, LONE, MERGED, PAIRED, SPLIT, TF5, Export
 from registry import fault
 from surgery import FLOAT, FLOAT16
 

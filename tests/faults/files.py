@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import onnx
+from base_models import ALL, LONE, SPLIT, TF5, Export
 from onnx import helper
-from patients import ALL, LONE, SPLIT, TF5, Export
 from registry import fault
 from surgery import FLOAT
 

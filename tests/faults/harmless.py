@@ -2,9 +2,9 @@
 
 import numpy as np
 import onnx
+from base_models import ALL, LONE, PAIRED, SPELLED_OUT, SPLIT, TF5, Export
 from mathematics import mask_words
 from onnx import helper
-from patients import ALL, LONE, PAIRED, SPELLED_OUT, SPLIT, TF5, Export
 from presents import exchange, exchange_pasts
 from registry import harmless
 
@@ -69,7 +69,7 @@ def weights_as_constants(export: Export) -> None:
             body.graph.node.append(node)
 
 
-@harmless("the output of every normalisation is multiplied by 1", (*LONE, *SPLIT))
+@harmless("the output of every normalization is multiplied by 1", (*LONE, *SPLIT))
 def multiplied_by_one(export: Export) -> None:
     for body in export.bodies:
         for norm in body.norms():
@@ -110,8 +110,8 @@ def another_large_number(export: Export) -> None:
             softmax.input[0] = body.op("Where", hidden, np.array(-5e4, np.float32), softmax.input[0])
 
 
-@harmless("the model is saved as onnxruntime has optimised it", (*LONE, *PAIRED))
-def optimised(export: Export) -> None:
+@harmless("the model is saved as onnxruntime has optimized it", (*LONE, *PAIRED))
+def optimized(export: Export) -> None:
     import onnxruntime
 
     def save(folder: "object") -> None:

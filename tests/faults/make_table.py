@@ -22,8 +22,8 @@ from making import Maker  # noqa: E402 - the modules are found from here on
 from outcome import Missing, Outcome, healthy_export, treat  # noqa: E402
 from registry import Fault, load  # noqa: E402
 
-from kvdoctor.doctor import Options  # noqa: E402
-from kvdoctor.runtimes import Runtime  # noqa: E402
+from kvdoctor.options import Options  # noqa: E402
+from kvdoctor.runtime.client import Runtime  # noqa: E402
 
 DOCUMENT = HERE.parents[1] / "docs" / "faults.md"
 DEMANDED = 95
@@ -70,13 +70,13 @@ class Measured:
     decided: Counter[str] = field(default_factory=Counter)
     misnamed: dict[str, str] = field(default_factory=dict)
 
-    def add(self, patient: str, outcome: Outcome) -> None:
+    def add(self, base: str, outcome: Outcome) -> None:
         self.found += outcome.found
         self.named += outcome.named
         if outcome.decided_by:
             self.decided[outcome.decided_by] += 1
         if outcome.found and not outcome.named:
-            self.misnamed[patient] = outcome.called
+            self.misnamed[base] = outcome.called
 
 
 def page(measured: dict[str, Measured]) -> str:
@@ -86,12 +86,12 @@ def page(measured: dict[str, Measured]) -> str:
     for name, fault in faults.items():
         cells = measured[name]
         if not fault.check:
-            silent.append(_line(name, fault.idea, _exports(fault), f"{cells.named} of {len(fault.patients)}"))
+            silent.append(_line(name, fault.idea, _exports(fault), f"{cells.named} of {len(fault.bases)}"))
             continue
         decided = ", ".join(word for word, _ in sorted(cells.decided.items(), key=lambda item: (-item[1], item[0])))
-        counts = (f"{count} of {len(fault.patients)}" for count in (cells.found, cells.named))
+        counts = (f"{count} of {len(fault.bases)}" for count in (cells.found, cells.named))
         rows.append(_line(name, fault.idea, fault.check, fault.severity, _exports(fault), *counts, decided))
-        other += [_line(name, patient, called) for patient, called in cells.misnamed.items()]
+        other += [_line(name, base, called) for base, called in cells.misnamed.items()]
     text = HEAD.format(summary=_summary(measured)) + "\n".join(rows) + "\n" + HARMLESS_HEAD + "\n".join(silent) + "\n"
     return text + (MISNAMED_HEAD + "\n".join(other) + "\n" if other else "")
 
@@ -118,7 +118,7 @@ def read(text: str) -> dict[str, Measured]:
 def counted(measured: dict[str, Measured]) -> tuple[int, int, int]:
     """Broken exports, those of which the fault was found, and those of which it was named."""
     faults = [fault for fault in load().values() if fault.check]
-    done = sum(len(fault.patients) for fault in faults)
+    done = sum(len(fault.bases) for fault in faults)
     return done, sum(measured[f.name].found for f in faults), sum(measured[f.name].named for f in faults)
 
 
@@ -126,7 +126,7 @@ def _summary(measured: dict[str, Measured]) -> str:
     faults = load().values()
     done, found, named = counted(measured)
     harmless = [fault for fault in faults if not fault.check]
-    silent, changed = sum(measured[f.name].named for f in harmless), sum(len(f.patients) for f in harmless)
+    silent, changed = sum(measured[f.name].named for f in harmless), sum(len(f.bases) for f in harmless)
     return (
         f"{len(faults) - len(harmless)} faults in {done} broken exports: {found} found, {named} of them by the right "
         f"name ({100 * named / done:.1f} in 100). {len(harmless)} harmless changes in {changed} exports: {silent} "
@@ -135,7 +135,7 @@ def _summary(measured: dict[str, Measured]) -> str:
 
 
 def _exports(fault: Fault) -> str:
-    return ", ".join(fault.patients)
+    return ", ".join(fault.bases)
 
 
 def _line(*cells: str) -> str:
@@ -155,16 +155,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch, Runtime(Options().limits) as runtime:
         maker = Maker(args.exports or Path(scratch, "exports"))
         for name, fault in chosen.items():
-            for patient in fault.patients:
+            for base in fault.bases:
                 try:
-                    outcome = treat(fault, healthy_export(patient, maker), Path(scratch, name, patient), runtime)
+                    outcome = treat(fault, healthy_export(base, maker), Path(scratch, name, base), runtime)
                 except Missing as missing:
-                    problems.append(f"{patient}: {missing}")
+                    problems.append(f"{base}: {missing}")
                     continue
-                measured[name].add(patient, outcome)
+                measured[name].add(base, outcome)
                 if not outcome.found:
-                    problems.append(f"{name} in {patient}: {outcome.details}")
-            print(f"{name}: {measured[name].named} of {len(fault.patients)} {measured[name].misnamed}", flush=True)
+                    problems.append(f"{name} in {base}: {outcome.details}")
+            print(f"{name}: {measured[name].named} of {len(fault.bases)} {measured[name].misnamed}", flush=True)
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 1

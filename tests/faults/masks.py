@@ -2,7 +2,7 @@
 
 import numpy as np
 from anatomy import Body
-from patients import SPELLED_OUT, SPLIT, Export
+from base_models import SPELLED_OUT, SPLIT, Export
 from registry import fault
 from surgery import HIDE, Make
 
@@ -81,7 +81,7 @@ def past_ignored_in_layer_0(export: Export) -> None:
     hide(body, 0, lambda columns: body.op("Less", columns, body.past_length()))
 
 
-@fault("cached-differs", "steps look back over 2 entries only, the prefill over all", SPELLED_OUT)
+@fault("cache-misread", "steps look back over 2 entries only, the prefill over all", SPELLED_OUT)
 def window_too_small(export: Export) -> None:
     body = export.later
     for layer in body.layers():

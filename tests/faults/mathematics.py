@@ -2,7 +2,7 @@
 
 import numpy as np
 from anatomy import Body
-from patients import ALL, LONE, SPELLED_OUT, SPLIT, TF5, Export
+from base_models import ALL, LONE, SPELLED_OUT, SPLIT, TF5, Export
 from registry import fault
 from surgery import FLOAT, FLOAT16
 
@@ -66,14 +66,14 @@ def other_cross_queries(export: Export) -> None:
     scale_weight(body, node.output[0], 1.5)
 
 
-@fault("branches-disagree", "the steps lack a normalisation", TWO_BODIES)
+@fault("branches-disagree", "the steps lack a normalization", TWO_BODIES)
 def norm_missing(export: Export) -> None:
     body = export.later
     norm = body.norms()[1]
     bypass(body, norm, body.before_norm(norm))
 
 
-@fault("branches-disagree", "the steps lack the last normalisation", TWO_BODIES)
+@fault("branches-disagree", "the steps lack the last normalization", TWO_BODIES)
 def last_norm_missing(export: Export) -> None:
     body = export.later
     norm = body.norms()[-1]
@@ -107,7 +107,7 @@ def steps_rounded(export: Export) -> None:
         )
 
 
-@fault("cached-differs", "once there is a past, the values of layer 1 are 5 % larger", LONE)
+@fault("new-entries-wrong", "once there is a past, the values of layer 1 are 5 % larger", LONE)
 def other_values_with_a_past(export: Export) -> None:
     body = export.later
     past = body.self_slots()[3][0]
@@ -115,7 +115,7 @@ def other_values_with_a_past(export: Export) -> None:
     node.input[1] = body.with_past(node.input[1], body.op("Mul", node.input[1], np.array(1.05, np.float32)))
 
 
-@fault("cached-differs", "once there is a past, a normalisation is left out", LONE)
+@fault("cache-misread", "once there is a past, a normalization is left out", LONE)
 def norm_missing_with_a_past(export: Export) -> None:
     body = export.later
     norm = body.norms()[-1]
@@ -164,7 +164,7 @@ def drop(body: Body, value: str, training: str) -> str:
 
 @fault(
     "nondeterministic",
-    "dropout was left on: onnxruntime takes it out when it optimises, and leaves it where it does not",
+    "dropout was left on: onnxruntime takes it out when it optimizes, and leaves it where it does not",
     ALL,
     severity="warning",
 )

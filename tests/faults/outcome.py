@@ -4,16 +4,17 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from base_models import BASES, Export
 from making import Maker
-from patients import PATIENTS, Export
 from registry import Fault
 from tables import ROWS
 
-from kvdoctor.doctor import Options, step_test
-from kvdoctor.experiments import load
+from kvdoctor.decode.experiments import load
+from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.findings import Finding, find_check
+from kvdoctor.options import Options
 from kvdoctor.report.document import Report
-from kvdoctor.runtimes import Runtime
+from kvdoctor.runtime.client import Runtime
 
 EXPERIMENTS = {experiment.name for experiment in load()}
 
@@ -44,18 +45,18 @@ class Missing(Exception):
 
 
 def healthy_export(name: str, maker: Maker) -> Export:
-    """Read the export of a patient, which is made where it is not committed.
+    """Read the export of a base, which is made where it is not committed.
 
     Raises:
         Missing: it cannot be made.
     """
-    patient = PATIENTS[name]
-    wanted = (patient.exporter, patient.architecture, "exported")
+    base = BASES[name]
+    wanted = (base.exporter, base.architecture, "exported")
     row = next(row for row in ROWS if (row.exporter, row.architecture, row.variant) == wanted)
     made = maker.make(row)
     if made.obstacle or made.failure:
         raise Missing(made.obstacle or made.failure)
-    return patient.read(made.folder)
+    return base.read(made.folder)
 
 
 def treat(fault: Fault, export: Export, folder: Path, runtime: Runtime) -> Outcome:
@@ -80,12 +81,12 @@ def treat(fault: Fault, export: Export, folder: Path, runtime: Runtime) -> Outco
 
 def _decided_by(finding: Finding) -> str:
     places = (finding.where.rpartition(", ")[2], re.split("[,:]", finding.observed)[0])
-    places += tuple(line.partition(":")[0] for line in finding.follows)
+    places += tuple(line.partition(":")[0] for line in finding.effects)
     if (experiment := next((place for place in places if place in EXPERIMENTS), None)) is not None:
         return experiment
     check = find_check(finding.name)
     assert check is not None
-    if "file" in check.asks:
+    if "file" in check.rounds:
         return "the file"
     return "plain-loop" if re.match(r"(decode )?step \d", finding.observed) else "the graph"
 

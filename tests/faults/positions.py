@@ -2,7 +2,7 @@
 
 import numpy as np
 from anatomy import Body
-from patients import Export
+from base_models import Export
 from registry import fault
 from surgery import Make
 
@@ -71,7 +71,7 @@ def keys_rotated_anew(export: Export) -> None:
         body.producer(body.joined(past)).input[1] = body.with_past(key, unrotated(body, key))
 
 
-@fault("cached-differs", "new queries are rotated from 0 again, keys are not", ("llama-gqa", "qwen2", "llama-tf5"))
+@fault("cache-misread", "new queries are rotated from 0 again, keys are not", ("llama-gqa", "qwen2", "llama-tf5"))
 def queries_rotated_anew(export: Export) -> None:
     body = export.later
     for layer in body.layers():

@@ -3,7 +3,7 @@
 import numpy as np
 import onnx
 from anatomy import Body
-from patients import ALL, MERGED, SPELLED_OUT, SPLIT, Export
+from base_models import ALL, MERGED, SPELLED_OUT, SPLIT, Export
 from registry import fault
 from surgery import FLOAT, is_cross
 
@@ -252,7 +252,7 @@ def _empty(export: Export, axis: int, slots: slice = slice(None)) -> None:
         maker.CopyFrom(onnx.helper.make_node("Constant", [], [now], name=maker.name, value=tensor))
 
 
-@fault("cached-differs", "what comes back is rounded to 3 bits", ALL)
+@fault("cache-misread", "what comes back is rounded to 3 bits", ALL)
 def rounded_badly(export: Export) -> None:
     def rounded(body: Body, inner: str) -> str:
         step = np.array(0.25, np.float32)
@@ -269,7 +269,7 @@ def in_every_body(export: Export, change: "object") -> None:
                 body.replace_output(now, lambda inner, body=body: change(body, inner))
 
 
-@fault("cached-differs", "what comes back is cut off at 0.3", ALL)
+@fault("cache-misread", "what comes back is cut off at 0.3", ALL)
 def clipped(export: Export) -> None:
     def cut(body: Body, inner: str) -> str:
         return body.op("Clip", inner, np.array(-0.3, np.float32), np.array(0.3, np.float32))

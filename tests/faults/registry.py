@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from patients import Export
+from base_models import Export
 
-from kvdoctor.case import Consumer
+from kvdoctor.diagnose.context import Consumer
 from kvdoctor.findings import Severity
 
 Break = Callable[[Export], None]
@@ -33,7 +33,7 @@ class Fault:
     Attributes:
         check: The name that the leading finding must have; empty where nothing may be found.
         idea: What a colleague did wrong, in one line.
-        patients: The exports that it is done to.
+        bases: The exports that it is done to.
         harm: What does it.
         severity: Severity that the finding must have.
         consumer: The loop that is judged.
@@ -43,7 +43,7 @@ class Fault:
     name: str
     check: str
     idea: str
-    patients: tuple[str, ...]
+    bases: tuple[str, ...]
     harm: Break
     severity: Severity = "error"
     consumer: Consumer = "plain"
@@ -53,21 +53,21 @@ class Fault:
 _FAULTS: dict[str, Fault] = {}
 
 
-def fault(check: str, idea: str, patients: tuple[str, ...], **more: Any) -> Callable[[Break], Break]:
+def fault(check: str, idea: str, bases: tuple[str, ...], **more: Any) -> Callable[[Break], Break]:
     """Register a function as a fault of that check; its name is that of the function, `more` as in `Fault`."""
 
     def register(harm: Break) -> Break:
         name = harm.__name__.replace("_", "-")
         assert name not in _FAULTS, name
-        _FAULTS[name] = Fault(name, check, idea, patients, harm, **more)
+        _FAULTS[name] = Fault(name, check, idea, bases, harm, **more)
         return harm
 
     return register
 
 
-def harmless(idea: str, patients: tuple[str, ...]) -> Callable[[Break], Break]:
+def harmless(idea: str, bases: tuple[str, ...]) -> Callable[[Break], Break]:
     """Register a change that hurts nobody."""
-    return fault("", idea, patients)
+    return fault("", idea, bases)
 
 
 def load() -> dict[str, Fault]:

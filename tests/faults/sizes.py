@@ -1,7 +1,7 @@
 """Sizes of the trace that became a part of the graph."""
 
 import numpy as np
-from patients import ALL, LONE, MERGED, SPELLED_OUT, SPLIT, Export
+from base_models import ALL, LONE, MERGED, SPELLED_OUT, SPLIT, Export
 from registry import fault
 
 

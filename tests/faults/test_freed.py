@@ -5,14 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from isolated import give_up
+from base_models import COMMITTED, LONE, Export
 from making import Maker
 from outcome import Missing, healthy_export
-from patients import COMMITTED, LONE, Export
 from registry import Fault, load
+from support.isolated import give_up
 
-from kvdoctor.doctor import Options
-from kvdoctor.re_exporting import Request, re_export
+from kvdoctor.options import Options
+from kvdoctor.repair.pipeline import re_export
+from kvdoctor.repair.request import RepairRequest
 from kvdoctor.report.document import Report
 
 FAULTS = load()
@@ -27,7 +28,7 @@ FREED = {
     "infinity-times-zero": "finite-constants",
     "mask-from-the-start": "offset-mask",
 }
-"""What mends each fault."""
+"""The repair of each fault."""
 KEPT = ("table-of-6", "first-entry-read", "mask-infinite-when-long", "positions-restart", "overflow-when-long")
 """Faults that the graph does not tell how to mend."""
 SAMPLE = {("past-declared", "llama-gqa"), ("one-row-only", "gpt2")}
@@ -39,18 +40,18 @@ def cells(faults: list[str], each: int) -> list[object]:
     """Each fault in some of the committed exports, the first ones in turn."""
     found: list[object] = []
     for number, name in enumerate(faults):
-        patients = [patient for patient in FAULTS[name].patients if patient in COMMITTED]
-        for index, patient in enumerate(patients):
-            marks = () if (name, patient) in SAMPLE else (pytest.mark.slow,)
-            if (index - number) % len(patients) >= each and marks:
+        bases = [base for base in FAULTS[name].bases if base in COMMITTED]
+        for index, base in enumerate(bases):
+            marks = () if (name, base) in SAMPLE else (pytest.mark.slow,)
+            if (index - number) % len(bases) >= each and marks:
                 marks = (*marks, pytest.mark.exhaustive)
-            found.append(pytest.param(FAULTS[name], patient, id=f"{name}-{patient}", marks=marks))
+            found.append(pytest.param(FAULTS[name], base, id=f"{name}-{base}", marks=marks))
     return found
 
 
 def treated(harm: Callable[[Export], None], export: Export, folder: Path, options: Options) -> Report:
     harm(export)
-    return re_export(Request(str(export.write(folder / "sick")), str(folder / "out")), options)
+    return re_export(RepairRequest(str(export.write(folder / "sick")), str(folder / "out")), options)
 
 
 @pytest.fixture(scope="module")
@@ -58,30 +59,30 @@ def maker(tmp_path_factory: pytest.TempPathFactory) -> Maker:
     return Maker(tmp_path_factory.getbasetemp() / "zoo")
 
 
-def taken(patient: str, maker: Maker) -> Export:
+def taken(base: str, maker: Maker) -> Export:
     try:
-        return healthy_export(patient, maker)
+        return healthy_export(base, maker)
     except Missing as missing:
         give_up(str(missing))
         raise
 
 
-@pytest.mark.parametrize(("fault", "patient"), cells(list(FREED), EACH))
-def test_a_frozen_size_is_freed_and_proved(fault: Fault, patient: str, maker: Maker, tmp_path: Path) -> None:
-    report = treated(fault.harm, taken(patient, maker), tmp_path, Options(consumer=fault.consumer))
+@pytest.mark.parametrize(("fault", "base"), cells(list(FREED), EACH))
+def test_a_frozen_size_is_freed_and_proved(fault: Fault, base: str, maker: Maker, tmp_path: Path) -> None:
+    report = treated(fault.harm, taken(base, maker), tmp_path, Options(consumer=fault.consumer))
     assert report.repair is not None
     assert FREED[fault.name] in {repair.name for repair in report.repair.repairs}
     assert report.repair.proved, [entry for entry in report.repair.proof if not entry.holds]
     assert report.verdict == "healthy"
 
 
-@pytest.mark.parametrize(("fault", "patient"), cells(list(KEPT), 1))
-def test_what_the_graph_does_not_tell_is_refused(fault: Fault, patient: str, maker: Maker, tmp_path: Path) -> None:
-    report = treated(fault.harm, taken(patient, maker), tmp_path, Options(consumer=fault.consumer))
+@pytest.mark.parametrize(("fault", "base"), cells(list(KEPT), 1))
+def test_what_the_graph_does_not_tell_is_refused(fault: Fault, base: str, maker: Maker, tmp_path: Path) -> None:
+    report = treated(fault.harm, taken(base, maker), tmp_path, Options(consumer=fault.consumer))
     assert report.repair is not None
     assert not report.repair.proved
     assert not (tmp_path / "out").exists()
-    assert fault.check in {entry.finding for entry in report.repair.unmended if entry.reason}
+    assert fault.check in {entry.finding for entry in report.repair.not_repaired if entry.reason}
 
 
 def guesses(export: Export) -> None:
@@ -105,12 +106,12 @@ def copies(export: Export) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patient", LONE)
+@pytest.mark.parametrize("base", LONE)
 @pytest.mark.parametrize("harm", [guesses, copies])
 def test_a_reshape_takes_an_empty_past_again(
-    harm: Callable[[Export], None], patient: str, maker: Maker, tmp_path: Path
+    harm: Callable[[Export], None], base: str, maker: Maker, tmp_path: Path
 ) -> None:
-    report = treated(harm, taken(patient, maker), tmp_path, Options())
+    report = treated(harm, taken(base, maker), tmp_path, Options())
     assert report.repair is not None
     assert "empty-past" in {repair.name for repair in report.repair.repairs}
     assert report.repair.proved

@@ -3,7 +3,7 @@
 import numpy as np
 import onnx
 from anatomy import Body
-from patients import GQA, LONE, PAIRED, Export
+from base_models import GQA, LONE, PAIRED, Export
 from positions import renumber
 from registry import fault
 

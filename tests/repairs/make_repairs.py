@@ -1,9 +1,9 @@
-"""Writes docs/repairs.md from a run: every fault that a repair mends, in the exports it is done to.
+"""Writes docs/repairs.md from a run: every fault that a repair removes, in the exports that it was injected into.
 
     python tests/repairs/make_repairs.py [--exports DIR]
 
-It takes about ten minutes and makes the isolated environments of the zoo. DIR keeps the exports, for the next run.
-Nothing is written where a repair is not proved.
+It takes about ten minutes and makes the isolated environments of the zoo. DIR keeps the exports for the next run.
+Nothing is written if a repair is not proved.
 """
 
 import argparse
@@ -17,48 +17,51 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "faults"), str(HERE.parent / "zoo"), str(HERE.parent)]
 
-from cured import MENDED_ELSEWHERE, OUT_OF_REACH, cure, faults  # noqa: E402 - the modules are found from here on
 from making import Maker  # noqa: E402
 from outcome import Missing, healthy_export  # noqa: E402
 from registry import Fault  # noqa: E402
+from repaired import NOT_REPAIRABLE, OUT_OF_REACH, faults, repair_fault  # noqa: E402 - the modules are found from here on
 
-from kvdoctor.repairs import load  # noqa: E402
+from kvdoctor.repair.repairs.registry import load  # noqa: E402
 
 DOCUMENT = HERE.parents[1] / "docs" / "repairs.md"
 MOST = 4
-"""Exports that a fault is tried in; those of different architectures first."""
+"""Exports that a fault is injected into, of different architectures first."""
 HEAD = """# The repairs
 
-What `kvdoctor re-export PATH -o OUT` can mend on the graph itself. A repair is applied where a check that calls for it
-fired, to a copy, and is proved by a second diagnosis: the finding is gone, nothing new is there, the plain and the held
-loop have the logits of the reference run, and the numbers of the original are kept as the column *keeps* says. Where a
-proof fails nothing is written (`--keep-unproved` writes it all the same, and says so). `--fix NAMES` takes only the
-named ones. A finding that is a note is mended where it is named, or where nothing worse is there to be mended.
+This page lists the faults that `kvdoctor re-export PATH -o OUT` can repair in the graph itself. A repair is applied
+to a copy if a check that calls for it fired. A second diagnosis then proves it: the finding is gone, no new finding
+appears, the plain and the held loop have the logits of the reference run, and the original's numbers are kept as the
+column *keeps* says. If a proof fails, nothing is written (`--keep-unproved` writes the copy nevertheless and marks it
+as unproved). `--fix NAMES` uses only the named repairs. A note is repaired if a repair is named, or if no graver
+finding can be repaired.
 
-*keeps*: bits, all logits of the loops that were right before, bit for bit; first-step, those of the first step, bit for
-bit; reference, those of the first step within the noise of the arithmetic; own, none, as the fault is in all of them.
+*keeps*: bits, all logits of the loops that were right before, bit for bit; first-step, the logits of the first step,
+bit for bit; reference, the logits of the first step within the tolerance of the arithmetic; sizes, all outputs at the
+sizes that the original accepts, bit for bit; own, none, because the fault affects all of them.
 
 Made by `python tests/repairs/make_repairs.py` from a run.
 
-| repair | what it does | mends | keeps |
+| repair | what it does | repairs | keeps |
 | --- | --- | --- | --- |
 {repairs}
 
-What each one requires and ensures stands at the head of its file in `kvdoctor/repairs`.
+What each repair requires and ensures is at the top of its file in `kvdoctor/repair/repairs`.
 
-## What was mended
+## Repaired faults
 
-Healthy exports, broken in one way on purpose (docs/faults.md), repaired and proved: {summary}.
+Healthy exports, each with one fault injected (docs/faults.md), repaired and proved: {summary}.
 
-| fault | what was done | called | mended by | exports | proved |
+| fault | injected change | finding | repaired by | exports | proved |
 | --- | --- | --- | --- | --- | --- |
 """
 ELSEWHERE = """
-## What no repair mends
+## Faults without a repair
 
-Faults that are called by the same names. Nothing is written for them, and the report says why.
+Faults that lead to the same findings but cannot be repaired in the graph. Nothing is written for them, and the report
+gives the reason.
 
-| fault | what was done | called | why |
+| fault | injected change | finding | reason |
 | --- | --- | --- | --- |
 """
 
@@ -75,25 +78,25 @@ def chosen(fault: Fault) -> tuple[str, ...]:
     """The exports that a fault is tried in: one of each architecture before the second of any."""
     seen: set[str] = set()
     first, more = [], []
-    for patient in [name for name in fault.patients if name not in OUT_OF_REACH.get(fault.name, ())]:
-        architecture = patient.partition("-")[0]
-        (more if architecture in seen else first).append(patient)
+    for base in [name for name in fault.bases if name not in OUT_OF_REACH.get(fault.name, ())]:
+        architecture = base.partition("-")[0]
+        (more if architecture in seen else first).append(base)
         seen.add(architecture)
     return tuple((first + more)[:MOST])
 
 
 def page(measured: dict[str, Measured]) -> str:
     """The whole page."""
-    repairs = "\n".join(_line(f"`{r.name}`", r.summary, ", ".join(r.mends), r.keeps) for r in load())
+    repairs = "\n".join(_line(f"`{r.name}`", r.summary, ", ".join(r.checks), r.keeps) for r in load())
     rows, elsewhere = [], []
     for name, fault in faults().items():
-        if name in MENDED_ELSEWHERE:
-            elsewhere.append(_line(name, fault.idea, fault.check, MENDED_ELSEWHERE[name]))
+        if name in NOT_REPAIRABLE:
+            elsewhere.append(_line(name, fault.idea, fault.check, NOT_REPAIRABLE[name]))
             continue
-        cells, patients = measured[name], chosen(fault)
+        cells, bases = measured[name], chosen(fault)
         by = ", ".join(word for word, _ in sorted(cells.by.items(), key=lambda item: (-item[1], item[0])))
-        rows.append(_line(name, fault.idea, fault.check, by, ", ".join(patients), f"{cells.proved} of {len(patients)}"))
-    done = {name: fault for name, fault in faults().items() if name not in MENDED_ELSEWHERE}
+        rows.append(_line(name, fault.idea, fault.check, by, ", ".join(bases), f"{cells.proved} of {len(bases)}"))
+    done = {name: fault for name, fault in faults().items() if name not in NOT_REPAIRABLE}
     total, proved = sum(len(chosen(f)) for f in done.values()), sum(measured[n].proved for n in done)
     summary = f"{len(done)} faults in {total} broken exports, {proved} proved"
     head = HEAD.format(repairs=repairs, summary=summary)
@@ -126,16 +129,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         maker = Maker(args.exports or Path(scratch, "exports"))
         for name, fault in faults().items():
-            for patient in chosen(fault):
+            for base in chosen(fault):
                 try:
-                    cured = cure(fault, healthy_export(patient, maker), Path(scratch, name, patient))
+                    repaired = repair_fault(fault, healthy_export(base, maker), Path(scratch, name, base))
                 except Missing as missing:
-                    problems.append(f"{patient}: {missing}")
+                    problems.append(f"{base}: {missing}")
                     continue
-                measured[name].proved += cured.proved
-                measured[name].by.update(cured.repairs)
-                if cured.proved == (name in MENDED_ELSEWHERE):
-                    problems.append(f"{name} in {patient}: {cured.details}")
+                measured[name].proved += repaired.proved
+                measured[name].by.update(repaired.repairs)
+                if repaired.proved == (name in NOT_REPAIRABLE):
+                    problems.append(f"{name} in {base}: {repaired.details}")
             print(f"{name}: {measured[name].proved} of {len(chosen(fault))} {dict(measured[name].by)}", flush=True)
     if problems:
         print("\n".join(problems), file=sys.stderr)

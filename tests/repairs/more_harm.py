@@ -2,14 +2,14 @@
 
 import numpy as np
 import onnx
+from base_models import MERGED, SPLIT, Export
 from onnx import helper, numpy_helper
-from patients import MERGED, SPLIT, Export
 from registry import Fault
 
 LARGE = 1024
 """Elements of a weight that is worth a copy."""
 HIDDEN = 8
-"""The least of either size of a matrix that is quantised."""
+"""The least of either size of a matrix that is quantized."""
 
 
 def weights_stored_twice(export: Export) -> None:
@@ -32,7 +32,7 @@ def weights_stored_twice(export: Export) -> None:
 
 
 def scales_outside_the_branch(export: Export) -> None:
-    """Weights of the branches are quantised to 8 bits, the scales left in the graph around them."""
+    """Weights of the branches are quantized to 8 bits, the scales left in the graph around them."""
     model = export.later.model
     held = {tensor.name: tensor for tensor in model.graph.initializer}
     done: dict[str, str] = {}
@@ -44,11 +44,11 @@ def scales_outside_the_branch(export: Export) -> None:
             if node.input[1] not in done:
                 done[node.input[1]] = node.input[1]
                 scale = np.float32(np.abs(weight).max() / 127)
-                quantised = np.clip(np.round(weight / scale), -127, 127).astype(np.int8)
-                model.graph.initializer.append(numpy_helper.from_array(quantised, f"{node.input[1]}_quantized"))
+                quantized = np.clip(np.round(weight / scale), -127, 127).astype(np.int8)
+                model.graph.initializer.append(numpy_helper.from_array(quantized, f"{node.input[1]}_quantized"))
                 model.graph.initializer.append(numpy_helper.from_array(scale, f"{node.input[1]}_scale"))
             given = [f"{node.input[1]}_quantized", f"{node.input[1]}_scale"]
-            made = body.name("dequantised")
+            made = body.name("dequantized")
             body.graph.node.append(helper.make_node("DequantizeLinear", given, [made], name=made))
             node.input[1] = made
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from row import CONSUMERS, Slots, Stack, Told
 
-from kvdoctor.case import Consumer
-from kvdoctor.doctor import Options, step_test
-from kvdoctor.report.document import Report, StackFacts
-from kvdoctor.runtimes import Runtime
+from kvdoctor.diagnose.context import Consumer
+from kvdoctor.diagnose.pipeline import step_test
+from kvdoctor.options import Options
+from kvdoctor.report.document import Report
+from kvdoctor.report.facts import StackFacts
+from kvdoctor.runtime.client import Runtime
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Recipe:
         head: End of the name of the model class.
         precision: Precision handed to the builder.
         options: Further options of the builder.
-        cache_scale: Scale of a quantised cache, for keys and values of every layer.
+        cache_scale: Scale of a quantized cache, for keys and values of every layer.
     """
 
     family: str
@@ -220,7 +220,7 @@ def make_tokenizer() -> Any:
 
 
 def write_cache_scales(recipe: Recipe, folder: Path) -> Path:
-    """Writes the scales of a quantised cache, one a layer, and returns their file."""
+    """Writes the scales of a quantized cache, one a layer, and returns their file."""
     scales = [[recipe.cache_scale]] * recipe.config["num_hidden_layers"]
     path = folder / "cache_scales.json"
     path.write_text(json.dumps({"scales": {"k_scales": scales, "v_scales": scales}}), encoding="utf-8")

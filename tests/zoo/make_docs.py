@@ -26,9 +26,9 @@ from making import Maker  # noqa: E402
 from row import CONSUMERS, Row  # noqa: E402
 from tables import ROWS  # noqa: E402
 
-from kvdoctor.case import Consumer  # noqa: E402
-from kvdoctor.doctor import Options  # noqa: E402
-from kvdoctor.runtimes import Runtime  # noqa: E402
+from kvdoctor.diagnose.context import Consumer  # noqa: E402
+from kvdoctor.options import Options  # noqa: E402
+from kvdoctor.runtime.client import Runtime  # noqa: E402
 
 DOCUMENT = HERE.parents[1] / "docs" / "zoo.md"
 HEAD = """# The zoo

@@ -15,8 +15,8 @@ import genai_exports
 import optimum_exports
 import transformers_exports
 import variants
-from isolated import EXPORTS, Environment, call
 from row import Row
+from support.isolated import EXPORTS, Environment, call
 from tables import ROWS
 
 HERE = Path(__file__).parent

@@ -88,7 +88,6 @@ ROWS = (
         "optimum",
         "speecht5",
         FRAMES,
-        faults=(Fault("batch-axis-frozen", "pair", "exported for one utterance at a time", "warning"),),
         incomplete="it decodes frames of a spectrogram: there are no tokens to decode and no logits to compare",
     ),
     no_cross_cache("bert2gpt2"),

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvdoctor.case import Consumer
 from kvdoctor.contract import Carry, Growth, SlotKind
+from kvdoctor.diagnose.context import Consumer
 
 Exporter = Literal["committed", "optimum", "transformers", "genai"]
 Variant = Literal["exported", "int8", "fp16", "onnxslim", "ort-basic", "ort-all"]

@@ -19,14 +19,15 @@ import transformers_table
 import variants
 import variants_table
 from diagnosis import diagnose
-from isolated import give_up
 from making import Maker
 from row import CONSUMERS, Row
+from support.isolated import give_up
 from tables import ROWS, SAMPLE
 
-from kvdoctor.doctor import Options
-from kvdoctor.re_exporting import Request, re_export
-from kvdoctor.runtimes import Runtime
+from kvdoctor.options import Options
+from kvdoctor.repair.pipeline import re_export
+from kvdoctor.repair.request import RepairRequest
+from kvdoctor.runtime.client import Runtime
 
 pytestmark = pytest.mark.zoo
 
@@ -95,7 +96,7 @@ def test_a_merged_decoder_passes_the_plain_loop_when_repaired(row: Row, maker: M
     made = maker.make(row)
     if made.obstacle or made.failure:
         give_up(made.obstacle or f"the onnxruntime of this Python does not make it: {made.failure}")
-    report = re_export(Request(str(made.folder), str(tmp_path / "out")), Options())
+    report = re_export(RepairRequest(str(made.folder), str(tmp_path / "out")), Options())
     assert report.repair is not None
     assert report.repair.proved, [entry for entry in report.repair.proof if not entry.holds]
     loop = next(r for r in report.runs if (r.stack, r.experiment) == ("merged", "plain-loop"))

@@ -57,7 +57,7 @@ class Checkpoint:
         config_class: Name of the configuration class in transformers.
         config: Arguments of the configuration class.
         spreads: Standard deviation of the random weights: the first key that is part of a weight's name decides; 0
-            leaves the weight as the model class initialises it.
+            leaves the weight as the model class initializes it.
     """
 
     model_class: str

@@ -38,7 +38,7 @@ def in_noise(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
     """What int8 leaves to be seen of faults: of several tokens on a cache perhaps no more than that they are off."""
     why = "several tokens on a cache differ, and noise hides which see too much"
     unmasked = [fault for fault in faults if fault.check == "mask-not-offset"]
-    return (*faults, *(replace(fault, check="cached-differs", why=why) for fault in unmasked))
+    return (*faults, *(replace(fault, check="chunk-differs", why=why) for fault in unmasked))
 
 
 def rewritten(source: Row, kind: Variant) -> Row:

@@ -1,1 +1,4 @@
-"""The parts of the HTML page, one file each: what is shown, in which shape; `report/html.py` puts them together."""
+"""The parts of the HTML page, one file each; `report/html.py` puts them together.
+
+They take parts of a report and return elements. The sentences come from `report/wording`; no part decides a verdict.
+"""

@@ -1,18 +1,29 @@
-"""What pages are made of: sections with headings in order, tables with captions, figures, commands to copy."""
+"""What pages are made of: sections, tables, figures, commands to copy; and the frame around them.
 
+No script, and nothing is loaded: the policy in the head allows the one style sheet and no more.
+"""
+
+import base64
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 
-from kvdoctor.report.page.markup import Content, Element, h
+from kvdoctor._version import __version__
+from kvdoctor.report.page.markup import Content, Element, h, text
 from kvdoctor.report.safe import printable, shortened
+from kvdoctor.report.wording.units import format_count
 
 LONGEST_CELL = 400
 LONGEST_COMMAND = 5000
+KINDS = {"unhealthy": "bad", "incomplete": "open", "healthy": "good", "nothing-found": "plain"}
+"""The color of each verdict."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where on a page something stands: what its ids begin with, and the level of the headings there."""
+class PagePosition:
+    """A position on a page: the prefix of its ids, and the level of its headings."""
 
     prefix: str = ""
     level: int = 2
@@ -21,19 +32,19 @@ class Place:
         """An id that no other part of the page has."""
         return f"{self.prefix}{name}"
 
-    def below(self, name: str = "") -> "Place":
-        """The place of a part of it."""
-        return Place(f"{self.prefix}{name}-" if name else self.prefix, self.level + 1)
+    def below(self, name: str = "") -> "PagePosition":
+        """The position of a part of it."""
+        return PagePosition(f"{self.prefix}{name}-" if name else self.prefix, self.level + 1)
 
     def heading(self, *title: Content, id_: str | None = None, class_: str | None = None) -> Element:
-        """A heading of the level of this place."""
+        """A heading of the level of this position."""
         return h(f"h{min(self.level, 6)}", title, id=id_, class_=class_)
 
 
-def section(place: Place, name: str, title: Content, *content: Content, class_: str | None = None) -> Element:
+def section(place: PagePosition, name: str, title: Content, *content: Content, class_: str | None = None) -> Element:
     """A section under its heading; links lead to `name`. Those of the highest level are landmarks, with a name."""
     heading = place.id(f"{name}-title")
-    named = {"aria_labelledby": heading} if place.level == Place().level else {}
+    named = {"aria_labelledby": heading} if place.level == PagePosition().level else {}
     return h("section", place.heading(title, id_=heading), content, id=place.id(name), class_=class_, **named)
 
 
@@ -44,7 +55,7 @@ def table(
     head = h("tr", (h("th", title, scope="col") for title in header))
     body = (h("tr", (_cell(cell, index) for index, cell in enumerate(row))) for row in rows)
     made = h("table", h("caption", caption, id=name), h("thead", head), h("tbody", body), class_=class_ or None)
-    return scrolled(name, made)
+    return scrollable(name, made)
 
 
 def _cell(cell: Content, index: int) -> Element:
@@ -53,13 +64,13 @@ def _cell(cell: Content, index: int) -> Element:
     return h("th", cell, scope="row") if index == 0 else h("td", cell)
 
 
-def scrolled(named_by: str, *content: Content) -> Element:
-    """What a keyboard can scroll; `named_by` is the id of what names it."""
+def scrollable(named_by: str, *content: Content) -> Element:
+    """A part that scrolls, also by keyboard; `named_by` is the id of the element that names it."""
     return h("div", content, class_="scroll", role="group", aria_labelledby=named_by, tabindex=0)
 
 
-def facts(rows: Iterable[tuple[Content, Content]], class_: str = "facts") -> Element:
-    """Labels and what stands beside them; a label that repeats is empty."""
+def label_list(rows: Iterable[tuple[Content, Content]], class_: str = "facts") -> Element:
+    """Labels with their texts; a label that repeats is empty."""
     return h("dl", (h("div", h("dt", label), h("dd", value)) for label, value in rows), class_=class_)
 
 
@@ -69,37 +80,79 @@ def code(text: str, longest: int = LONGEST_CELL) -> Element | None:
 
 
 def command(text: str) -> Element:
-    """A command to copy: one click takes all of it. What has an escape in it is not what the shell must be given."""
+    """A command to copy: one click selects it. A note warns of escapes, which a shell does not take."""
     short = shortened(text, LONGEST_COMMAND)
     altered = printable(short) != text
     parts = [short[start : start + 1000] for start in range(0, len(short), 1000)]
-    note = h("p", "The name has characters that are shown as escapes here: write them yourself.", class_="hint")
+    note = h("p", "The name has characters that are shown as escapes here. Type them yourself.", class_="hint")
     return h("div", h("pre", h("code", parts, class_="copy"), tabindex=0), note if altered else None, class_="command")
 
 
-def folded(summary: Content, *content: Content, open_: bool = False) -> Element:
-    """What is there for who asks; printed, it is open."""
+def fold(summary: Content, *content: Content, open_: bool = False) -> Element:
+    """Details that open on a click; printed, they are open."""
     return h("details", h("summary", summary), content, open=open_)
 
 
-def listed(items: Iterable[Content]) -> Element:
-    """A list."""
+def bullets(items: Iterable[Content]) -> Element:
+    """A list with bullets."""
     return h("ul", (h("li", item) for item in items))
 
 
 def chip(word: str, kind: str) -> Element:
-    """A word with the colour of its kind; the word says it too."""
+    """A word with the color of its kind."""
     return h("span", word, class_=f"chip {kind}")
 
 
-def counted(number: int, what: str) -> str:
-    """`1 error`, `2 errors`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def more_line(left_out: int, what: str) -> Element | None:
-    """What is not shown, and where it is."""
+    """How much is not shown, and where it is."""
     if left_out <= 0:
         return None
-    text = f"{counted(left_out, what)} more are not shown here" if left_out > 1 else f"1 {what} more is not shown here"
-    return h("p", f"{text}; --format json has all of them.", class_="hint")
+    verb = "are" if left_out > 1 else "is"
+    text = f"{format_count(left_out, f'more {what}')} {verb} not shown here; --format json has all of them."
+    return h("p", text, class_="hint")
+
+
+@cache
+def read_style() -> str:
+    """The style sheet as it is written into the page."""
+    lines = files("kvdoctor.report.page").joinpath("style.css").read_text(encoding="utf-8").splitlines()
+    return "\n".join(line.strip() for line in lines if line.strip())
+
+
+def content_policy() -> str:
+    """The content security policy: nothing but the one style sheet with this SHA-256 (CSP level 3)."""
+    digest = base64.b64encode(hashlib.sha256(read_style().encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+
+
+def write_page(title: str, links: Iterable[tuple[str, Content]], *content: Content) -> str:
+    """The whole document. `links` are ids on the page with the titles of the sections there."""
+    head = (
+        f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{text(content_policy())}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n'
+        f"<title>{text(title)}</title>\n<style>{read_style()}</style>"
+    )
+    contents = h("ul", (h("li", h("a", word, href=f"#{name}")) for name, word in links))
+    body: tuple[Element, ...] = (
+        h("a", "Skip to the report", href="#report", class_="skip"),
+        h(
+            "div",
+            h("nav", h("p", "On this page", class_="nav-title"), contents, aria_label="On this page"),
+            h("main", content, id="report", tabindex=-1),
+            class_="frame",
+        ),
+        h("footer", _foot()),
+    )
+    written = "".join(map(str, body))
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{written}\n</body>\n</html>\n'
+
+
+def _foot() -> Element:
+    return h(
+        "p",
+        f"Written by kvdoctor {__version__}, which diagnoses ONNX decoders with a KV cache. This page has no script "
+        "and loads nothing. The same report for programs: ",
+        h("code", "--format json"),
+        ".",
+    )

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvdoctor.contract import CacheContract, Port, Role
-from kvdoctor.report import contract_words
-from kvdoctor.report.page.grouping import Group, fitted, grouped, patterns
+from kvdoctor.report.page.grouping import Group, fit, group_slots, merge_names
 from kvdoctor.report.page.markup import Content, Element, h
+from kvdoctor.report.wording.contract import GROWTH_WORDS, format_slot_type
 
 WIDTH = 780
 LEFT, BOX = 8, 250
@@ -21,12 +21,12 @@ MOST_FED, MOST_GROUPS = 6, 8
 GIVEN: tuple[Role, ...] = ("logits", "next_token")
 CARRIED = {
     "feed-back": "feed back: the next step's past",
-    "hold": "hold the value of step 0, feed it at every step",
-    "append": "append to the past, feed the whole",
+    "hold": "keep the value of step 0, feed it at every step",
+    "append": "append to the past, feed all of it",
     "write": "write into the past at the past length",
-    "shift": "shift in at the end, the oldest rows out",
+    "shift": "append at the end, drop the oldest rows",
     "drop-oldest": "feed back without the first row",
-    "extend": "feed back with one row of zeros behind it",
+    "extend": "feed back, followed by one row of zeros",
 }
 
 
@@ -39,13 +39,13 @@ class Box:
 
     @property
     def height(self) -> int:
-        """What it takes."""
+        """The height in pixels."""
         return 2 * PAD + LINE * len(self.lines)
 
 
-def diagram(contract: CacheContract, name: str) -> Element:
+def draw_contract(contract: CacheContract, name: str) -> Element:
     """The picture; `name` is the id of what names it."""
-    groups = grouped(contract.slots)
+    groups = group_slots(contract.slots)
     drawn: list[Content] = []
     fed, given = _fed_box(contract), _given_box(contract)
     graph = _graph_lines(contract)
@@ -66,9 +66,9 @@ def diagram(contract: CacheContract, name: str) -> Element:
         y += 24
     box = h("rect", x=GRAPH, y=16, width=GRAPH_BOX, height=y - 16, rx=10, class_="graph-box")
     titles = (
-        ("what a step is fed", LEFT + BOX / 2),
+        ("inputs of a step", LEFT + BOX / 2),
         ("graph", GRAPH + GRAPH_BOX / 2),
-        ("what it returns", RIGHT + BOX / 2),
+        ("outputs of a step", RIGHT + BOX / 2),
     )
     heads = [h("text", word, x=x, y=10, class_="column") for word, x in titles]
     return h(
@@ -79,7 +79,7 @@ def diagram(contract: CacheContract, name: str) -> Element:
         viewBox=f"0 -4 {WIDTH} {y + 12}",
         class_="wide",
         role="img",
-        aria_label=_told(contract, groups),
+        aria_label=_describe(contract, groups),
         id=name,
     )
 
@@ -95,7 +95,7 @@ def _given_box(contract: CacheContract) -> Box:
 
 
 def _ports_box(ports: Sequence[Port], title: str) -> Box:
-    lines = [(title, "box-title"), *((fitted(port.name, MONO), "mono") for port in ports[:MOST_FED])]
+    lines = [(title, "box-title"), *((fit(port.name, MONO), "mono") for port in ports[:MOST_FED])]
     if len(ports) > MOST_FED:
         lines.append((f"and {len(ports) - MOST_FED} more", "sans"))
     return Box(tuple(lines), "box")
@@ -120,7 +120,7 @@ def _graph_lines(contract: CacheContract) -> list[tuple[str, str]]:
 
 
 def _wrapped(text: str, face: str) -> list[tuple[str, str]]:
-    pieces = textwrap.wrap(fitted(text, 3 * IN_GRAPH), IN_GRAPH, break_on_hyphens=True)
+    pieces = textwrap.wrap(fit(text, 3 * IN_GRAPH), IN_GRAPH, break_on_hyphens=True)
     return [(piece, face) for piece in pieces] or [("?", face)]
 
 
@@ -130,28 +130,28 @@ def _graph_text(y: int, lines: Sequence[tuple[str, str]]) -> Iterator[Element]:
 
 
 def _past_box(group: Group) -> Box:
-    names = patterns(slot.past for slot in group.slots)
-    typed = textwrap.wrap(fitted(contract_words.typed(group.first), 3 * SANS), SANS + 3)
-    head = ((fitted(group.title, SANS - 1), "box-title"), (f"{group.count}, {group.first.growth}", "sans"))
+    names = merge_names(slot.past for slot in group.slots)
+    typed = textwrap.wrap(fit(format_slot_type(group.first), 3 * SANS), SANS + 3)
+    head = ((fit(group.title, SANS - 1), "box-title"), (f"{group.count}, {group.first.growth}", "sans"))
     return Box((*head, *((line, "small") for line in typed), *_names(names)), "box past")
 
 
 def _present_box(group: Group) -> Box:
     slot = group.first
-    names = patterns(slot.present for slot in group.slots if slot.present is not None)
+    names = merge_names(slot.present for slot in group.slots if slot.present is not None)
     if slot.emptied:
         return Box(
-            (("present, emptied", "box-title bad"), *_wide("returned without elements by later steps"), *_names(names)),
-            "box sick",
+            (("present, emptied", "box-title bad"), *_wide("later steps return it without elements"), *_names(names)),
+            "box faulty",
         )
     if not names:
-        filled = patterns(slot.filled_by for slot in group.slots if slot.filled_by is not None)
-        made = {"encode": "made by the encoder", "prefill": "made by step 0"}.get(slot.filled_in, "made once")
+        filled = merge_names(slot.filled_by for slot in group.slots if slot.filled_by is not None)
+        made = {"encode": "computed by the encoder", "prefill": "computed by step 0"}.get(
+            slot.filled_in, "computed once"
+        )
         first = made if filled else "given by the caller"
         return Box((("no present in later steps", "box-title"), (first, "sans"), *_names(filled)), "box missing")
-    return Box(
-        (("present", "box-title"), *_wide(contract_words.GROWTH_WORDS[slot.growth]), *_names(names)), "box present"
-    )
+    return Box((("present", "box-title"), *_wide(GROWTH_WORDS[slot.growth]), *_names(names)), "box present")
 
 
 def _wide(words: str) -> list[tuple[str, str]]:
@@ -159,7 +159,7 @@ def _wide(words: str) -> list[tuple[str, str]]:
 
 
 def _names(names: Sequence[str]) -> list[tuple[str, str]]:
-    lines = [(fitted(name, MONO), "mono") for name in names[:2]]
+    lines = [(fit(name, MONO), "mono") for name in names[:2]]
     if len(names) > 2:
         lines.append((f"and {len(names) - 2} more names", "sans"))
     return lines
@@ -180,11 +180,11 @@ def _back(y: int, group: Group) -> Iterator[Element]:
     """The way from what a step returns to the past of the next one."""
     slot = group.first
     low, start, end = y + 20, RIGHT + BOX / 2, LEFT + BOX / 2
-    kind = "carry hold" if slot.carry == "hold" else "carry"
+    kind = "carry keep" if slot.carry == "hold" else "carry"
     if slot.carry == "hold":
-        words = "hold what the caller gave" if slot.is_given else CARRIED["hold"]
+        words = "keep the value that the caller gave" if slot.is_given else CARRIED["hold"]
         if slot.filled_in == "encode":
-            words = "hold what the encoder made, feed it at every step"
+            words = "keep the encoder's output, feed it at every step"
     else:
         words = CARRIED[slot.carry]
     yield h("path", d=f"M{start:.0f} {y}V{low}H{end:.0f}V{y + 6}m-5 5l5 -5l5 5", class_=kind)
@@ -194,10 +194,10 @@ def _back(y: int, group: Group) -> Iterator[Element]:
     yield h("text", words, x=middle, y=low + 4, class_="pill-text")
 
 
-def _told(contract: CacheContract, groups: Sequence[Group]) -> str:
+def _describe(contract: CacheContract, groups: Sequence[Group]) -> str:
     """The diagram in words."""
-    told = []
+    lines = []
     for group in groups[:MOST_GROUPS]:
         emptied = ", emptied by later steps" if group.first.emptied else ""
-        told.append(f"{group.title}, {group.count}: {CARRIED[group.first.carry]}{emptied}")
-    return f"The cache contract of {contract.graph('decode').file}. {'; '.join(told)}. The table below has each slot."
+        lines.append(f"{group.title}, {group.count}: {CARRIED[group.first.carry]}{emptied}")
+    return f"The cache contract of {contract.graph('decode').file}. {'; '.join(lines)}. The table below has each slot."

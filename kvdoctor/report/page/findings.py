@@ -1,13 +1,24 @@
-"""Findings with their evidence and the command that mends them, and what was not checked."""
+"""Findings with their evidence and the command that fixes them, and the checks that could not run."""
 
 import re
 from collections.abc import Iterator, Sequence
 
 from kvdoctor.findings import Finding, NotChecked
-from kvdoctor.report import wording
-from kvdoctor.report.page.blocks import Place, chip, code, command, counted, facts, folded, listed, more_line, table
+from kvdoctor.report.page.blocks import (
+    PagePosition,
+    bullets,
+    chip,
+    code,
+    command,
+    fold,
+    label_list,
+    more_line,
+    table,
+)
 from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.report.safe import shortened
+from kvdoctor.report.wording.finding import format_headline, list_details
+from kvdoctor.report.wording.units import format_count
 
 MOST = 100
 MOST_IN_A_LINE = 400
@@ -17,20 +28,20 @@ LONGEST = 900
 TYPE = re.compile(r"\w+\[[^\]]*\]")
 
 
-def shown(found: Sequence[Finding], place: Place) -> Iterator[Content]:
+def show_findings(found: Sequence[Finding], place: PagePosition) -> Iterator[Content]:
     """The findings, each an article; of very many the rest is a line each, and what is left then is counted."""
     if not found:
         yield h("p", "None.")
     for number, finding in enumerate(found[:MOST]):
-        yield article(finding, place, place.id(f"finding-{number}"))
+        yield show_finding(finding, place, place.id(f"finding-{number}"))
     if rest := found[MOST : MOST + MOST_IN_A_LINE]:
-        lines = [shortened(wording.headline(finding), 300) for finding in rest]
-        yield folded(f"{counted(len(rest), 'finding')} more, in a line each", listed(lines))
+        lines = [shortened(format_headline(finding), 300) for finding in rest]
+        yield fold(f"{format_count(len(rest), 'more finding')} in one line each", bullets(lines))
     yield more_line(len(found) - MOST - MOST_IN_A_LINE, "finding")
 
 
-def article(finding: Finding, place: Place, name: str) -> Element:
-    """One finding: what, where, promised against observed, what follows, and the repair."""
+def show_finding(finding: Finding, place: PagePosition, name: str) -> Element:
+    """One finding: cause, location, declared and observed, evidence, effects, and the fix."""
     title = place.heading(
         chip(finding.severity, finding.severity),
         " ",
@@ -45,8 +56,8 @@ def article(finding: Finding, place: Place, name: str) -> Element:
         "article",
         title,
         h("p", shortened(finding.cause, LONGEST), class_="cause"),
-        facts(_evidence(finding)),
-        _repair(finding),
+        label_list(_evidence(finding)),
+        _fix(finding),
         h(
             "p",
             "More: ",
@@ -61,34 +72,34 @@ def article(finding: Finding, place: Place, name: str) -> Element:
 
 
 def _evidence(finding: Finding) -> Iterator[tuple[Content, Content]]:
-    lines = [(label, text) for label, text in wording.evidence(finding) if label not in ("repair", "")]
+    lines = [(label, text) for label, text in list_details(finding) if label not in ("fix", "")]
     before = ""
     for label, text in lines[:MOST_EVIDENCE]:
         yield ("" if label == before else label), _value(label, text)
         before = label
     if len(lines) > MOST_EVIDENCE:
-        yield "", f"{len(lines) - MOST_EVIDENCE} lines more in --format json"
+        yield "", f"{len(lines) - MOST_EVIDENCE} more lines are in --format json"
     if subjects := finding.subject[:MOST_SUBJECTS]:
         more = f" and {len(finding.subject) - MOST_SUBJECTS} more" if len(finding.subject) > MOST_SUBJECTS else ""
         yield "concerns", h("span", [[code(name, 200), " "] for name in subjects], more)
 
 
 def _value(label: str, text: str) -> Content:
-    is_type = label in ("promised", "observed") and TYPE.fullmatch(text[:LONGEST])
+    is_type = label in ("declared", "observed") and TYPE.fullmatch(text[:LONGEST])
     return code(text, LONGEST) if is_type else shortened(text, LONGEST)
 
 
-def _repair(finding: Finding) -> Element:
+def _fix(finding: Finding) -> Element:
     advice = finding.repair
     if not advice.command:
-        return h("div", h("p", h("strong", "Repair: "), advice.text), class_="repair")
-    return h("div", h("p", h("strong", "Repair:")), command(advice.command), h("p", advice.text), class_="repair")
+        return h("div", h("p", h("strong", "Fix: "), advice.text), class_="repair")
+    return h("div", h("p", h("strong", "Fix:")), command(advice.command), h("p", advice.text), class_="repair")
 
 
-def unchecked(entries: Sequence[NotChecked], place: Place) -> Iterator[Content]:
-    """What was not checked, with the reasons."""
+def show_not_checked(entries: Sequence[NotChecked], place: PagePosition) -> Iterator[Content]:
+    """The checks that could not run, with the reasons."""
     if not entries:
-        yield h("p", "Nothing that belongs to this command was left out for want of means.")
+        yield h("p", "Every check of this command ran.")
         return
     rows = [
         (
@@ -100,6 +111,6 @@ def unchecked(entries: Sequence[NotChecked], place: Place) -> Iterator[Content]:
         for entry in entries[:MOST_IN_A_LINE]
     ]
     yield table(
-        place.id("unchecked-table"), "Not checked", ("check", "stack", "reason", "leaves the verdict open"), rows
+        place.id("unchecked-table"), "Not checked", ("check", "stack", "reason", "needed for the verdict"), rows
     )
     yield more_line(len(entries) - MOST_IN_A_LINE, "check")

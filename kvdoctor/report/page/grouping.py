@@ -1,11 +1,11 @@
-"""Slots that are drawn as one: 24 layers are one row with a count, not 24."""
+"""Slots that are shown as one: 24 layers are one row with a count, not 24."""
 
 import re
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from kvdoctor.contract import Slot
-from kvdoctor.report import contract_words
+from kvdoctor.report.wording.contract import fixed_axes, format_layers
 
 DIGITS = re.compile(r"(\d+)", re.ASCII)
 LONGEST_NAME = 2000
@@ -25,7 +25,7 @@ class Group:
     @property
     def title(self) -> str:
         """`self-attention, layers 0 to 23`."""
-        return f"{self.first.kind}, {contract_words.layers(self.slots)}"
+        return f"{self.first.kind}, {format_layers(self.slots)}"
 
     @property
     def count(self) -> str:
@@ -33,17 +33,17 @@ class Group:
         return f"{len(self.slots)} slot{'s' if len(self.slots) > 1 else ''}"
 
 
-def grouped(slots: Iterable[Slot], more: Callable[[Slot], Hashable] = lambda _: None) -> list[Group]:
-    """The groups in the order of their first slots; `more` is what the slots of a group must also have alike."""
+def group_slots(slots: Iterable[Slot], more: Callable[[Slot], Hashable] = lambda _: None) -> list[Group]:
+    """The groups in the order of their first slots; slots of a group also agree in `more`."""
     found: dict[Hashable, list[Slot]] = {}
     for slot in slots:
         alike = (slot.kind, slot.growth, slot.window, slot.dtype, slot.carry, slot.emptied, slot.filled_in)
-        key = (alike, contract_words.sizes(slot), slot.present is None, more(slot))
+        key = (alike, fixed_axes(slot), slot.present is None, more(slot))
         found.setdefault(key, []).append(slot)
     return [Group(tuple(slots)) for slots in found.values()]
 
 
-def patterns(names: Iterable[str]) -> list[str]:
+def merge_names(names: Iterable[str]) -> list[str]:
     """Names that differ in their numbers alone as one: `present.0…23.key`."""
     found: dict[tuple[str, ...], list[list[str]]] = {}
     for name in names:
@@ -53,8 +53,8 @@ def patterns(names: Iterable[str]) -> list[str]:
 
 
 def _pattern(words: tuple[str, ...], numbers: list[list[str]]) -> str:
-    told = [_range([row[place] for row in numbers]) for place in range(len(words) - 1)]
-    return "".join(part for pair in zip(words, [*told, ""], strict=True) for part in pair)
+    ranges = [_range([row[place] for row in numbers]) for place in range(len(words) - 1)]
+    return "".join(part for pair in zip(words, [*ranges, ""], strict=True) for part in pair)
 
 
 def _range(numbers: list[str]) -> str:
@@ -70,7 +70,7 @@ def _order(number: str) -> tuple[int, str]:
     return len(short), short
 
 
-def fitted(text: str, characters: int) -> str:
+def fit(text: str, characters: int) -> str:
     """A text that is no longer than its box: the middle of a longer one is left out."""
     if len(text) <= characters:
         return text

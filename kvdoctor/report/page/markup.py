@@ -1,7 +1,7 @@
 """Elements of a page that escape by construction: every text and every attribute is data, never markup.
 
-Of what was looked at, Jinja2 escapes where it is told to, and dominate, htpy and xml.etree build elements as this does.
-None of them makes control and direction characters visible, bounds a text, or refuses what loads something.
+Jinja2 escapes only where a template asks for it; dominate, htpy and xml.etree build elements as this module does. None
+of them makes control and direction characters visible, limits the length of a text, or refuses what loads something.
 """
 
 import re

@@ -1,0 +1,167 @@
+"""What the axes of a slot count: by the exporter's naming rule, checked against the shape and the dataflow."""
+
+from kvdoctor.analysis.dataflow.states import StateFlow
+from kvdoctor.analysis.dialects.dialect import SlotName, parse_axes
+from kvdoctor.contract import Axis, Dim, Growth, SlotKind
+from kvdoctor.model.cache_operators import CONTRIB
+from kvdoctor.model.flatten import FlatNode
+from kvdoctor.model.flow import Flow
+from kvdoctor.model.view import GraphView
+
+BUFFERED: set[Growth] = {"static", "delta", "ring"}
+LENGTHS: set[Axis] = {"batch", "past"}
+WIDTHS: set[Axis] = {"kv_heads", "head_dim", "layers"}
+STATES = ("conv-state", "recurrent-state", "counter")
+FUSED = ("GroupQueryAttention", "MultiHeadAttention", "PagedAttention")
+MOST_NODES_BACK = 4
+"""Nodes between the queries and the weight that makes them: a cast, an addition of the bias."""
+
+
+def slot_axes(
+    shape: tuple[Dim, ...], kind: SlotKind, growth: Growth, name: SlotName | None, state: StateFlow | None
+) -> tuple[Axis, ...]:
+    """Name the axes of a past input.
+
+    The rule's order holds where its rank is the tensor's and new entries join along the axis that it calls the length;
+    otherwise shape and dataflow decide.
+    """
+    if kind == "recurrent-state" and state is not None and state.batch == 1:
+        return parse_axes("1B" + "Z" * (len(shape) - 2))  # of an LSTM, GRU or RNN of ONNX
+    if growth == "paged":
+        known = parse_axes("KkNH" if len(shape) == 4 else "KkH")[: len(shape)]
+        return (*known, *parse_axes("1" * (len(shape) - len(known))))
+    at = state.axis if state is not None else None
+    ruled = _axes_by_name(shape, name)
+    length = next((i for i, axis in enumerate(ruled or ()) if axis in ("past", "capacity", "encoder")), None)
+    if ruled is None or (at is not None and length is not None and at != length and kind != "cross-attention"):
+        ruled = _axes_by_structure(shape, kind, at, state.layers if state is not None else None)
+    if not {"past", "capacity", "encoder"} & set(ruled):
+        return ruled
+    if ruled[0] == "parts" and name is not None and name.part in ("key", "value"):
+        ruled = ("layers", *ruled[1:])  # a tensor of keys alone, or of values alone, has no parts axis
+    if ruled[:2] == ("batch", "kv_heads") and shape[1] == 1 and isinstance(shape[0], int) and shape[0] > 1:
+        ruled = ("kv_heads", "batch", *ruled[2:])  # NPU layouts have the heads in front of a batch of 1
+    meaning = _length_meaning(shape, ruled, kind, growth, state is not None and state.cut)
+    return tuple(meaning if axis in ("past", "capacity", "encoder") else axis for axis in ruled)
+
+
+def as_number(dim: Dim, axis: Axis | None = None) -> Dim:
+    """Convert a size that is written as a name, "8", to a number: the exporter of transformers writes such names.
+
+    A name stays a name where `axis`, that of an output, varies: Optimum calls the number of new tokens of its outputs
+    "1". No exporter is known to do so on inputs.
+    """
+    varies = axis in ("batch", "batch_heads", "new", "past", "total")
+    return int(dim) if isinstance(dim, str) and dim.isascii() and dim.isdigit() and not varies else dim
+
+
+def _axes_by_structure(
+    shape: tuple[Dim, ...], kind: SlotKind, at: int | None, layers: int | None = None
+) -> tuple[Axis, ...]:
+    """Axes by rank, by which sizes are numbers, by the axis `at` of new entries, and by the axis of `layers`."""
+    rank = len(shape)
+    if kind in STATES:
+        return _state_axes(shape, kind)
+    if layers is not None and rank > 3 and at != layers and isinstance(shape[layers], int):
+        within = at - (at > layers) if at is not None else None
+        rest = _axes_by_structure((*shape[:layers], *shape[layers + 1 :]), kind, within)
+        return (*rest[:layers], "layers", *rest[layers:])
+    return _by_rank(shape, kind, _likely_length(shape) if at is None else at)
+
+
+def _by_rank(shape: tuple[Dim, ...], kind: SlotKind, at: int) -> tuple[Axis, ...]:
+    rank = len(shape)
+    if rank == 6:
+        return parse_axes("L2BNSH" if at == 4 else "L2BSNH")
+    if rank == 5:
+        if shape[0] == 2:
+            return parse_axes("2BNSH" if at == 3 else "2BSNH")
+        if shape[1] == 2:
+            return parse_axes("B2NSH")
+        if isinstance(shape[0], int) and not isinstance(shape[1], int):
+            return parse_axes("LBNSH" if at == 3 else "LBSNH")
+        return parse_axes("BN1HS" if at == 4 else "BN1SH")
+    if rank == 4:
+        return parse_axes({0: "SBNH", 1: "BSNH", 3: "BNHS"}.get(at, "BNSH"))
+    if rank == 3:
+        first = "X" if "head" in str(shape[0]) else "B"
+        width = "D" if kind == "hidden-memory" else "H"
+        return parse_axes({0: "SB" + width, 2: f"{first}{width}S"}.get(at, f"{first}S{width}"))
+    return tuple("past" if index == at else "state" for index in range(rank))
+
+
+def _axes_by_name(shape: tuple[Dim, ...], name: SlotName | None) -> tuple[Axis, ...] | None:
+    if name is None:
+        return None
+    order = name.rule.value_order if name.part == "value" and name.rule.value_order else name.rule.order
+    if not order or len(order) != len(shape):
+        return None
+    ruled = parse_axes(order)
+    if ruled[0] == "parts" and isinstance(as_number(shape[0]), str):
+        return None
+    # A name alone proves nothing: where a length is a number and a width is open, the axes come in another order.
+    fixed_lengths = any(isinstance(as_number(d), int) for d, axis in zip(shape, ruled, strict=True) if axis in LENGTHS)
+    open_widths = any(not isinstance(as_number(d), int) for d, axis in zip(shape, ruled, strict=True) if axis in WIDTHS)
+    return None if fixed_lengths and open_widths else ruled
+
+
+def _length_meaning(shape: tuple[Dim, ...], ruled: tuple[Axis, ...], kind: SlotKind, growth: Growth, cut: bool) -> Axis:
+    if kind in ("cross-attention", "encoder-states"):
+        return "encoder"
+    at = next(i for i, axis in enumerate(ruled) if axis in ("past", "capacity", "encoder"))
+    if growth == "delta" and not isinstance(shape[at], int) and ruled[at] == "past" and not cut:
+        return "past"
+    return "capacity" if growth in BUFFERED else "past"
+
+
+def _likely_length(shape: tuple[Dim, ...]) -> int:
+    """The axis that most likely counts tokens: the first after the batch whose size is no number."""
+    rank = len(shape)
+    usual = rank - 2 if rank != 3 else 1
+    open_axes = [i for i in range(1, rank) if not isinstance(shape[i], int)]
+    return usual if usual in open_axes or not open_axes else open_axes[0]
+
+
+def _state_axes(shape: tuple[Dim, ...], kind: SlotKind) -> tuple[Axis, ...]:
+    """Axes of a state: the first is the batch where its size is no number, or is 1 followed by two others."""
+    if kind == "counter":
+        return parse_axes("1" * len(shape))
+    if len(shape) > 1 and isinstance(shape[0], int) and str(shape[1]).lower().startswith("batch"):
+        return parse_axes("ZB" + "Z" * (len(shape) - 2))
+    batched = bool(shape) and (not isinstance(shape[0], int) or (shape[0] == 1 and len(shape) >= 3))
+    if not batched:
+        return parse_axes("Z" * len(shape))
+    return parse_axes("BCZ" if kind == "conv-state" and len(shape) == 3 else "B" + "Z" * (len(shape) - 1))
+
+
+def find_head_dim(view: GraphView, flow: Flow, node: FlatNode) -> int | None:
+    """The head_dim of one fused attention: the width of its queries over its number of heads.
+
+    None where the node does not say: caches may leave head_dim to a config.
+    """
+    if node.domain != CONTRIB or node.op not in FUSED:
+        return None
+    heads, groups = node.number("num_heads", 0), node.number("kv_num_heads", 0)
+    if len(node.inputs) < 2 or not node.inputs[1]:  # queries, keys and values in one
+        heads = heads + 2 * groups if groups > 0 else 0
+    width = _last_size(view, flow, node.inputs[0])
+    return width // heads if width and heads > 0 and width % heads == 0 else None
+
+
+def _last_size(view: GraphView, flow: Flow, name: str) -> int | None:
+    """The last size of a value: as declared, or as the weight that it is multiplied with has it."""
+    declared = {value.name: value.type.tensor_type.shape.dim for value in view.model.graph.value_info}
+    for _ in range(MOST_NODES_BACK):
+        sizes = declared.get(name)
+        if sizes and len(sizes) <= 3 and sizes[-1].dim_value > 0:
+            return int(sizes[-1].dim_value)
+        node = flow.producers.get(name)
+        if node is None or node.op not in ("MatMul", "MatMulNBits", "Add", "Cast", "Identity"):
+            return None
+        if node.op == "MatMulNBits":
+            return node.number("N", 0) or None
+        if node.op == "MatMul":
+            weight = flow.constant(node.inputs[1]) if len(node.inputs) > 1 else None
+            return int(weight.dims[-1]) if weight is not None and len(weight.dims) == 2 else None
+        name = node.inputs[0]
+    return None

@@ -1,0 +1,183 @@
+"""Reads the cache contract of a stack from its graphs, its side-car configs and the exporter's names."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from kvdoctor.analysis.completeness import add_missing_parts, as_no_decoder
+from kvdoctor.analysis.configs import context_limit, decoder_config, is_count
+from kvdoctor.analysis.model_folder import SideCars
+from kvdoctor.analysis.port_roles import match_rule
+from kvdoctor.analysis.ports import DecoderPorts, EncoderPorts, hold_encoder_states
+from kvdoctor.analysis.slot_init import give_cross_caches
+from kvdoctor.analysis.slots import SlotReader
+from kvdoctor.analysis.stacks import StackFiles, StackParts
+from kvdoctor.analysis.token_inputs import TokenInputs, find_swapped_inputs, find_token_inputs
+from kvdoctor.contract import CacheContract, Graph, MissingPart, Phase, Slot
+from kvdoctor.decode.runs import Run
+from kvdoctor.model.precision import exactness_of
+from kvdoctor.model.view import GraphView
+
+FIXED_GROWTHS = ("static", "delta", "ring", "paged")
+"""Growths that a layout's name ends with."""
+
+
+def read_contract(stack: StackFiles, side_cars: SideCars) -> CacheContract:
+    """Read how to drive a stack. What cannot be determined is listed in `missing`."""
+    return _Reader(stack, side_cars, StackParts.of(stack, side_cars.config, side_cars.genai)).read()
+
+
+def add_observed_sizes(contract: CacheContract, runs: tuple[Run, ...]) -> CacheContract:
+    """Add what only runs show: which held slots, filled by the prefill, a decode step returns empty."""
+    plain = next((run for run in runs if run.experiment == "plain-loop"), None)
+    steps = plain.steps if plain is not None else ()
+    emptied = {name for step in steps if step.phase == "decode" and step.step == 1 for name in step.empty}
+    slots = tuple(
+        replace(slot, emptied=slot.emptied or (slot.carry == "hold" and slot.present in emptied))
+        for slot in contract.slots
+    )
+    return replace(contract, slots=slots)
+
+
+@dataclass(eq=False, repr=False)
+class _Reader:
+    """Reads one stack. `missing` and `evidence` grow while it reads."""
+
+    stack: StackFiles
+    side_cars: SideCars
+    parts: StackParts
+    missing: list[MissingPart] = field(default_factory=list, init=False)
+    evidence: list[str] = field(default_factory=list, init=False)
+    vocabularies: list[int] = field(default_factory=list, init=False)
+
+    def read(self) -> CacheContract:
+        parts = self.parts
+        tokens = find_token_inputs(parts)
+        ids = tokens.ids[parts.first.name]
+        found = SlotReader(parts, self._claimed(tokens), {ids} if ids else set(), tokens.names).read()
+        slots = found.slots
+        if self.stack.kind == "decoder-only" and parts.encoder is None:
+            slots = give_cross_caches(slots) if tokens.names else slots
+            if any(slot.filled_in == "encode" for slot in slots):
+                self.evidence.append("no file makes the cross-attention cache: the caller's encoder gives it")
+        self.missing += [*tokens.missing, *self._find_flaws(), *found.missing]
+        self.evidence += found.evidence
+        graphs = self._read_decoders(slots, tokens)
+        phases = self._phases(graphs)
+        graphs["decoder"], states = hold_encoder_states(graphs["decoder"], graphs.get("first-step"))
+        slots = (*slots, *states)
+        if parts.encoder is not None and _needs_encoder(graphs, slots):
+            encoder = EncoderPorts(parts, parts.encoder)
+            graphs["encoder"], phases["encode"] = encoder.read(slots), Phase("encoder")
+            self.missing += encoder.missing
+        has_codebooks = any("batch_codebooks" in p.axes for graph in graphs.values() for p in graph.inputs)
+        contract = CacheContract(
+            layout=self._layout(slots),
+            graphs=graphs,
+            phases=phases,
+            slots=slots,
+            first_step=self._first_step(),
+            exactness=exactness_of(self._decoding_graphs(), slots),
+            vocabulary=self._vocabulary(graphs["decoder"]),
+            context_limit=context_limit(self.side_cars.config, self.side_cars.genai),
+            heads=parts.known.numbers.get("heads"),
+            codebooks=(parts.codebooks or 1) if has_codebooks else 1,
+            evidence=tuple(dict.fromkeys(self.evidence)),
+            contradictions=(*found.contradictions, *find_swapped_inputs(parts.decode)),
+        )
+        if self.stack.operator is not None:
+            return contract  # the operator calls its graphs, and knows what to feed them
+        return as_no_decoder(contract) if contract.no_decoder else add_missing_parts(contract, self.missing)
+
+    def _find_flaws(self) -> Iterator[MissingPart]:
+        """Parts of the graphs that no runtime can compute, or that are too large to be followed."""
+        decode, first = self.parts.decode, self.parts.first
+        for file, flow in ((decode, decode.dataflow), (first, first.first_dataflow)):
+            if flow is None:
+                yield MissingPart(file.name, "its local functions are too many or nested too deeply to be inlined")
+                continue
+            if flow.budget.is_spent:
+                yield MissingPart(file.name, "its inputs reach too many nodes to be followed one by one")
+            yield from (MissingPart(name, reason) for name, reason in flow.flow.flaws.items())
+
+    def _claimed(self, tokens: TokenInputs) -> set[str]:
+        """Inputs of the decode graph that a name gives another role than that of a slot."""
+        view, dialect = self.parts.decode.graph, self.parts.dialect
+        slots = {name.past for name in dialect.find_slots(view.inputs)} if dialect else set()
+        switch = {view.branches[0]} if view.branches else set()
+        by_name = {name for name, port in view.inputs.items() if match_rule(port, self.parts.input_rules) is not None}
+        ids = tokens.ids[self.parts.decode.name]
+        return (by_name - slots) | switch | ({ids} if ids else set())
+
+    def _read_decoders(self, slots: tuple[Slot, ...], tokens: TokenInputs) -> dict[str, Graph]:
+        """The graph of decode steps and, in a pair, that of the first step."""
+        files = {"decoder": self.parts.decode}
+        if self.parts.first is not self.parts.decode:
+            files["first-step"] = self.parts.first
+        graphs = {}
+        for name, file in files.items():
+            reader = DecoderPorts(self.parts, file, slots, tokens)
+            graphs[name] = reader.read()
+            self.missing += reader.missing
+            self.evidence += reader.evidence
+            self.vocabularies += [reader.vocabulary] if reader.vocabulary else []
+        return graphs
+
+    def _phases(self, graphs: dict[str, Graph]) -> dict[str, Phase]:
+        if self.stack.kind == "merged":
+            switch, branches = self.parts.decode.graph.branches or ("", None)
+            on = branches.on if branches is not None else True
+            self.evidence.append(f"one graph: its If on {switch!r} selects the cached or the no-past branch")
+            return {"prefill": Phase("decoder", not on), "decode": Phase("decoder", on)}
+        if "first-step" in graphs:
+            self.evidence.append("two graphs: the first step has no past; its cache is the past of the second graph")
+            return {"prefill": Phase("first-step"), "decode": Phase("decoder")}
+        self.evidence.append("one graph serves the first step and all later ones")
+        return {"prefill": Phase("decoder"), "decode": Phase("decoder")}
+
+    def _first_step(self) -> Literal["empty-past", "no-past-branch", "no-past-graph"]:
+        if self.stack.kind == "merged":
+            return "no-past-branch"
+        return "no-past-graph" if self.stack.kind == "pair" else "empty-past"
+
+    def _layout(self, slots: tuple[Slot, ...]) -> str:
+        if self.stack.operator is not None:
+            return f"{self.stack.operator}-operator"
+        if not slots or self.stack.kind == "unpaired":
+            return "unknown"
+        family, kind = self._family(), str(self.stack.kind)
+        if kind == "merged" and not any(slot.kind == "cross-attention" for slot in slots):
+            return f"{family}-merged-self-only"
+        if kind == "decoder-only" and self.parts.encoder and any(s.filled_in == "encode" for s in slots):
+            kind = "encoder-decoder"
+        if any(slot.kind in ("conv-state", "recurrent-state") for slot in slots):
+            kind += "-hybrid" if any(slot.kind == "self-attention" for slot in slots) else "-recurrent"
+        growth = next((slot.growth for slot in slots if slot.growth in FIXED_GROWTHS), None)
+        return f"{family}-{kind}-{growth}" if growth else f"{family}-{kind}"
+
+    def _family(self) -> str:
+        """Who named the graph's tensors."""
+        if self.parts.known.family is not None:
+            return self.parts.known.family
+        if self.parts.dialect is not None:
+            return self.parts.dialect.name
+        return "torch" if self.parts.decode.graph.model.producer_name == "pytorch" else "unnamed"
+
+    def _decoding_graphs(self) -> Iterator[GraphView]:
+        """The graphs that decode, the one that uses the cache first."""
+        decode = self.parts.decode
+        yield decode.graph
+        yield from (f.graph for role, f in self.stack.files.items() if role != "encoder" and f is not decode)
+
+    def _vocabulary(self, graph: Graph) -> int | None:
+        logits = graph.port("logits")
+        if logits and logits.shape and isinstance(logits.shape[-1], int) and is_count(logits.shape[-1]):
+            # The output head may be padded to more rows than the embedding table has.
+            return min([logits.shape[-1], *self.vocabularies])
+        size = decoder_config(self.side_cars.config).get("vocab_size")
+        return size if is_count(size) else None
+
+
+def _needs_encoder(graphs: dict[str, Graph], slots: tuple[Slot, ...]) -> bool:
+    takes_states = any(graph.port("encoder_states") for graph in graphs.values())
+    return takes_states or any(slot.filled_in == "encode" for slot in slots)

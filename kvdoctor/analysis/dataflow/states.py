@@ -1,0 +1,338 @@
+"""Follows a past through the graph: which output carries it on, and along which axis new entries join it.
+
+A past is followed forward through operators that keep its content. Where new entries are concatenated to it, it grows;
+where they are written into it, it is a buffer.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from kvdoctor.analysis.dataflow.operators import KEEPS, TRIMS, WRITES, outputs_with_content
+from kvdoctor.analysis.dataflow.uses import StateUse, UseFinder
+from kvdoctor.analysis.dataflow.walks import MOST_VISITED, NEAR, Descent, Walk, WalkBudget
+from kvdoctor.contract import Growth
+from kvdoctor.model.cache_operators import ports_of
+from kvdoctor.model.flatten import FlatNode
+from kvdoctor.model.flow import Flow
+from kvdoctor.model.view import integers
+
+How = Literal["append", "write", "operator", "unchanged", "update"]
+"""How a past reaches its present: new entries are concatenated, or written into it; an operator holds the cache; it
+comes back as it was; it is computed anew."""
+
+NEW = -1
+"""An axis that a node inserted: none of the input's."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateFlow:
+    """What a graph does with one input that may be a state.
+
+    `output` carries its content on, `how` it gets there, `axis` is the input's axis along which new entries come, or
+    None where it cannot be followed. `joined` says that new entries meet it before its use, `trimmed` that some entries
+    are cut off afterwards, `window` how many tokens the operator that holds the cache looks back over. `delta` is an
+    output of the new entries alone. `cut` says that the graph slices the input before new entries join, up to a
+    computed end; `at_end` that the write position is computed from the input's own length. `batch` is the batch axis
+    where an operator holds the state, `layers` the axis along which the input is taken apart for one attention after
+    the other.
+    """
+
+    input: str
+    use: StateUse | None = None
+    output: str | None = None
+    how: How | None = None
+    growth: Growth | None = None
+    axis: int | None = None
+    joined: bool = False
+    trimmed: bool = False
+    delta: str | None = None
+    window: int | None = None
+    cut: bool = False
+    at_end: bool = False
+    batch: int = 0
+    layers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """How a walk came to a value: its axes, the node where new entries joined, and cuts before and after that node."""
+
+    axes: tuple[int, ...] | None
+    join: FlatNode | None = None
+    axis: int | None = None
+    trimmed: bool = False
+    cut: bool = False
+
+
+@dataclass(eq=False, repr=False)
+class Dataflow:
+    """Follows the states of one flow; answers are cached.
+
+    `uses` says what values are used for, `descent` which values depend on which.
+    """
+
+    flow: Flow
+    budget: WalkBudget = field(default_factory=WalkBudget)
+    _states: dict[tuple[str, int], StateFlow] = field(default_factory=dict)
+    _reached: dict[str, set[str]] = field(default_factory=dict)
+
+    @cached_property
+    def uses(self) -> UseFinder:
+        """What values are used for."""
+        return UseFinder(self.flow, self.budget)
+
+    @cached_property
+    def descent(self) -> Descent:
+        """Which values depend on which."""
+        return Descent(self.flow, self.budget)
+
+    @cached_property
+    def axes(self) -> "AxisWalks":
+        """Where the axes of inputs are."""
+        return AxisWalks(self.flow, self.budget, self.uses)
+
+    def state(self, name: str, rank: int) -> StateFlow:
+        """Follow one graph input forward."""
+        if (name, rank) not in self._states:
+            followed = self._follow(name, rank)
+            self._states[name, rank] = replace(followed, layers=self.axes.find_layer_axis(name, rank))
+        return self._states[name, rank]
+
+    def find_joined(self, name: str, rank: int) -> tuple[str, tuple[int, ...]] | None:
+        """The entries that are concatenated to an input, and which of the input's axes each of theirs is."""
+        for _, path in self._walk(name, rank):
+            if path.join is not None and path.join.op == "Concat" and path.axes is not None and NEW not in path.axes:
+                own = self.descent.reached_from({name})
+                new = next((value for value in path.join.inputs if value not in own), None)
+                return (new, path.axes) if new is not None else None
+        return None
+
+    def _follow(self, name: str, rank: int) -> StateFlow:
+        use, unchanged = self.uses.use_of(name), None
+        for output, path in self._outputs_reached(name, rank):
+            if path.join is not None:
+                return self._describe_join(name, output, path, path.join)
+            unchanged = unchanged or output
+        for _, path in self._walk(name, rank):
+            if path.join is not None and path.join.op != "Where":
+                return self._describe_join(name, None, path, path.join)
+        if unchanged is not None:
+            return StateFlow(name, use, unchanged, "unchanged", "constant")
+        return StateFlow(name, use)
+
+    def _outputs_reached(self, name: str, rank: int) -> Iterator[tuple[str, _Path]]:
+        """Graph outputs that hold the content of an input, alone or joined once by new entries."""
+        for value, path in self._walk(name, rank):
+            for output in self.flow.outputs_of.get(value, ()):
+                yield output, path
+
+    def _walk(self, name: str, rank: int) -> Iterator[tuple[str, _Path]]:
+        """Values that hold the content of an input, nearest first."""
+        waiting = deque([(name, _Path(tuple(range(rank))))])
+        seen = {(name, False)}
+        while waiting and len(seen) < MOST_VISITED and self.budget.goes_on():
+            value, path = waiting.popleft()
+            yield value, path
+            for node, index in self.flow.consumers.get(value, ()):
+                for output, onward in self._steps(node, index, name, path):
+                    if output and (output, onward.join is not None) not in seen:
+                        seen.add((output, onward.join is not None))
+                        waiting.append((output, onward))
+
+    def _steps(self, node: FlatNode, index: int, name: str, path: _Path) -> Iterator[tuple[str, _Path]]:
+        """The outputs of a node that hold the content of the walked input, with the path to each."""
+        for output, adds_entries in outputs_with_content(node, index):
+            joins = adds_entries and (node.op != "Where" or self._selects_new(node, index, name))
+            # A second Concat stacks keys and values, or all layers, again: no entries join there.
+            joins = joins and not (path.join is not None and node.op == "Concat")
+            if joins and path.join is not None:
+                continue
+            axes = self.axes.axes_after(node, path.axes)
+            if joins:
+                yield output, _Path(axes, node, join_axis(node, path.axes), cut=path.cut)
+                continue
+            trimmed = path.trimmed or (path.join is not None and node.op in TRIMS)
+            cut = path.cut or (path.join is None and self._slices_to_computed_end(node))
+            yield output, _Path(axes, path.join, path.axis, trimmed, cut)
+
+    def _slices_to_computed_end(self, node: FlatNode) -> bool:
+        """Whether a node takes a part of its input whose end depends on the feeds."""
+        return node.op == "Slice" and any(name and name not in self.flow.fixed for name in node.inputs[1:3])
+
+    def _selects_new(self, node: FlatNode, index: int, name: str) -> bool:
+        """Whether a Where has new entries beside the content of an input: masking with a constant adds none."""
+        other = node.input(3 - index)
+        if other in self.flow.fixed:
+            return False
+        if name not in self._reached:
+            self._reached[name] = self.descent.reached_from({name})
+        return other not in self._reached[name]
+
+    def _describe_join(self, name: str, output: str | None, path: _Path, join: FlatNode) -> StateFlow:
+        """A state that new entries join, with the output, if any, that returns them without the state."""
+        how, growth = _growth_at(join)
+        ports = ports_of(join.domain, join.op)
+        window = join.number("local_window_size", -1) if ports else -1
+        return StateFlow(
+            name,
+            self.uses.use_of(name),
+            output,
+            how if output is not None else None,
+            growth,
+            axis=path.axis,
+            joined=True,
+            trimmed=path.trimmed,
+            delta=self._find_delta(name, output, join),
+            window=window if window > 0 else None,
+            cut=path.cut,
+            batch=ports.batch if ports is not None else 0,
+            at_end=join.op in WRITES and len(join.inputs) > 1 and self._is_own_length(join.inputs[1], name),
+        )
+
+    def _find_delta(self, name: str, output: str | None, join: FlatNode) -> str | None:
+        """The graph output, other than `output`, that returns the entries which join a state."""
+        if join.op != "TensorScatter" and ports_of(join.domain, join.op) is not None:
+            return None
+        new = join.inputs if join.op == "Concat" else join.inputs[1:]
+        views = (self._find_view(value) for value in new if value and value != name and value not in self.flow.fixed)
+        return next((view for view in views if view is not None and view != output), None)
+
+    def _is_own_length(self, value: str, name: str) -> bool:
+        """Whether a value is computed from the length of an input, with another length subtracted."""
+        subtracted, walk = False, Walk([value], self.budget, NEAR)
+        for current in walk:
+            node = self.flow.producers.get(current)
+            if node is None:
+                continue
+            if node.op == "Shape":
+                if subtracted and node.inputs[0] == name:
+                    return True
+                continue
+            subtracted = subtracted or node.op == "Sub"
+            walk.add(node.inputs)
+        return False
+
+    def _find_view(self, value: str) -> str | None:
+        """A graph output that is a view of a value, or of the value that it is itself a view of."""
+        waiting, seen = deque([value]), {value}
+        while waiting and len(seen) < NEAR:
+            current = waiting.popleft()
+            if current in self.flow.outputs_of:
+                return self.flow.outputs_of[current][0]
+            takers = self.flow.consumers.get(current, ())
+            near = [out for node, index in takers if index in KEEPS.get(node.op, ()) for out in node.outputs]
+            node = self.flow.producers.get(current)
+            if node is not None and node.op in KEEPS and node.inputs and current == node.outputs[0]:
+                near.append(node.inputs[0])
+            for neighbor in near:
+                if neighbor and neighbor not in seen:
+                    seen.add(neighbor)
+                    waiting.append(neighbor)
+        return None
+
+
+@dataclass(eq=False, repr=False)
+class AxisWalks:
+    """Follows the axes of the inputs of one flow through operators that transpose, slice and split them."""
+
+    flow: Flow
+    budget: WalkBudget
+    uses: UseFinder
+
+    def axes_after(self, node: FlatNode, axes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Where the input's axes are after a node, NEW for an inserted one; None once they cannot be followed."""
+        if axes is None or node.op in ("Reshape", "Flatten", "Expand", "Compress"):
+            return None
+        if node.op == "Transpose":
+            order = node.numbers("perm") or tuple(reversed(range(len(axes))))
+            return tuple(axes[i] for i in order) if sorted(order) == list(range(len(axes))) else None
+        if node.op == "Gather":
+            picked = self.flow.constant(node.input(1))
+            if picked is None or len(picked.dims) > 1:
+                return None
+            at = normalize_axis(node.number("axis", 0), len(axes))
+            return axes if picked.dims or at is None else (*axes[:at], *axes[at + 1 :])
+        if node.op in ("Squeeze", "Unsqueeze"):
+            return self._axes_after_squeeze(node, axes)
+        return axes
+
+    def _axes_after_squeeze(self, node: FlatNode, axes: tuple[int, ...]) -> tuple[int, ...] | None:
+        given = node.numbers("axes")
+        if given is None and len(node.inputs) > 1:
+            tensor = self.flow.constant(node.inputs[1])
+            given = integers(tensor) if tensor is not None else None
+        if not given:
+            return None
+        rank = len(axes) + (len(given) if node.op == "Unsqueeze" else 0)
+        positions = {normalize_axis(axis, rank) for axis in given}
+        if node.op == "Squeeze":
+            return tuple(axis for at, axis in enumerate(axes) if at not in positions)
+        kept = iter(axes)
+        return tuple(NEW if at in positions else next(kept, NEW) for at in range(rank))
+
+    def find_layer_axis(self, name: str, rank: int) -> int | None:
+        """The axis along which an input is taken apart into the caches of one attention after the other."""
+        waiting: deque[tuple[str, tuple[int, ...]]] = deque([(name, tuple(range(rank)))])
+        seen, sites = {name}, set[tuple[int, str, int]]()
+        while waiting and self.budget.goes_on():
+            value, axes = waiting.popleft()
+            for node, index in self.flow.consumers.get(value, ()):
+                moved = self.axes_after(node, axes)
+                passed = node.output() if node.op in ("Identity", "Cast", "Transpose") else ""
+                if index == 0 and passed and moved and passed not in seen:
+                    seen.add(passed)
+                    waiting.append((passed, moved))
+                elif index == 0 and (at := self._axis_taken_apart(node, len(axes))) is not None:
+                    uses = (self.uses.use_of(output) for output in node.outputs if output)
+                    sites |= {(axes[at], use.part, use.site) for use in uses if use is not None}
+        several = [(axis, part) for axis, part, _ in sites]
+        return next((axis for axis, part in several if several.count((axis, part)) > 1), None)
+
+    def _axis_taken_apart(self, node: FlatNode, rank: int) -> int | None:
+        """The axis along which a node takes out entries at constant indices, which no length changes."""
+        if node.op == "Split" or (node.op == "Gather" and node.input(1) in self.flow.fixed):
+            return normalize_axis(node.number("axis", 0), rank)
+        if node.op == "Slice" and all(name in self.flow.fixed for name in node.inputs[1:] if name):
+            tensor = self.flow.constant(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] else None
+            axes = integers(tensor) if tensor is not None else node.numbers("axes")
+            return normalize_axis(axes[0], rank) if axes is not None and len(axes) == 1 else None
+        return None
+
+
+def join_axis(node: FlatNode, axes: tuple[int, ...] | None) -> int | None:
+    """The input's axis along which a node adds new entries, as far as the node says."""
+    if axes is None:
+        return None
+    at: int | None = None
+    if node.op in ("Concat", "ScatterElements", "TensorScatter"):
+        at = node.number("axis", {"TensorScatter": -2}.get(node.op, 0))
+    elif (ports := ports_of(node.domain, node.op)) is not None and ports.growth in ("grow", "shared", "static"):
+        at = len(axes) - 2
+    if at is None or not -len(axes) <= at < len(axes):
+        return None
+    return axes[at] if axes[at] != NEW else None
+
+
+def normalize_axis(axis: int, rank: int) -> int | None:
+    """An axis counted from the front; None where a tensor of that rank has no such axis."""
+    return axis % rank if -rank <= axis < rank else None
+
+
+def _growth_at(node: FlatNode) -> tuple[How, Growth]:
+    """How new entries join at a node, and what that does to the length."""
+    ports = ports_of(node.domain, node.op)
+    if node.op == "Concat":
+        return "append", "grow"
+    if ports is None:
+        return "write", "static"
+    if node.op == "TensorScatter":
+        mode = node.attribute("mode")
+        return "write", "ring" if mode is not None and mode.s == b"circular" else "static"
+    if node.number("sliding_window_cache", 0):
+        return "operator", "ring"
+    if ports.fixed_with is not None and len(node.inputs) > ports.fixed_with and node.inputs[ports.fixed_with]:
+        return "operator", "static"
+    return "operator", ports.growth

@@ -1,0 +1,147 @@
+"""What values are used for: an operand whose product reaches a Softmax is a key, one that meets its result a value."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvdoctor.analysis.dataflow.operators import CONVOLUTIONS, KEEPS, MIXES, PRODUCTS, SOFTMAX, is_past
+from kvdoctor.analysis.dataflow.walks import MOST_VISITED, Walk, WalkBudget
+from kvdoctor.model.cache_operators import ports_of
+from kvdoctor.model.flatten import FlatNode
+from kvdoctor.model.flow import Flow
+
+UsedAs = Literal["key", "value", "key-value", "memory", "conv"]
+ATTENTION_PARTS = ("key", "value", "key-value")
+
+MOST_VIEWS = 12
+"""Casts and views between an output and the value that an attention takes."""
+
+MOST_OUTPUTS_FOLLOWED = 3
+"""Outputs of one node that a walk goes on from; a Split of queries, keys and values has three."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateUse:
+    """What a state is used for. `site` is the index of the attention in the flow, which orders the layers.
+
+    `part` is `memory` for what a weight is multiplied with: hidden states from which keys and values are computed.
+    `proven` says that the Softmax of the attention was found: its input comes from the key, its result meets the value.
+    An operand of a product without a Softmax near it is taken for a value, unproven.
+    """
+
+    part: UsedAs
+    site: int
+    proven: bool = True
+
+
+@dataclass(eq=False, repr=False)
+class UseFinder:
+    """Finds the attention, projection or convolution that takes a value; answers are cached."""
+
+    flow: Flow
+    budget: WalkBudget
+    _uses: dict[str, StateUse | None] = field(default_factory=dict)
+    _scores: dict[int, bool] = field(default_factory=dict)
+
+    def use_of(self, name: str) -> StateUse | None:
+        """What the nearest attention, projection or convolution after a value uses it for."""
+        if name not in self._uses:
+            self._uses[name] = self._find_use(name)
+        return self._uses[name]
+
+    def _find_use(self, name: str) -> StateUse | None:
+        found: dict[UsedAs, tuple[FlatNode, int]] = {}
+        walk = Walk([name], self.budget, MOST_VISITED)
+        for value in walk:
+            for node, index in self.flow.consumers.get(value, ()):
+                part = self._part_at(node, index)
+                if part is not None:
+                    found.setdefault(part, (node, index))
+                elif index in KEEPS.get(node.op, ()) or node.op in MIXES or is_past(node, index):
+                    walk.add(node.outputs[:MOST_OUTPUTS_FOLLOWED])
+        if {"key", "value"} <= found.keys() or "key-value" in found:
+            return StateUse("key-value", min(node.index for node, _ in found.values()))
+        order: tuple[UsedAs, ...] = ("key", "value", "conv", "memory")
+        part = next((part for part in order if part in found), None)
+        if part is None:
+            return None
+        node, index = found[part]
+        return StateUse(part, node.index, part != "value" or self._is_weighted(node, index))
+
+    def use_of_output(self, output: str) -> StateUse | None:
+        """What the graph that computes an output uses it for: the value itself, or one that it is a view of."""
+        value: str | None = self.flow.results.get(output, output)
+        for _ in range(MOST_VIEWS):
+            if value is None:
+                return None
+            use = self.use_of(value)
+            if use is not None and use.part in ATTENTION_PARTS:
+                return use
+            node = self.flow.producers.get(value)
+            if node is None or not node.inputs:
+                return None
+            ports = ports_of(node.domain, node.op)
+            for part, out in (ports.pasts if ports else {}).values():
+                if out < len(node.outputs) and node.outputs[out] == value and part in ("key", "value", "key-value"):
+                    return StateUse(part, node.index)
+            value = node.inputs[0] if node.op in KEEPS else None
+        return None
+
+    def _part_at(self, node: FlatNode, index: int) -> UsedAs | None:
+        """What a node uses one of its inputs for, where that ends the walk."""
+        ports = ports_of(node.domain, node.op)
+        if ports is not None:
+            part = ports.pasts[index][0] if index in ports.pasts else None
+            if part in ("key", "value", "key-value", "conv"):
+                return part
+            if index in ports.keys:
+                return "key"
+            if index in ports.values:
+                return "value"
+        if node.op in CONVOLUTIONS and index == 0:
+            return "conv"
+        if index in PRODUCTS.get(node.op, ()):
+            others = [node.inputs[i] for i in PRODUCTS[node.op] if i != index and i < len(node.inputs)]
+            if all(name in self.flow.fixed for name in others):
+                return "memory"
+            return "key" if self._computes_scores(node) else "value"
+        return None
+
+    def _computes_scores(self, node: FlatNode) -> bool:
+        """Whether the result of a product reaches a Softmax before it meets another product."""
+        if node.index not in self._scores:
+            self._scores[node.index] = self._reaches_softmax(node)
+        return self._scores[node.index]
+
+    def _reaches_softmax(self, node: FlatNode) -> bool:
+        walk = Walk(node.outputs, self.budget, MOST_VISITED)
+        for value in walk:
+            takers = self.flow.consumers.get(value, ())
+            if any(self.is_softmax(taker) for taker, _ in takers):
+                return True
+            for taker, index in takers:
+                if index in KEEPS.get(taker.op, ()) or taker.op in MIXES:
+                    walk.add(taker.outputs)
+        return False
+
+    def is_softmax(self, node: FlatNode) -> bool:
+        """Whether a node is a Softmax, or the Exp of a decomposed one, which is divided by its sum."""
+        if node.op != "Exp":
+            return node.op in SOFTMAX
+        takers = {taker.op for output in node.outputs for taker, _ in self.flow.consumers.get(output, ())}
+        return {"ReduceSum", "Div"} <= takers
+
+    def _is_weighted(self, node: FlatNode, index: int) -> bool:
+        """Whether the other operand of a product comes from a Softmax, or a fused operator declares the value."""
+        if ports_of(node.domain, node.op) is not None:
+            return True
+        others = (node.inputs[i] for i in PRODUCTS[node.op] if i != index and i < len(node.inputs))
+        walk = Walk(others, self.budget, MOST_VISITED)
+        for value in walk:
+            maker = self.flow.producers.get(value)
+            if maker is None:
+                continue
+            if self.is_softmax(maker):
+                return True
+            if maker.op in KEEPS or maker.op in MIXES or maker.op == "Dropout":
+                walk.add(maker.inputs)
+        return False

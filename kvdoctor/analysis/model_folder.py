@@ -1,0 +1,91 @@
+"""From a path to the model there: ONNX files with their roles, grouped into stacks, and the side-car configs."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvdoctor.analysis.stacks import OnnxFile, StackFiles, group_stacks, role_of
+from kvdoctor.errors import UnreadableError
+from kvdoctor.model.external_data import examine
+from kvdoctor.model.files import SIDE_CARS, candidates, refuse_nothing, side_car_folder
+from kvdoctor.model.skeleton import read_skeleton
+from kvdoctor.model.view import GraphView
+
+MOST_CONFIG_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class SideCars:
+    """The JSON files beside a model, each empty where it is missing; `problems` says which cannot be read, and why."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    genai: dict[str, Any] = field(default_factory=dict)
+    export: dict[str, Any] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """The files and stacks at a path. `shown` is the path as the user wrote it."""
+
+    shown: str
+    root: Path
+    files: tuple[OnnxFile, ...]
+    stacks: tuple[StackFiles, ...]
+    side_cars: SideCars = SideCars()
+
+
+def open_folder(shown: str, at: Path | None = None) -> ModelFolder:
+    """Find the model at a path: an `.onnx` file, a folder of them, or a repository with an `onnx/` subfolder.
+
+    `at` is the real path of a model that is reported under another one.
+
+    Raises:
+        UsageError: there is nothing at the path, or it is `-`.
+    """
+    path = at or Path(shown)
+    refuse_nothing(shown, path)
+    root, names = candidates(path)
+    chosen = None if path.is_dir() else path
+    files = tuple(_read_file(p, root) for p in names)
+    side_cars = _read_side_cars(side_car_folder(root))
+    stacks = tuple(group_stacks(files, side_cars.genai))
+    if chosen is not None:
+        stacks = tuple(s for s in stacks if any(f.path == chosen for f in s.files.values() if f.role != "encoder"))
+        kept = {f.name for s in stacks for f in s.files.values()} | {f.name for f in files if f.path == chosen}
+        files = tuple(f for f in files if f.name in kept)
+    return ModelFolder(shown, root, files, stacks, side_cars)
+
+
+def _read_file(path: Path, root: Path) -> OnnxFile:
+    name = path.relative_to(root).as_posix()
+    try:
+        skeleton = read_skeleton(path)
+    except UnreadableError as problem:
+        return OnnxFile(path, name, "unreadable", problem=problem)
+    view = GraphView(skeleton.model)
+    external, problems = examine(skeleton.model, path)
+    return OnnxFile(path, name, role_of(path, view), skeleton, view, None, external, problems)
+
+
+def _read_side_cars(folder: Path) -> SideCars:
+    found, problems = {}, []
+    for name in SIDE_CARS:
+        content, problem = _read_json(folder / name)
+        found[name] = content
+        problems += [problem] if problem else []
+    config, genai, export = (found[name] for name in SIDE_CARS)
+    return SideCars(config, genai, export, tuple(problems))
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any], str | None]:
+    try:
+        if not path.is_file():
+            return {}, None
+        if path.stat().st_size > MOST_CONFIG_BYTES:
+            return {}, f"{path.name} is larger than 8 MiB and was not read"
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"{path.name} cannot be read: {type(error).__name__}"
+    return (content, None) if isinstance(content, dict) else ({}, f"{path.name} is not a JSON object")

@@ -1,0 +1,55 @@
+"""Finds the caches whose presents hold the new entries alone, which a loop appends to the past."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvdoctor.analysis.dataflow.states import StateFlow
+from kvdoctor.analysis.dialects.dialect import SlotName
+from kvdoctor.contract import Dim
+from kvdoctor.model.view import GraphView
+
+
+@dataclass(eq=False, repr=False)
+class NewEntries:
+    """The presents of one decode graph; `tokens` are its inputs that carry tokens or embeddings."""
+
+    view: GraphView
+    tokens: set[str]
+
+    def find_named(self, names: dict[str, SlotName], states: dict[str, StateFlow | None]) -> set[str]:
+        """Pasts with a known name whose presents have the new entries alone; none where only some are like that.
+
+        A present that is declared as long as past and new together, or one among others that grow, lost its past.
+        """
+        joined = {past: state for past, state in states.items() if state is not None and state.joined}
+        found = {past for past, state in joined.items() if past in names and self._is_named(names[past], state)}
+        return found if len(found) == len(joined) else set()
+
+    def _is_named(self, name: SlotName, state: StateFlow) -> bool:
+        if state.output is not None or state.growth != "grow":
+            return False
+        if name.present is not None and self._size_of(name.present, state.axis) in self._token_sizes:
+            return True
+        is_present = name.present == state.delta or name.present not in self.view.outputs
+        return state.delta is not None and is_present and self.are_alone(state)
+
+    def are_alone(self, state: StateFlow | None) -> bool:
+        """Whether an output of new entries is declared as long as the tokens, not as past and new together."""
+        size = self._size_of(state.delta or "", state.axis) if state is not None else None
+        if not isinstance(size, str):
+            return True
+        # A name that no other port has proves nothing: torch invents one for each axis.
+        ports = (*self.view.inputs.values(), *self.view.outputs.values())
+        return size in self._token_sizes or sum(size in (port.shape or ()) for port in ports) < 2
+
+    def _size_of(self, output: str, axis: int | None) -> Dim:
+        """The declared size of one axis of an output; None where nothing is declared."""
+        port = self.view.outputs.get(output)
+        shape = port.shape if port is not None else None
+        return shape[axis] if shape is not None and axis is not None and axis < len(shape) else None
+
+    @cached_property
+    def _token_sizes(self) -> set[str]:
+        """Names of the axes of the tokens."""
+        sizes = (size for name in self.tokens for size in self.view.inputs[name].shape or ())
+        return {size for size in sizes if isinstance(size, str)}

@@ -1,0 +1,269 @@
+"""The memory of one slot: bytes of a position, positions, copies while a step runs. Standard library only.
+
+As the graph and its loop store it, and in the alternatives to that. Where the contract leaves a size open, every figure
+that depends on it is None.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from kvdoctor.contract import ITEM_BYTES, Axis, Slot, SlotKind
+
+NOT_A_WIDTH: tuple[Axis, ...] = ("batch", "past", "capacity", "encoder", "blocks", "block")
+
+OVER_TOKENS: tuple[SlotKind, ...] = ("self-attention", "hidden-memory")
+OVER_ENCODER: tuple[SlotKind, ...] = ("cross-attention", "encoder-states")
+FLOATS = ("float", "float16", "bfloat16", "double")
+QUANTIZABLE: tuple[SlotKind, ...] = ("self-attention", "cross-attention", "hidden-memory")
+"""Kinds for which other element types are computed; states are few, and often stored in float on purpose."""
+
+SCALE_BYTES = 2
+"""Of a float16, the scale of a quantized cache: one per head and position, of the keys and of the values."""
+
+Counted = Literal["tokens", "capacity", "window", "encoder-states", "once"]
+"""What the positions of a slot count: the tokens at the context, the length of a buffer, the layer's window where the
+loop chooses the length of a ring, the encoder states, or 1 for a state that does not grow."""
+
+Step = Literal["joined", "anew", "row", "place"]
+"""What a step allocates besides the past: `joined`, a copy of the past plus one token; `anew`, a tensor of the same
+size; `row`, one position; `place`, nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One factor of a size, and what it counts; None where it is not known."""
+
+    size: int | None
+    of: str
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What to plan for: sequences, tokens per sequence, encoder states per sequence. None where the user gives none."""
+
+    batch: int | None = None
+    context: int | None = None
+    encoder_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SizeValues:
+    """Values for sizes that slots leave open: tokens, encoder states, attention heads, and windows by layer."""
+
+    context: int | None = None
+    encoder_length: int | None = None
+    heads: int | None = None
+    windows: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBytes:
+    """A slot with its `positions`, each of `item` bytes times all `factors`, the axes other than batch and length.
+
+    `tokens` is the number of tokens that it holds at the context, None if it holds none. `packed` replaces the bytes
+    of a position for a quantized cache with its scales.
+    """
+
+    slot: Slot
+    factors: tuple[Factor, ...]
+    item: int | None
+    counted: Counted
+    positions: int | None
+    tokens: int | None
+    step: Step
+    window: int | None = None
+    packed: int | None = None
+
+    @property
+    def position(self) -> int | None:
+        """Bytes of one position."""
+        return (
+            self.packed if self.packed is not None else product([*(factor.size for factor in self.factors), self.item])
+        )
+
+    @property
+    def held(self) -> int | None:
+        """Bytes between two steps."""
+        return product([self.position, self.positions])
+
+    @property
+    def in_step(self) -> int | None:
+        """Bytes while a step of one new token runs."""
+        if self.position is None or self.positions is None:
+            return None
+        alive = {"joined": 2 * self.positions - 1, "anew": 2 * self.positions, "row": self.positions + 1}
+        return self.position * alive.get(self.step, self.positions)
+
+    @property
+    def added(self) -> int | None:
+        """Bytes that a step needs in addition."""
+        return self.in_step - self.held if self.in_step is not None and self.held is not None else None
+
+    @property
+    def once_for_the_batch(self) -> bool:
+        """Whether all sequences share it: a counter without a batch axis."""
+        return self.slot.kind == "counter" and "batch" not in self.slot.axes
+
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...] | None:
+        """The rows of a position as (rows, elements per row): one per head, of the key and of the value."""
+        sizes = [factor.size for factor in self.factors if factor.size is not None]
+        if len(sizes) != len(self.factors) or not sizes:
+            return None
+        names = [factor.of for factor in self.factors]
+        at = next((names.index(name) for name in ("head_dim", "hidden") if name in names), len(names) - 1)
+        width = sizes.pop(at)
+        if self.slot.part == "key-value" and not {"parts", "layers"} & set(self.slot.axes):
+            return (math.prod(sizes), width // 2), (math.prod(sizes), width - width // 2)
+        return ((math.prod(sizes), width),)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it holds the last tokens alone, and drops older ones."""
+        return self.slot.growth == "ring" or self.slot.trimmed or self.slot.carry in ("shift", "drop-oldest")
+
+    @property
+    def open_sizes(self) -> tuple[str, ...]:
+        """Descriptions of the sizes of a position that are not known."""
+        found = []
+        for factor in self.factors:
+            if factor.size is None and factor.of == "heads":
+                found.append("the number of heads in its axis of batch times heads")
+            elif factor.size is None:
+                found.append(f"its {factor.of}{self._symbol(factor.of)}")
+        if self.item is None:
+            found.append(f"the bytes of its element type {self.slot.dtype}")
+        return tuple(found)
+
+    def _symbol(self, axis: str) -> str:
+        """How the graph declares an axis without a usable size: by a name, or by a number below 1."""
+        dims = [dim for dim, of in zip(self.slot.shape, self.slot.axes, strict=True) if of == axis]
+        dim = next((dim for dim in dims if not isinstance(dim, int) or dim < 1), None)
+        return f", which the graph declares as {dim}" if dim is not None else ""
+
+
+def measure_slot(slot: Slot, measure: SizeValues) -> SlotBytes:
+    """Measure one slot as the graph and its loop store it."""
+    window = counted_or_none(slot.window)
+    if window is None and slot.kind == "self-attention" and slot.layer is not None:
+        window = measure.windows.get(slot.layer)
+    counted, positions, tokens = _positions(slot, window, measure)
+    factors = _factors(slot, measure.heads)
+    return SlotBytes(slot, factors, ITEM_BYTES.get(slot.dtype), counted, positions, tokens, _step(slot), window)
+
+
+def in_float16(stored: SlotBytes) -> SlotBytes:
+    """The slot with elements of 2 bytes in place of wider floats."""
+    return replace(stored, item=2) if _is_quantizable(stored) and (stored.item or 0) > 2 else stored
+
+
+def quantize(stored: SlotBytes, elements_per_byte: int) -> SlotBytes:
+    """The slot in integers of 8 or 4 bits, each row padded to whole bytes and followed by its scale."""
+    if not _is_quantizable(stored) or stored.rows is None:
+        return stored
+    return replace(
+        stored, packed=sum(count * (-(-width // elements_per_byte) + SCALE_BYTES) for count, width in stored.rows)
+    )
+
+
+def in_window(stored: SlotBytes) -> SlotBytes:
+    """The slot as a buffer of the layer's attention window, written in place."""
+    if stored.window is None or stored.bounded or stored.positions is None or stored.positions <= stored.window:
+        return stored
+    return replace(stored, positions=stored.window, step="place")
+
+
+def in_buffer(stored: SlotBytes) -> SlotBytes:
+    """A growing slot as a buffer of its final length; each step returns the whole buffer."""
+    return replace(stored, step="anew") if stored.step == "joined" and stored.positions is not None else stored
+
+
+def in_place(stored: SlotBytes) -> SlotBytes:
+    """A slot of tokens as a buffer of its final length that is both past and present."""
+    return replace(stored, step="place") if stored.tokens is not None and stored.step in ("joined", "anew") else stored
+
+
+def in_pages(stored: SlotBytes, block_size: int) -> SlotBytes:
+    """A slot of all tokens in whole blocks of a pool, written in place; other slots are not changed."""
+    if stored.tokens is None or stored.bounded:
+        return stored
+    return replace(stored, positions=in_blocks(stored.tokens, block_size), step="place")
+
+
+def with_all_heads(stored: SlotBytes, heads: int | None) -> SlotBytes:
+    """The slot with a key and a value for each attention head, where heads share them."""
+    shared = next((factor.size for factor in stored.factors if factor.of == "kv_heads"), None)
+    if heads is None or shared is None or heads <= shared or heads % shared:
+        return stored
+    return replace(stored, factors=tuple(Factor(heads, f.of) if f.of == "kv_heads" else f for f in stored.factors))
+
+
+def _is_quantizable(stored: SlotBytes) -> bool:
+    return stored.slot.kind in QUANTIZABLE and stored.slot.dtype in FLOATS
+
+
+def counted_or_none(number: int | None) -> int | None:
+    """A count of tokens or heads; None for a number below 1: a contract from a file may have any."""
+    return number if number is not None and number > 0 else None
+
+
+def product(numbers: Iterable[int | None]) -> int | None:
+    """Multiply; None where a factor is not known."""
+    known = list(numbers)
+    return None if None in known else math.prod(number for number in known if number is not None)
+
+
+def total(numbers: Iterable[int | None]) -> int | None:
+    """Add up; None where a summand is not known."""
+    known = list(numbers)
+    return None if None in known else sum(number for number in known if number is not None)
+
+
+def in_blocks(tokens: int, block_size: int) -> int:
+    """The number of tokens rounded up to whole blocks."""
+    return -(-tokens // block_size) * block_size
+
+
+def _factors(slot: Slot, heads: int | None) -> tuple[Factor, ...]:
+    """The sizes whose product is one position of one sequence."""
+    found = []
+    for size, axis in zip(slot.shape, slot.axes, strict=True):
+        if axis == "batch_heads":
+            found.append(Factor(heads, "heads"))
+        elif axis not in NOT_A_WIDTH:
+            found.append(Factor(size if isinstance(size, int) and size > 0 else None, axis))
+    return tuple(found)
+
+
+def _positions(slot: Slot, window: int | None, measure: SizeValues) -> tuple[Counted, int | None, int | None]:
+    """What the positions count, how many there are, and how many tokens they hold."""
+    context, at = measure.context, slot.length_axis
+    if slot.growth == "paged":
+        block = slot.size("block") or 0
+        return "tokens", in_blocks(context, block) if context and block > 0 else context, context
+    if at is None:
+        return "once", 1, None
+    size = slot.shape[at]
+    fixed = size if isinstance(size, int) and size > 0 else None
+    if slot.axes[at] == "encoder":
+        return "encoder-states", fixed or measure.encoder_length, None
+    if fixed is not None:
+        return "capacity", fixed, min(fixed, context or fixed)
+    if slot.trimmed and window is None:
+        return "window", None, None  # the graph trims the cache, and declares no length
+    if (slot.growth == "ring" or slot.trimmed) and window is not None:
+        return "window", window, min(window, context or window)
+    return "tokens", context, context
+
+
+def _step(slot: Slot) -> Step:
+    """What a step allocates while it runs, where the loop binds past and present to separate memory."""
+    if slot.growth in ("grow", "shared"):
+        return "joined"
+    if slot.growth == "delta":
+        return "anew" if slot.carry == "append" else "row"
+    if slot.growth == "paged" or slot.present is None or (slot.growth == "constant" and slot.emptied):
+        return "place"
+    return "anew"

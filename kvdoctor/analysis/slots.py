@@ -1,0 +1,393 @@
+"""Reads the slots of a stack: past inputs, their content, and the outputs that first fill and then update them.
+
+The dataflow of the graph is the proof; names decide what it leaves open, and which of two outputs a loop will take.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import count
+
+from kvdoctor.analysis.axes import WIDTHS, as_number, find_head_dim, slot_axes
+from kvdoctor.analysis.dataflow.states import StateFlow
+from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse
+from kvdoctor.analysis.dialects.dialect import SlotName
+from kvdoctor.analysis.entry_sizes import find_entry_sizes
+from kvdoctor.analysis.new_entries import NewEntries
+from kvdoctor.analysis.paged_pools import PagedPools
+from kvdoctor.analysis.recurrent_states import ReplacedStates
+from kvdoctor.analysis.slot_init import SlotInit
+from kvdoctor.analysis.slot_rules import (
+    REPLACED,
+    carry_of,
+    find_contradictions,
+    growth_of,
+    pair_by_affix,
+    part_of,
+    proven_part,
+    returns_new_rows,
+)
+from kvdoctor.analysis.stacks import FLOATS, StackParts
+from kvdoctor.contract import Axis, Dim, Growth, MissingPart, Slot, SlotKind
+from kvdoctor.model.view import Declared, GraphView
+
+UNCHANGED: tuple[SlotKind, ...] = ("cross-attention", "encoder-states", "counter")
+"""Kinds whose content does not depend on the new tokens; a counter depends on their number alone."""
+
+NO_LAYER = -1
+"""The layer of a slot without a name until `_number_layers` has ranked it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsRead:
+    """The slots in the order of layers, self-attention first, keys before values; and remarks on them."""
+
+    slots: tuple[Slot, ...]
+    missing: tuple[MissingPart, ...]
+    contradictions: tuple[MissingPart, ...]
+    evidence: tuple[str, ...]
+
+
+@dataclass(eq=False, repr=False)
+class SlotReader:
+    """Reads the slots of one stack.
+
+    `claimed` are inputs of the decode graph that have another role by name, `ids` the inputs of the first step that
+    carry tokens, `tokens` the inputs of the decode graph that carry tokens or embeddings.
+    """
+
+    parts: StackParts
+    claimed: set[str]
+    ids: set[str]
+    tokens: set[str]
+    _missing: list[MissingPart] = field(default_factory=list, init=False)
+    _contradictions: list[MissingPart] = field(default_factory=list, init=False)
+    _named_deltas: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self.decode, self.first = self.parts.decode, self.parts.first
+
+        self._new_entries = NewEntries(self.decode.graph, self.tokens)
+
+    def read(self) -> SlotsRead:
+        """Read all slots."""
+        view, names = self.decode.graph, self._slot_names()
+        states = self._find_states(view, names)
+        self._named_deltas = self._new_entries.find_named(names, states)
+        evidence = []
+        if self._named_deltas:
+            evidence.append("every present holds the new entries alone: the loop appends them to the past")
+        if unnamed := len(states.keys() - names.keys()):
+            evidence.append(f"past inputs found by their use in the graph, not by name: {unnamed}")
+        found = [slot for past, state in states.items() if (slot := self._read_slot(view.inputs[past], names, state))]
+        found += self._find_replaced(view, found)
+        found = self._match_presents(_mark_prefixes(found, states), names)
+        found = _number_layers(found, states)
+        init = SlotInit(self.parts, self.ids, found)
+        found = [init.add_sizes(init.add_first_values(slot, names.get(slot.past))) for slot in found]
+        slots = tuple(sorted(self._add_attentions(found, states), key=_sort_key))
+        return SlotsRead(slots, tuple(self._missing), tuple(self._contradictions), (*evidence, *init.evidence))
+
+    def _slot_names(self) -> dict[str, SlotName]:
+        """Past inputs by name: as genai_config.json names them, else as the dialect does."""
+        inputs, dialect = self.decode.graph.inputs, self.parts.dialect
+        names = {name.past: name for name in self.parts.known.find_slots(inputs)}
+        if dialect is not None:
+            names |= {name.past: name for name in dialect.find_slots(inputs) if name.past not in names}
+        return {past: name for past, name in names.items() if past not in self.claimed}
+
+    def _match_presents(self, found: list[Slot], names: dict[str, SlotName]) -> list[Slot]:
+        """Match unnamed inputs and outputs by prefix or suffix (`x`, `x_out`), as a loop would.
+
+        If the data flows to another such output, a check reports it.
+        """
+        unnamed = {slot.past: slot.present for slot in found if slot.past not in names and slot.present is not None}
+        presents = {name for name in unnamed.values() if name is not None}
+        for past, numbered in pair_by_affix(list(unnamed), presents, by_number=True).items():
+            if numbered != unnamed[past]:
+                reason = f"its number is that of {numbered!r}, but the graph returns its content as {unnamed[past]!r}"
+                self._contradictions.append(MissingPart(past, reason))
+        promised = pair_by_affix(list(unnamed), presents)
+        return [replace(slot, present=promised.get(slot.past, slot.present)) for slot in found]
+
+    def _add_attentions(self, found: list[Slot], states: dict[str, StateFlow | None]) -> list[Slot]:
+        """Add which attention uses each slot, and what the graph that first fills it uses the value for."""
+        used = {s.past: state.use for s in found if (state := states.get(s.past)) and state.use and s.used_as}
+        made = dict(self._uses_when_filled(found))
+        used_at, made_at = _rank_attentions(found, used), _rank_attentions(found, made)
+        return [
+            replace(
+                slot,
+                used_at=used_at.get(slot.past),
+                made_as=proven_part(made.get(slot.past)),
+                made_at=made_at.get(slot.past),
+            )
+            for slot in found
+        ]
+
+    def _uses_when_filled(self, found: list[Slot]) -> Iterator[tuple[str, StateUse]]:
+        """By past, the proven use of the value that the first step, another graph or branch, fills it with."""
+        flow = self.first.first_dataflow
+        if flow is None or (self.first is self.decode and self.decode.graph.branches is None):
+            return
+        for slot in found:
+            if slot.used_as and slot.filled_by and slot.filled_in == "prefill":
+                use = flow.uses.use_of_output(slot.filled_by)
+                if use is not None and use.proven:
+                    yield slot.past, use
+
+    def _find_states(self, view: GraphView, names: dict[str, SlotName]) -> dict[str, StateFlow | None]:
+        """Find the inputs that are states, by name or by their use in the graph."""
+        found: dict[str, StateFlow | None] = {}
+        flow = self.decode.dataflow
+        for past, port in view.inputs.items():
+            rank = len(port.shape) if port.shape is not None else 0
+            if past in names:
+                state = flow.state(past, rank) if flow is not None and rank else None
+                is_cross = names[past].rule.kind == "cross-attention"
+                found[past] = self._with_update(port, state) if state is not None and not is_cross else state
+            elif flow is not None and past not in self.claimed and port.dtype in FLOATS and rank >= 3:
+                state = self._with_update(port, flow.state(past, rank))
+                if self._is_past(port, state):
+                    found[past] = state
+        # A prefix joins a cache, so its delta is the whole present of that cache: such an output is no delta.
+        whole = {state.output for state in found.values() if state is not None and state.output is not None}
+        return found | {p: replace(s, delta=None) for p, s in found.items() if s is not None and s.delta in whole}
+
+    def _is_past(self, port: Declared, state: StateFlow) -> bool:
+        """Whether an unnamed input is a past: used by an attention, or joined by new entries and returned."""
+        flow, rank = self.decode.dataflow, len(port.shape or ())
+        attended = proven_part(state.use) is not None
+        if flow is None or (state.trimmed and not attended and _has_one_entry(port, state)):
+            return False
+        if not state.joined and state.output is None:
+            # An input that is combined with new tokens is a table or a mask. One that gives keys and values at once
+            # holds encoder states.
+            memory = rank == 3 and state.use is not None and state.use.part == "key-value"
+            return attended and not memory and not flow.descent.meets(port.name, self._reached)
+        returned = state.joined and (state.output is not None or state.delta is not None)
+        return attended or (returned and state.use is not None)
+
+    def _with_update(self, port: Declared, state: StateFlow) -> StateFlow:
+        """Find the present of a buffer that arithmetic writes (masked, plus new entries): same type and shape."""
+        flow = self.decode.dataflow
+        if flow is None or proven_part(state.use) is None or state.joined or state.output is not None:
+            return state
+        outputs = self.decode.graph.outputs.items()
+        fitting = {name for name, out in outputs if (out.dtype, out.shape) == (port.dtype, port.shape)}
+        output = flow.descent.find_update(port.name, fitting) if fitting else None
+        if output is None or flow.flow.results.get(output) not in self._reached:
+            return state
+        return replace(state, output=output, how="update", growth="static", joined=True)
+
+    def _read_slot(self, port: Declared, names: dict[str, SlotName], state: StateFlow | None) -> Slot | None:
+        name = names.get(port.name)
+        if port.shape is None:
+            reason = "has no declared shape" if port.dtype else "is not a tensor, or declares no element type"
+            self._missing.append(MissingPart(port.name, f"this input {reason}"))
+            return None
+        kind = self._kind_of(name, state)
+        growth = growth_of(kind, name, state, port.shape)
+        if name is None and growth == "delta" and not self._new_entries.are_alone(state):
+            growth = "grow"
+        if growth == "grow" and port.name in self._named_deltas:
+            growth = "delta"
+        self._contradictions += find_contradictions(name, kind, growth)
+        growth = "paged" if growth == "static" and self._pools is not None and self._pools.has(port) else growth
+        present, continues = self._present_of(name, names, state, growth)
+        returned = self.decode.graph.outputs.get(present or "")
+        rows_only = growth == "grow" and returns_new_rows(port.shape, state, returned)
+        growth = "delta" if rows_only else growth
+        axes = self._axes_of(port.shape, kind, growth, name, state)
+        if growth in ("grow", "shared") and _has_constant_length(port, returned, axes, state):
+            growth = "static"
+            axes = self._axes_of(port.shape, kind, growth, name, state)
+        return Slot(
+            kind=kind,
+            layer=name.layer if name is not None else None if "layers" in axes else NO_LAYER,
+            part=part_of(name, state, kind),
+            dtype=port.dtype,
+            shape=self._sizes_of(port, axes, state),
+            axes=axes,
+            past=port.name,
+            present=present,
+            filled_by=None,
+            carry="shift" if rows_only else carry_of(kind, name, growth, state, port.shape),
+            emptied=present is not None and self.decode.graph.emptied(present) is not None,
+            growth=growth,
+            window=state.window if state is not None else None,
+            used_as=proven_part(state.use) if state is not None else None,
+            continues_as=continues,
+            trimmed=growth == "grow" and state is not None and state.trimmed,
+            takes_new=self._takes_new(kind, present),
+        )
+
+    def _axes_of(
+        self, shape: tuple[Dim, ...], kind: SlotKind, growth: Growth, name: SlotName | None, state: StateFlow | None
+    ) -> tuple[Axis, ...]:
+        """The axes, with the batch where the shape has the name that the tokens give it: heads may come first."""
+        axes = list(slot_axes(shape, kind, growth, name, state))
+        if "batch" in axes and "kv_heads" in axes and shape[axes.index("batch")] not in self._batch_names:
+            batch, heads = axes.index("batch"), axes.index("kv_heads")
+            if shape[heads] in self._batch_names:
+                axes[batch], axes[heads] = "kv_heads", "batch"
+        return tuple(axes)
+
+    @cached_property
+    def _batch_names(self) -> set[Dim]:
+        """Names that inputs of tokens give their first axis, of two or more."""
+        shapes = (self.decode.graph.inputs[name].shape or () for name in self.tokens)
+        return {shape[0] for shape in shapes if len(shape) > 1 and isinstance(shape[0], str)}
+
+    @cached_property
+    def _pools(self) -> PagedPools | None:
+        flow = self.decode.dataflow
+        return PagedPools(flow, self.decode.graph.inputs, self.tokens, self._batch_names) if flow is not None else None
+
+    def _takes_new(self, kind: SlotKind, present: str | None) -> bool | None:
+        """Whether the present depends on the tokens of a step; None where the graph cannot be followed."""
+        flow = self.decode.dataflow
+        if flow is None or present not in flow.flow.results or not self.tokens or kind in UNCHANGED:
+            return None
+        return flow.flow.results[present] in self._reached
+
+    @cached_property
+    def _reached(self) -> set[str]:
+        """All values of a decode step that depend on the new tokens."""
+        return self.decode.dataflow.descent.reached_from(self.tokens) if self.decode.dataflow is not None else set()
+
+    def _kind_of(self, name: SlotName | None, state: StateFlow | None) -> SlotKind:
+        """Self- or cross-attention by whether it grows; another kind of state by its name or its use."""
+        ruled = name.rule.kind if name is not None else None
+        use = state.use.part if state is not None and state.use is not None else None
+        if ruled is None and state is not None and (state.how, state.growth) == ("operator", "replace"):
+            return "conv-state" if use == "conv" else "recurrent-state"
+        grows = state is not None and state.how == "append" and not state.trimmed and use in ATTENTION_PARTS
+        if ruled is not None and ruled not in ("self-attention", "cross-attention"):
+            attended = ruled == "hidden-memory" and state is not None and proven_part(state.use) is not None
+            return "self-attention" if attended or (grows and ruled in REPLACED) else ruled
+        if use == "conv":
+            return "conv-state"
+        if use in ATTENTION_PARTS and state is not None:
+            if state.joined:
+                return "self-attention"
+            # A past that no entries join is a constant, unless its name says that the graph has lost its present.
+            return ruled if ruled == "self-attention" else "cross-attention"
+        return ruled if ruled is not None else "hidden-memory"
+
+    def _present_of(
+        self, name: SlotName | None, names: dict[str, SlotName], state: StateFlow | None, growth: Growth
+    ) -> tuple[str | None, str | None]:
+        """The output that a loop takes for the next past, and the one that the content of the past reaches."""
+        outputs = self.decode.graph.outputs
+        reached = state.output if state is not None else None
+        if state is not None and reached is None and (growth == "delta" or name is None):
+            reached = state.delta
+        if name is None:
+            return reached, reached
+        if name.present is None or name.present in outputs:
+            return name.present, reached
+        others = {other.present for other in names.values()}
+        return (reached if reached not in others else None), reached
+
+    def _find_replaced(self, view: GraphView, found: list[Slot]) -> list[Slot]:
+        """Unnamed states of a fixed size."""
+        flow = self.decode.dataflow
+        if flow is None:
+            return []
+        taken = {slot.past for slot in found} | self.claimed | self.tokens
+        returned = {slot.present for slot in found}
+        return list(
+            ReplacedStates(
+                flow,
+                inputs=[port for past, port in view.inputs.items() if past not in taken],
+                outputs=[port for name, port in view.outputs.items() if name not in returned],
+                tokens=self.tokens,
+                has_other_slots=bool(found),
+            ).read()
+        )
+
+    def _sizes_of(self, port: Declared, axes: tuple[Axis, ...], state: StateFlow | None) -> tuple[Dim, ...]:
+        """The declared sizes; open ones as the attention shows them, or else as a config gives them."""
+        shape, known = tuple(map(as_number, port.shape or ())), dict(self.parts.known.numbers)
+        flow = self.decode.dataflow
+        if flow is not None and state is not None and state.use is not None and "float" in port.dtype:
+            width = find_head_dim(self.decode.graph, flow.flow, flow.flow.nodes[state.use.site])
+            known |= {"head_dim": width} if width is not None else {}
+        if flow is not None and any(
+            not isinstance(d, int) for d, axis in zip(shape, axes, strict=True) if axis in WIDTHS
+        ):
+            made = zip(axes, find_entry_sizes(flow, port.name, shape), strict=True)
+            known |= {axis: size for axis, size in made if axis in WIDTHS and size is not None}
+        return tuple(
+            dim if isinstance(dim, int) else known.get(axis, dim) for dim, axis in zip(shape, axes, strict=True)
+        )
+
+
+def _has_one_entry(port: Declared, state: StateFlow) -> bool:
+    """Whether a state has one entry: the last input of a layer, which each step replaces."""
+    return state.axis is not None and port.shape is not None and port.shape[state.axis] == 1
+
+
+def _has_constant_length(
+    past: Declared, present: Declared | None, axes: tuple[Axis, ...], state: StateFlow | None
+) -> bool:
+    """Whether past and present are declared with the same number of entries: a buffer, however it is written."""
+    if "past" not in axes or present is None or past.shape is None or len(past.shape) != len(present.shape or ()):
+        return False
+    if state is not None and state.trimmed:
+        return False
+    at = axes.index("past")
+    before, after = (as_number(shape[at]) for shape in (past.shape, present.shape or ()))
+    return isinstance(before, int) and before == after and before > 0
+
+
+def _mark_prefixes(found: list[Slot], states: dict[str, StateFlow | None]) -> list[Slot]:
+    """Mark keys and values that stand in front of a cache (prefix tuning) as constant: no output returns them.
+
+    A prefix shares its attention, and its part, with another past that is returned.
+    """
+    carried = {(slot.used_as, _site_of(states.get(slot.past))) for slot in found if slot.present is not None}
+
+    def is_prefix(slot: Slot) -> bool:
+        alone = slot.present is None and slot.kind == "self-attention"
+        return alone and slot.used_as is not None and (slot.used_as, _site_of(states.get(slot.past))) in carried
+
+    return [replace(s, growth="constant", carry="hold", continues_as=None) if is_prefix(s) else s for s in found]
+
+
+def _number_layers(found: list[Slot], states: dict[str, StateFlow | None]) -> list[Slot]:
+    """Give unnamed slots their layer: the rank of their attention among those of the same kind and part."""
+    groups: dict[tuple[str, str], list[Slot]] = {}
+    for slot in found:
+        if slot.layer == NO_LAYER:
+            groups.setdefault((slot.kind, slot.part), []).append(slot)
+    layers: dict[str, int] = {}
+    for (kind, part), group in groups.items():
+        ordered = sorted(group, key=lambda slot: _site_of(states.get(slot.past))) if group[0].past in states else group
+        taken = {slot.layer for slot in found if (slot.kind, slot.part) == (kind, part)}
+        free = (number for number in count() if number not in taken)
+        layers |= {slot.past: next(free) for slot in ordered}
+    return [replace(slot, layer=layers[slot.past]) if slot.past in layers else slot for slot in found]
+
+
+def _rank_attentions(slots: list[Slot], uses: dict[str, StateUse]) -> dict[str, int]:
+    """Number the attentions of each kind and part in the order of the graph."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for slot in slots:
+        if slot.past in uses:
+            groups.setdefault((slot.kind, uses[slot.past].part), []).append(slot.past)
+    return {
+        past: rank
+        for group in groups.values()
+        for rank, past in enumerate(sorted(group, key=lambda past: uses[past].site))
+    }
+
+
+def _site_of(state: StateFlow | None) -> int:
+    return state.use.site if state is not None and state.use is not None else -1
+
+
+def _sort_key(slot: Slot) -> tuple[int, bool, str, str]:
+    layer = -1 if slot.layer is None else slot.layer
+    return layer, slot.kind != "self-attention", slot.part, slot.past

@@ -1,0 +1,340 @@
+"""From files to stacks: the role of each file, and which files decode together.
+
+A stack is a merged decoder with its encoder, a first-step graph with the graph that takes its cache, or one decoder
+that takes a past of any length; each variant (`_q4`, `_fp16`, ...) is a stack of its own.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from kvdoctor.analysis.configs import ConfigFacts, read_codebooks, read_config_facts
+from kvdoctor.analysis.dataflow.states import Dataflow
+from kvdoctor.analysis.dialects import inputs
+from kvdoctor.analysis.dialects.dialect import ENCODER_LIKE, Dialect, RoleRule, find_dialect
+from kvdoctor.errors import UnreadableError
+from kvdoctor.model.cache_operators import CONTRIB, DECODING_OPERATORS
+from kvdoctor.model.external_data import ExternalFile, ExternalProblem
+from kvdoctor.model.files import STEM
+from kvdoctor.model.flatten import TooLarge
+from kvdoctor.model.flow import flow_of
+from kvdoctor.model.proto import GraphProto, ModelProto
+from kvdoctor.model.skeleton import Skeleton
+from kvdoctor.model.view import GraphView
+
+FileRole = Literal["encoder", "decoder", "decoder-with-past", "decoder-merged", "generator", "other", "unreadable"]
+StackKind = Literal["merged", "pair", "decoder-only", "unpaired", "operator"]
+
+NAMED_ROLES: dict[str, FileRole] = {
+    "encoder_model": "encoder",
+    "decoder_model_merged": "decoder-merged",
+    "decoder_with_past_model": "decoder-with-past",
+    "decoder_model": "decoder",
+}
+PART_WORDS = re.compile(
+    r"uncached|cached|decoder_with_past|with_past|encoder_decoder_init|decoder_init|encoder|decoder|decode|prefill"
+    r"|init|merged|model",
+    re.ASCII | re.IGNORECASE,
+)
+FLOATS = {"float", "float16", "bfloat16", "double", "uint8", "int8"}
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """One ONNX file. `name` is its path relative to the folder, with forward slashes."""
+
+    path: Path
+    name: str
+    role: FileRole
+    skeleton: Skeleton | None = None
+    view: GraphView | None = None
+    problem: UnreadableError | None = None
+    external: tuple[ExternalFile, ...] = ()
+    external_problems: tuple[ExternalProblem, ...] = ()
+
+    @property
+    def suffix(self) -> str:
+        """The name without the words for the file's role: `_q4` of `decoder_model_q4.onnx`."""
+        match = STEM.fullmatch(self.path.stem)
+        if match:
+            return match["suffix"] or ""
+        rest = PART_WORDS.sub("", self.path.stem).strip("-_. ")
+        return f"_{rest}" if rest else ""
+
+    @property
+    def graph(self) -> GraphView:
+        """The graph of a readable file; stacks have no others."""
+        assert self.view is not None  # noqa: S101 - unreadable files are in no stack
+        return self.view
+
+    @property
+    def dataflow(self) -> Dataflow | None:
+        """The dataflow when the cache is used; None where the graph is too large to be followed."""
+        return follow_graph(self.view) if self.view is not None else None
+
+    @property
+    def first_dataflow(self) -> Dataflow | None:
+        """The dataflow of the first step: of a merged decoder, that of the no-past branch."""
+        return follow_graph(self.view, cached=self.view.branches is None) if self.view is not None else None
+
+
+@dataclass(frozen=True)
+class StackFiles:
+    """The files of one stack by role. `name` is unique in the folder; `suffix` included."""
+
+    name: str
+    kind: StackKind
+    files: dict[FileRole, OnnxFile]
+    operator: str | None = None
+
+    @property
+    def main(self) -> OnnxFile:
+        """The file that decodes with the cache."""
+        return next(
+            self.files[role] for role in ("decoder-merged", "decoder-with-past", "decoder") if role in self.files
+        )
+
+
+@dataclass(frozen=True)
+class StackParts:
+    """A stack with the names and the configs that apply to it: what the readers of its contract need.
+
+    `decode` takes the cache, `first` serves the first step; they are the same file except in a pair.
+    """
+
+    decode: OnnxFile
+    first: OnnxFile
+    encoder: OnnxFile | None
+    dialect: Dialect | None
+    known: ConfigFacts
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, stack: StackFiles, config: dict[str, Any], genai: dict[str, Any]) -> "StackParts":
+        """Gather the parts of a stack; `config` and `genai` are its config.json and genai_config.json."""
+        decode = stack.main
+        first = stack.files.get("decoder", decode) if stack.kind == "pair" else decode
+        dialect = find_dialect(decode.graph.inputs)
+        return cls(decode, first, stack.files.get("encoder"), dialect, read_config_facts(config, genai), config)
+
+    @property
+    def input_rules(self) -> tuple[RoleRule, ...]:
+        """Names of a decoder's inputs, those of the dialect first."""
+        return (*(self.dialect.inputs if self.dialect else ()), *inputs.INPUTS)
+
+    @property
+    def output_rules(self) -> tuple[RoleRule, ...]:
+        """Names of a decoder's outputs, those of the dialect first."""
+        return (*(self.dialect.outputs if self.dialect else ()), *inputs.OUTPUTS)
+
+    @property
+    def encoder_rules(self) -> tuple[RoleRule, ...]:
+        """Names of an encoder's inputs, those of the dialect first."""
+        return (*(self.dialect.encoder_inputs if self.dialect else ()), *inputs.ENCODER_INPUTS)
+
+    @property
+    def codebooks(self) -> int | None:
+        """The number of codebooks that the config of an audio decoder declares."""
+        return read_codebooks(self.config)
+
+
+def role_of(path: Path, view: GraphView) -> FileRole:
+    """The role of a file, by its graph; its name decides only between graphs that look alike."""
+    if decoding_operator(view) is not None:
+        return "generator"
+    match = STEM.fullmatch(path.stem)
+    named = NAMED_ROLES.get(match["stem"]) if match else None
+    if takes_past(view):
+        if view.branches is not None:
+            return "decoder-merged"
+        return "decoder-with-past" if named == "decoder-with-past" else "decoder"
+    encoder_like = named == "encoder" or any(ENCODER_LIKE.fullmatch(name) for name in view.outputs)
+    if has_named_logits(view) and _returns_cache(view):
+        return "decoder"
+    if encoder_like or "encoder" in path.stem.lower():
+        return "encoder"
+    if _returns_cache(view):
+        return "decoder"
+    return "other"
+
+
+def takes_past(view: GraphView) -> bool:
+    """Whether inputs are named like a cache, or reach an attention and an output."""
+    named = _has_cache_names(view.inputs) or find_dialect(view.inputs) is not None
+    return named or _carries_states(view) or _replaces_states(view)
+
+
+def has_named_logits(view: GraphView) -> bool:
+    """Whether the graph has an output that is named as logits."""
+    return any(name in ("logits", "output.logits") for name in view.outputs)
+
+
+def decoding_operator(view: GraphView) -> str | None:
+    """The operator of the main graph that runs the whole decode loop (`BeamSearch`, ...), if there is one."""
+    found = (n.op_type for n in view.model.graph.node if n.domain == CONTRIB and n.op_type in DECODING_OPERATORS)
+    return next(found, None)
+
+
+def group_stacks(files: tuple[OnnxFile, ...], genai: dict[str, Any]) -> Iterator[StackFiles]:
+    """Group files into stacks: as genai_config.json says, else by suffix as merged, pair and single decoders."""
+    configured = _find_configured(files, genai)
+    if configured is not None:
+        yield configured
+        used = {file.name for file in configured.files.values()}
+        files = tuple(file for file in files if file.name not in used)
+    encoders = {file.suffix: file for file in files if file.role == "encoder"}
+    for suffix in sorted({file.suffix for file in files}):
+        mine = [file for file in files if file.suffix == suffix]
+        encoder = encoders.get(suffix) or encoders.get("")
+        shared: dict[FileRole, OnnxFile] = {"encoder": encoder} if encoder else {}
+        yield from _group_variant(mine, shared, suffix.replace("_", "-"))
+
+
+def _group_variant(mine: list[OnnxFile], shared: dict[FileRole, OnnxFile], tail: str) -> Iterator[StackFiles]:
+    """The stacks of files with one suffix; `shared` has the encoder, `tail` is the end of the stacks' names."""
+    merged = [file for file in mine if file.role == "decoder-merged"]
+    for file in merged:
+        name = "merged" if len(merged) == 1 else f"merged-{file.path.stem}"
+        yield StackFiles(name + tail, "merged", {"decoder-merged": file, **shared})
+    for file in (file for file in mine if file.role == "generator"):
+        yield _open_operator(file, tail)
+    pair = _find_pair(mine)
+    if pair is not None:
+        first, later = pair
+        yield StackFiles("pair" + tail, "pair", {"decoder": first, "decoder-with-past": later, **shared})
+    alone = next((f for f in mine if f.role == "decoder-with-past" and pair is None), None)
+    if alone:
+        # Without a cross-attention cache the file can take an empty past, and needs no first-step graph.
+        crossed = any(".encoder." in name for name in alone.view.inputs) if alone.view else False
+        kind: StackKind = "unpaired" if crossed else "decoder-only"
+        yield StackFiles("with-past" + tail, kind, {"decoder-with-past": alone, **shared})
+    paired = {file.name for file in pair or ()}
+    for file in (f for f in mine if f.role == "decoder" and f.name not in paired):
+        named = STEM.fullmatch(file.path.stem)
+        assert file.view is not None  # noqa: S101 - only read files have the role
+        if takes_past(file.view):
+            name = "decoder" if named or not PART_WORDS.sub("", file.path.stem).strip("-_. ") else file.path.stem
+            yield StackFiles(name + tail if named else name, "decoder-only", {"decoder": file, **shared})
+        elif not (named and (merged or pair)):
+            # The no-past graph alone. Beside a merged decoder it is a copy of one of its branches.
+            yield StackFiles("first-step" + tail, "unpaired", {"decoder": file, **shared})
+
+
+def _find_pair(mine: list[OnnxFile]) -> tuple[OnnxFile, OnnxFile] | None:
+    """The graph that first computes the cache, and the one that takes it."""
+    with_past = next((file for file in mine if file.role == "decoder-with-past"), None)
+    named = next((f for f in mine if f.role == "decoder" and NAMED_ROLES.get(_stem(f)) == "decoder"), None)
+    if with_past and named:
+        return named, with_past
+    decoders = [file for file in mine if file.role == "decoder" and _stem(file) not in ("model", "decoder_model")]
+    takers = [file for file in decoders if file.view and takes_past(file.view)]
+    first_steps = [file for file in decoders if file not in takers]
+    by_name = {_stem(file): file for file in decoders}
+    if {"prefill", "decode"} <= set(by_name):
+        return by_name["prefill"], replace(by_name["decode"], role="decoder-with-past")
+    if len(takers) == 1 and len(first_steps) == 1:
+        return first_steps[0], replace(takers[0], role="decoder-with-past")
+    return None
+
+
+def _stem(file: OnnxFile) -> str:
+    match = STEM.fullmatch(file.path.stem)
+    return match["stem"] if match else file.path.stem
+
+
+def _find_configured(files: tuple[OnnxFile, ...], genai: dict[str, Any]) -> StackFiles | None:
+    """The stack that genai_config.json describes; pipelines of several graphs are not supported."""
+    model = genai.get("model")
+    parts = {part: model.get(part) for part in ("decoder", "encoder")} if isinstance(model, dict) else {}
+    named = {
+        part: entry["filename"] for part, entry in parts.items() if isinstance(entry, dict) and "filename" in entry
+    }
+    by_name = {file.name: file for file in files if file.view is not None}
+    decoder = by_name.get(str(named.get("decoder")))
+    if decoder is None:
+        return None
+    chosen: dict[FileRole, OnnxFile] = {"decoder": decoder}
+    if encoder := by_name.get(str(named.get("encoder"))):
+        chosen["encoder"] = replace(encoder, role="encoder")
+    return StackFiles("decoder", "decoder-only", chosen)
+
+
+def _open_operator(file: OnnxFile, tail: str) -> StackFiles:
+    """The stack inside an operator that runs the whole loop: its subgraphs as models."""
+    assert file.view is not None  # noqa: S101 - only read files have the role
+    operator = decoding_operator(file.view)
+    node = next(node for node in file.view.model.graph.node if node.op_type == operator)
+    bodies = {attribute.name: attribute.g for attribute in node.attribute if attribute.HasField("g")}
+    chosen: dict[FileRole, OnnxFile] = {}
+    for part, role in (("decoder", "decoder"), ("encoder", "encoder")):
+        if part in bodies:
+            view = GraphView(_subgraph_model(file.view.model, bodies[part]))
+            chosen[role] = replace(file, view=view, role=role)  # type: ignore[index, arg-type]
+    chosen.setdefault("decoder", file)
+    return StackFiles(f"{file.path.stem}{tail if STEM.fullmatch(file.path.stem) else ''}", "operator", chosen, operator)
+
+
+def _subgraph_model(model: ModelProto, graph: GraphProto) -> ModelProto:
+    """A subgraph as a model. Initializers of the main graph that it uses are left out: the model is never run."""
+    return ModelProto(
+        ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions, graph=graph
+    )
+
+
+def follow_graph(view: GraphView, cached: bool = True) -> Dataflow | None:
+    """The dataflow of a graph, computed once: of the cached or the no-past branch. None where it is too large."""
+    known = _DATAFLOWS.setdefault(view, {})
+    if cached not in known:
+        try:
+            known[cached] = Dataflow(flow_of(view, cached))
+        except TooLarge:
+            known[cached] = None
+    return known[cached]
+
+
+_DATAFLOWS: WeakKeyDictionary[GraphView, dict[bool, Dataflow | None]] = WeakKeyDictionary()
+
+
+def _carries_states(view: GraphView) -> bool:
+    """Whether an input without a known name is a cache: joined by new entries, used by an attention and returned."""
+    for name, port in view.inputs.items():
+        if port.dtype in FLOATS and port.shape is not None and len(port.shape) >= 3:
+            dataflow = follow_graph(view)
+            state = dataflow.state(name, len(port.shape)) if dataflow is not None else None
+            if state and state.joined and (state.output or state.delta) and state.use and state.use.part != "conv":
+                return True
+    return False
+
+
+def _replaces_states(view: GraphView) -> bool:
+    """Whether a graph that takes token ids has states of fixed size: floats returned in their type and shape."""
+    if not any(port.dtype in ("int64", "int32") for port in view.inputs.values()):
+        return False
+    for name, port in view.inputs.items():
+        if port.dtype not in FLOATS or not port.shape or len(port.shape) < 3:
+            continue
+        fitting = {out for out, other in view.outputs.items() if (other.dtype, other.shape) == (port.dtype, port.shape)}
+        if not fitting or sum(not isinstance(size, int) for size in port.shape) > 1:
+            continue
+        dataflow = follow_graph(view)
+        if dataflow is not None and dataflow.descent.find_update(name, fitting) is not None:
+            return True
+    return False
+
+
+def _returns_cache(view: GraphView) -> bool:
+    """Whether outputs are named like a cache, or the graph uses them as keys and values."""
+    if _has_cache_names(view.outputs):
+        return True
+    wide = [name for name, port in view.outputs.items() if port.shape is not None and len(port.shape) >= 3]
+    if len(wide) < 2:
+        return False
+    dataflow = follow_graph(view)
+    return dataflow is not None and any(dataflow.uses.use_of_output(name) is not None for name in wide)
+
+
+def _has_cache_names(ports: dict[str, Any]) -> bool:
+    return any(name.startswith(("past", "present", "cache_")) or ".past" in name for name in ports)

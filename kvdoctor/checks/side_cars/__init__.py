@@ -1,1 +1,0 @@
-"""What each side-car file promises, held against the graph."""

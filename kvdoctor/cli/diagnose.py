@@ -1,0 +1,78 @@
+"""`kvdoctor inspect`, `step-test` and `contract`: they read one model, or run it."""
+
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from kvdoctor.cli.options import chosen_policy, examples, given_options, policy_options, table_options
+from kvdoctor.cli.output import complain, end, finish, output_options, progress_line, read_output
+
+
+@click.command(
+    epilog=examples(
+        ("kvdoctor inspect exports/marian", "files, inputs, outputs, the cache contract"),
+        ("kvdoctor inspect exports/llama --context 8192 --batch 4", "the memory of the cache"),
+        ("kvdoctor inspect exports/marian --target onnxruntime==1.16.3", "what is too new for it"),
+    )
+)
+@click.argument("path", type=click.Path())
+@table_options("inspect")
+@output_options()
+@policy_options
+def inspect(path: str, **given: Any) -> NoReturn:
+    """Read a model without running it: files, inputs and outputs, the cache contract. Load no weights."""
+    from kvdoctor import api
+
+    output = read_output(given)
+    finish(api.inspect(path, policy=chosen_policy(given), **given_options()), output)
+
+
+@click.command(
+    "step-test",
+    epilog=examples(
+        ("kvdoctor step-test exports/marian", "what fails, where, why"),
+        ("kvdoctor step-test exports/marian --consumer held", "as Optimum calls it"),
+        ("kvdoctor step-test exports/llama --require batch,left-padding", "uses that must work"),
+        ("kvdoctor step-test exports/llama --trace loop.jsonl", "your own loop"),
+    ),
+)
+@click.argument("path", type=click.Path())
+@table_options("step-test")
+@output_options()
+@policy_options
+def step_test(path: str, **given: Any) -> NoReturn:
+    """Run decode steps with and without the cache; name the failure and its cause."""
+    from kvdoctor import api
+
+    output = read_output(given)
+    with progress_line(output) as progress:
+        report = api.step_test(path, policy=chosen_policy(given), progress=progress, **given_options())
+    finish(report, output)
+
+
+@click.command(
+    epilog=examples(
+        ("kvdoctor contract exports/marian", "what a loop must feed, feed back and keep"),
+        ("kvdoctor contract exports/marian --format json", "for programs"),
+    )
+)
+@click.argument("path", type=click.Path())
+@click.option(
+    "--format", "format_", type=click.Choice(["text", "json"]), default="text", help="Print this on standard output."
+)
+def contract(path: str, format_: str) -> NoReturn:
+    """Print the cache contract of each stack: what a loop must feed, feed back and keep."""
+    from kvdoctor import api
+    from kvdoctor.report import json_format, text
+    from kvdoctor.report.safe import printable, shortened
+
+    report = api.read_contracts(path)
+    if format_ == "json":
+        sys.stdout.write(json_format.render_contracts(report))
+    else:
+        text.print_contracts(report, text.open_console("auto"))
+    if not report.stacks:
+        reasons = [finding.observed for finding in report.findings] + [entry.reason for entry in report.not_checked]
+        complain(f"no cache contract: {printable(shortened('; '.join(reasons), 1200))}")
+    end(0 if report.stacks else 3)

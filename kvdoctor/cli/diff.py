@@ -1,0 +1,48 @@
+"""`kvdoctor diff`: one model against another."""
+
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from kvdoctor.cli.options import examples, given_options, table_options
+from kvdoctor.cli.output import closed_pipe_allowed, end, output_options, progress_line, read_output, write
+
+FORMATS = ("text", "json", "markdown")
+
+
+@click.command(
+    epilog=examples(
+        ("kvdoctor diff exports/v1 exports/v2", "can the new export replace the old one?"),
+        ("kvdoctor diff yesterday.json exports/v2", "the same, with a report of --format json"),
+        ("kvdoctor diff --static exports/v1 v2.onnx", "contract and graph; nothing is run"),
+        ("kvdoctor diff --agree tokens fp32 int8", "are the likeliest tokens the same?"),
+    )
+)
+@click.argument("a")
+@click.argument("b")
+@table_options("diff")
+@output_options(FORMATS)
+def diff(a: str, b: str, **given: Any) -> NoReturn:
+    """Compare model B with model A: contract, graph and behavior. Either may be a JSON report of kvdoctor.
+
+    Exit code 0: B is equal, better, or different but not worse. 1: B is worse: a loop written for A would not work
+    with it, an experiment that passed fails, or it has a new finding at or above --fail-on. 2: wrong usage. 3: they
+    could not be compared.
+    """
+    from kvdoctor import api
+
+    output = read_output(given, FORMATS)
+    with progress_line(output) as progress:
+        found = api.diff(a, b, progress=progress, **given_options())
+    from kvdoctor.report.diff import print_diff, render
+
+    with closed_pipe_allowed():
+        if output.format == "text":
+            from kvdoctor.report import text
+
+            print_diff(found, text.open_console(output.color), output.verbosity)
+        else:
+            sys.stdout.write(render(found, output.format))
+    write([(file, render(found, name)) for name, file in output.files])
+    end(found.exit_code)

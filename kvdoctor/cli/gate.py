@@ -1,0 +1,60 @@
+"""`kvdoctor gate`: many models, one verdict."""
+
+from typing import Any, NoReturn
+
+import click
+from click.core import ParameterSource
+
+from kvdoctor.cli.options import chosen_policy, examples, given_options, policy_options, table_options
+from kvdoctor.cli.output import end, output_options, progress_line, read_output, show_gate
+
+FOR_RUNS = ("jobs", "cache_dir", "cluster")
+
+
+@click.command(
+    epilog=examples(
+        ("kvdoctor gate exports/*/", "every model, one verdict"),
+        ("kvdoctor gate exports/*/ --output sarif=kvdoctor.sarif -q", "with a file for code scanning"),
+        ("kvdoctor gate exports/marian --fail-on warning", "stricter"),
+        ("kvdoctor gate --static --by-folder exports/marian/model.onnx", "for a hook: runs nothing"),
+    )
+)
+@click.argument("paths", nargs=-1, type=click.Path())
+@table_options("gate")
+@output_options()
+@policy_options
+def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
+    """Inspect and step-test models for CI; without PATH, those of the policy (docs/policy.md).
+
+    Exit code 0: healthy. 1: findings that are not known. 2: wrong usage. 3: something could not be checked.
+    """
+    import gc
+
+    from kvdoctor import api
+
+    gc.disable()  # this process lives for one gate, and the models are run in others
+    policy = chosen_policy(given)
+    models = paths or policy.models()
+    output = read_output(given, models=models)
+    if given["static"]:
+        _refuse_with_static()
+    with progress_line(output) as progress:
+        done = api.gate(models, policy=policy, progress=progress, **with_cache_folder(given_options()))
+    show_gate(done, output)
+    end(done.exit_code)
+
+
+def with_cache_folder(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a gate, with the user's cache folder if none is given."""
+    from kvdoctor import api
+
+    return {**options, "cache_dir": options.get("cache_dir") or api.cache_folder()}
+
+
+def _refuse_with_static() -> None:
+    """Refuse options for runs; a policy or a variable of the environment sets them for every gate."""
+    context = click.get_current_context()
+    for name in FOR_RUNS:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = "--" + name.replace("_", "-")
+            raise click.UsageError(f"{option} is for models that are run, and --static runs none; leave one out")

@@ -1,0 +1,100 @@
+"""`kvdoctor explain`, `schema` and `env`: they need no model."""
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from kvdoctor.cli.options import examples
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvdoctor.findings import Check
+    from kvdoctor.report.known_messages import KnownMessage
+
+
+@click.command(
+    epilog=examples(
+        ("kvdoctor explain KV203", "by code"),
+        ("kvdoctor explain mask-not-offset", "by name"),
+        ("kvdoctor explain KV3", "all checks of a kind"),
+        ("kvdoctor explain 'MatMul dimension mismatch'", "a message of the runtime"),
+        ("kvdoctor explain", "all of them"),
+    )
+)
+@click.argument("text", required=False)
+def explain(text: str | None) -> None:
+    """Explain a finding by its code or name, or look up an error message. Without TEXT: list all checks."""
+    from kvdoctor import api
+    from kvdoctor.errors import UsageError
+
+    if text is None:
+        _list_checks(api.list_checks())
+        return
+    try:
+        _print_check(api.explain(text))
+    except UsageError:
+        if found := api.find_checks(text.strip()):
+            _list_checks(found)
+        elif messages := api.find_messages(text):
+            _print_messages(messages)
+        elif " " in text.strip():
+            known = (
+                "docs/faq.md lists the known ones, and `kvdoctor step-test MODEL` finds the cause by running the model"
+            )
+            raise UsageError(f"no known error message is like {text.strip()[:80]!r}; {known}") from None
+        else:
+            raise
+
+
+def _list_checks(checks: "Iterable[Check]") -> None:
+    for check in checks:
+        click.echo(f"{check.code}  {check.name:<24} {check.summary}")
+
+
+def _print_check(found: "Check") -> None:
+    from kvdoctor import api
+
+    text = found.documentation
+    if repairs := api.list_graph_repairs(found.name):
+        text += f"\n\nRepairs that `kvdoctor re-export` tries (docs/repairs.md): {', '.join(repairs)}."
+    click.echo("\n\n".join([f"{found.code} {found.name}", *(_fill(part) for part in text.split("\n\n"))]))
+
+
+def _print_messages(messages: "tuple[KnownMessage, ...]") -> None:
+    """The questions that decide, each with its answer."""
+    click.echo("MODEL is your export. Steps are counted from 0, the prefill.")
+    for message in messages:
+        click.echo(f"\n{_fill(message.seen)}\n{_fill(message.question, '  ')}\n{_fill(message.answer, '  -> ')}")
+    click.echo("\nMore messages: docs/faq.md. `kvdoctor step-test MODEL` decides by running the model.")
+
+
+def _fill(text: str, first: str = "") -> str:
+    """A paragraph, wrapped on a terminal only."""
+    if not sys.stdout.isatty():
+        return first + text
+    import shutil
+    import textwrap
+
+    width, indent = min(shutil.get_terminal_size().columns, 120), " " * len(first)
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+
+
+@click.command(epilog=examples(("kvdoctor schema report", "the document of `--format json`")))
+@click.argument("name", type=click.Choice(["report", "gate", "contract", "diff", "baseline"]))
+def schema(name: str) -> None:
+    """Print the JSON Schema of a document."""
+    from kvdoctor.api import schemas
+    from kvdoctor.report import json_format
+
+    click.echo(json_format.dump(schemas()[name]), nl=False)
+
+
+@click.command(epilog=examples(("kvdoctor env", "to paste into a bug report")))
+def env() -> None:
+    """Print versions, execution providers and extras, each with the command that repairs it."""
+    from kvdoctor import api
+
+    for line in api.describe_environment():
+        click.echo(line)

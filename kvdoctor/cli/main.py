@@ -1,0 +1,153 @@
+"""The command line: its commands, its exit codes and its errors. Nothing is diagnosed here.
+
+Only click is imported at the top: `--help` and `--version` load neither onnx nor numpy nor rich.
+"""
+
+import importlib
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from kvdoctor._version import __version__
+from kvdoctor.cli.options import examples
+from kvdoctor.cli.output import closed_pipe_allowed, complain, discard_output, end
+from kvdoctor.errors import KvdoctorError
+
+EXIT_USAGE, EXIT_INCOMPLETE, EXIT_INTERRUPTED = 2, 3, 130
+
+COMMANDS = {
+    **dict.fromkeys(("inspect", "step-test", "contract"), "diagnose"),
+    **dict.fromkeys(("re-export", "repro"), "repair"),
+    **dict.fromkeys(("explain", "schema", "env"), "info"),
+    **{name: name for name in ("gate", "baseline", "config", "diff")},
+}
+"""The commands, each with its module in this package."""
+
+
+def find_command(name: str) -> click.Command | None:
+    """Load a command; None where there is none of that name."""
+    if name not in COMMANDS:
+        return None
+    module = importlib.import_module(f"kvdoctor.cli.{COMMANDS[name]}")
+    command: click.Command = getattr(module, name.replace("-", "_"))
+    return command
+
+
+class _Commands(click.Group):
+    """Loads the module of a command only when it is called, or when the help lists them all.
+
+    Where the reader of standard output has gone, click would end with 1, which means findings here. A command that has
+    a verdict ends by it; the others, and the help, did what they were asked for.
+    """
+
+    def make_context(self, *words: Any, **more: Any) -> click.Context:
+        try:
+            return super().make_context(*words, **more)
+        except BrokenPipeError:
+            discard_output()
+            end(0)
+
+    def invoke(self, context: click.Context) -> Any:
+        with closed_pipe_allowed():
+            return super().invoke(context)
+
+    def list_commands(self, _: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, _: click.Context, name: str) -> click.Command | None:
+        return find_command(name)
+
+
+@click.group(
+    cls=_Commands,
+    epilog=examples(
+        ("kvdoctor inspect exports/marian", "what the files declare"),
+        ("kvdoctor step-test exports/marian", "what decode steps show"),
+        ("kvdoctor re-export exports/marian -o fixed", "a repaired and proved copy"),
+        ("kvdoctor repro exports/marian -o to-send", "the failure without the weights"),
+        ("kvdoctor gate exports/*", "for CI: exit code 0, 1, 2 or 3"),
+    ),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, package_name="kvdoctor", message="kvdoctor %(version)s")
+def cli() -> None:
+    """Diagnose and repair ONNX decoders with a KV cache."""
+
+
+def main() -> NoReturn:
+    """Run the command line. Errors that kvdoctor raises on purpose end with exit code 2 and one line."""
+    try:
+        _prepare_streams()
+        _show_notices()
+        _end_in_order()
+        cli.main(standalone_mode=False)
+        end(0)
+    except click.ClickException as error:
+        _show(error)
+        raise SystemExit(EXIT_USAGE) from None
+    except (click.Abort, KeyboardInterrupt):
+        complain("interrupted")
+        # Where the interrupt met an `exec`, as dataclasses use it, Python would end by the signal although it was
+        # caught here (CPython, exit_sigint). All that had to be cleaned up has been on the way to this line.
+        os._exit(EXIT_INTERRUPTED)
+    except KvdoctorError as error:
+        from kvdoctor.report.safe import printable, shortened
+
+        complain(printable(shortened(str(error), 1200)))
+        raise SystemExit(EXIT_USAGE) from None
+    except ImportError as error:
+        complain(f"a package that kvdoctor needs cannot be imported ({error}); install kvdoctor again with pip")
+        raise SystemExit(EXIT_INCOMPLETE) from None
+    except OSError as error:
+        complain(f"the report could not be written: {error.strerror or error}")
+        discard_output()
+        raise SystemExit(EXIT_USAGE) from None
+
+
+def _show(error: click.ClickException) -> None:
+    """Print an error of the command line; it may contain file names that others chose."""
+    from kvdoctor.report.safe import printable, shortened
+
+    if isinstance(error, click.UsageError) and error.ctx is not None and error.message == error.ctx.get_help():
+        click.echo(error.message, err=True)  # a command that was given nothing shows its help
+        return
+    message = error.format_message()
+    if isinstance(error, click.MissingParameter) or printable(message) == message:
+        error.show()
+    else:
+        complain(printable(shortened(message, 1200)))
+
+
+def _end_in_order() -> None:
+    """Let a request to end (`timeout`, a canceled job, a closed terminal) end the child processes as well."""
+
+    def end(number: int, _frame: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        if (number := getattr(signal, name, None)) is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)
+
+
+def _prepare_streams() -> None:
+    """Make sure that standard output and error exist and accept every character."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123 - for the whole process
+        reconfigure = getattr(getattr(sys, name), "reconfigure", None)
+        if reconfigure:
+            reconfigure(errors="backslashreplace")
+
+
+def _show_notices() -> None:
+    """Print on a terminal the slow work outside of experiments, as the creation of an environment."""
+    if sys.stderr.isatty():
+        import logging
+
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("kvdoctor: %(message)s"))
+        logging.getLogger("kvdoctor").addHandler(handler)
+        logging.getLogger("kvdoctor").setLevel(logging.INFO)

@@ -1,0 +1,125 @@
+"""The options of each command, translated from the table of `kvdoctor.options` into click's."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from kvdoctor.choices import Choice, File, Flag, Names, WrongValue
+from kvdoctor.options import Option, options_of
+
+if TYPE_CHECKING:
+    from kvdoctor.gating.policy import Policy
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+
+
+def table_options(name: str) -> Callable[[Command], Command]:
+    """Add the options that the table has for the command of that name."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options_of(name)):
+            if option.flag is not None:
+                command = _click_option(option)(command)
+        return command
+
+    return add
+
+
+def policy_options(command: Command) -> Command:
+    """Add the options that choose the policy."""
+    command = click.option("--no-config", is_flag=True, help="Follow no policy.")(command)
+    return click.option("--config", metavar="FILE", help="Follow the policy in this file.")(command)
+
+
+def given_options() -> dict[str, Any]:
+    """Return the options of the table that the command line or the environment gives, as keyword arguments."""
+    context = click.get_current_context()
+    return {
+        option.keyword: context.params[option.keyword]
+        for option in options_of(str(context.command.name))
+        if context.get_parameter_source(option.keyword) in GIVEN
+    }
+
+
+def given_paths() -> tuple[str, ...]:
+    """Return the paths that the command at hand reads, as far as its command line names them."""
+    context = click.get_current_context()
+    arguments = (each.name for each in context.command.params if isinstance(each, click.Argument))
+    files = (option.keyword for option in options_of(str(context.command.name)) if type(option.kind) is File)
+    values = (context.params.get(name) for name in (*arguments, *files) if name is not None)
+    return tuple(path for value in values for path in (value if isinstance(value, tuple) else (value,)) if path)
+
+
+def chosen_policy(given: dict[str, Any]) -> "Policy":
+    """Return the policy that a command follows: that of `--config`, or of the project.
+
+    Raises:
+        UsageError: it cannot be read, or the file that was named holds none.
+    """
+    import kvdoctor
+
+    if given["config"] and given["no_config"]:
+        raise click.UsageError("give --config FILE or --no-config, not both")
+    return kvdoctor.Policy() if given["no_config"] else kvdoctor.read_policy(given["config"] or None)
+
+
+def examples(*calls: tuple[str, str]) -> str:
+    """Return the end of a help page: calls and their purposes, on one line each where they fit into 80 columns."""
+    width = max(len(call) for call, _ in calls)
+    beside = all(width + 4 + len(purpose) <= 78 for _, purpose in calls)
+    lines = (f"  {call:<{width}}  {purpose}" if beside else f"  {call}\n      {purpose}" for call, purpose in calls)
+    return "Examples:\n\n\b\n" + "\n".join(lines)
+
+
+def _click_option(option: Option) -> Callable[[Command], Command]:
+    flag = f"--{option.flag or option.key}"
+    if isinstance(option.kind, Flag):
+        value = not (option.flag or "").startswith("no-")
+        return click.option(
+            flag,
+            option.keyword,
+            is_flag=True,
+            flag_value=value,
+            default=option.default,
+            help=option.flag_help or option.help,
+        )
+    several = isinstance(option.kind, Names)
+    words = option.kind.values if isinstance(option.kind, Choice) else ()
+    return click.option(
+        flag,
+        option.keyword,
+        multiple=several,
+        callback=None if several else _reader(option),
+        metavar=option.kind.metavar,
+        envvar=option.environment or None,
+        help=_help(option),
+        shell_complete=lambda _context, _option, start: [word for word in words if word.startswith(start)],
+    )
+
+
+def _reader(option: Option) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Read a word by the option's own kind, so that every caller gets the same message."""
+
+    def read(_context: click.Context, _option: click.Parameter, word: str | None) -> Any:
+        try:
+            return None if word is None else option.kind.parse(word)
+        except WrongValue as reason:
+            raise click.BadParameter(str(reason)) from None
+
+    return read
+
+
+def _help(option: Option) -> str:
+    """Return the help of an option, with the bounds of its value and its default."""
+    default = option.unset or ("" if option.default in (None, ()) else f"{option.default}")
+    notes = (
+        option.kind.limits,
+        f"default: {default}" if default else "",
+        "may be repeated" if isinstance(option.kind, Names) else "",
+    )
+    shown = "; ".join(note for note in notes if note)
+    return f"{option.help}  [{shown}]" if shown else option.help

@@ -1,0 +1,260 @@
+"""Where results go: standard output, and the files of `--output`; and progress, on standard error."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from kvdoctor.cli.options import given_paths
+from kvdoctor.report.formats import FORMATS
+
+if TYPE_CHECKING:
+    from kvdoctor.gating.verdict import GateResult
+    from kvdoctor.report.document import Report
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+NEVER_OVERWRITTEN = {".onnx", ".ort", ".data", ".safetensors", ".toml", ".npz"}
+HEAD_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a command prints and writes: a format on standard output, and files as (format, file).
+
+    `verbosity` is -1 with `--quiet`, 1 with `--verbose`, else 0.
+    """
+
+    format: str
+    files: tuple[tuple[str, Path], ...]
+    verbosity: int
+    color: str
+
+
+def output_options(formats: tuple[str, ...] = FORMATS) -> Callable[[Command], Command]:
+    """Add the options that say what is printed and written; `formats` are those of the command."""
+    options = (
+        click.option(
+            "--format", "format_", type=click.Choice(formats), default="text", help="Print this on standard output."
+        ),
+        click.option("--output", "outputs", multiple=True, metavar="FORMAT=FILE", help="Also write this file."),
+        click.option("-q", "--quiet", is_flag=True, help="Print the findings in short and the verdict."),
+        click.option(
+            "-v", "--verbose", is_flag=True, help="Print all evidence: every run, step, input, output and note."
+        ),
+        click.option(
+            "--color",
+            type=click.Choice(["auto", "always", "never"]),
+            default="auto",
+            help="Color; NO_COLOR is honored.",
+        ),
+    )
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def read_output(given: dict[str, Any], formats: tuple[str, ...] = FORMATS, models: Sequence[str] = ()) -> Output:
+    """Read the options of `output_options`. Files that must not be written are refused before any work is done.
+
+    `models` are paths that are read and that the command line does not name.
+
+    Raises:
+        UsageError: a file cannot be written, or would be written twice.
+    """
+    files: list[tuple[str, Path]] = []
+    for target in given["outputs"]:
+        name, _, file = target.partition("=")
+        if name not in formats or not file:
+            raise click.UsageError(f"--output takes FORMAT=FILE with a format of {', '.join(formats)}; got {target!r}")
+        path = Path(file)
+        problem = _refused(file, path, [one for _, one in files]) or _would_destroy(file, path, models)
+        if problem:
+            raise click.UsageError(f"--output {name}: {problem}")
+        files.append((name, path))
+    verbosity = -1 if given["quiet"] else 1 if given["verbose"] else 0
+    return Output(given["format_"], tuple(files), verbosity, given["color"])
+
+
+def refuse_formats(command: str, given: dict[str, Any], formats: tuple[str, ...]) -> None:
+    """Refuse formats that a command does not print, and files that it does not write.
+
+    Raises:
+        UsageError: one was given.
+    """
+    if given["format_"] not in formats or given["outputs"]:
+        raise click.UsageError(f"{command} is printed as --format {' or '.join(formats)}, and writes no --output")
+
+
+def _refused(file: str, path: Path, others: list[Path]) -> str | None:
+    """Return why a file cannot be written, as far as that is known before the work."""
+    if file == "-":
+        return "standard output is what --format fills; give a FILE"
+    if path.is_dir():
+        return f"{file!r} is a folder; give a file in it"
+    if not path.parent.is_dir():
+        return f"the folder of {file!r} does not exist; make it first"
+    if any(os.path.realpath(path) == os.path.realpath(other) for other in others) and not path.is_char_device():
+        return f"{file!r} is given twice; give each format a file of its own"
+    if path.suffix.lower() in NEVER_OVERWRITTEN:
+        return f"{file!r} has the name of a model or its weights, which are never written to"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"{file!r} is not writable"
+    return None
+
+
+def _would_destroy(file: str, path: Path, models: Sequence[str]) -> str | None:
+    """Return why a file must not be replaced: this command reads it, or it lies in a model's folder."""
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    with path.open("rb") as opened:
+        head = opened.read(HEAD_BYTES)
+    if b'"kvdoctor/baseline/' in head:
+        return f"{file!r} is a baseline; give another file"
+    ours = b"kvdoctor" in head or path.suffix == ".log"
+    here = Path(os.path.realpath(path))
+    for one in (*given_paths(), *models):
+        place = Path(os.path.realpath(one))
+        folder = place if place.is_dir() else place.parent
+        if here == place or (here.is_relative_to(folder) and not ours and _is_model(place)):
+            return f"{file!r} is there already, and is read or lies beside what is read; give another file"
+    return None
+
+
+def _is_model(place: Path) -> bool:
+    return place.is_dir() or place.suffix.lower() in NEVER_OVERWRITTEN
+
+
+def show(report: "Report", output: Output, **more: Any) -> None:
+    """Print a report, and write its files.
+
+    Raises:
+        UsageError: a file cannot be written; standard output is complete all the same.
+    """
+    from kvdoctor.report import formats
+
+    texts = [(file, formats.render(report, name)) for name, file in output.files]
+    with closed_pipe_allowed():
+        if output.format == "text":
+            from kvdoctor.report import text
+
+            text.print_report(report, text.open_console(output.color), output.verbosity, **more)
+        else:
+            sys.stdout.write(formats.render(report, output.format))
+    write(texts)
+
+
+def show_gate(done: "GateResult", output: Output) -> None:
+    """Print the reports of a gate, and write their files.
+
+    In a GitHub workflow, annotations and a summary come with the text. Where standard output holds a document, the
+    lines on the baseline go to standard error.
+
+    Raises:
+        UsageError: a file or the summary cannot be written; standard output is complete all the same.
+    """
+    from kvdoctor.report import formats
+    from kvdoctor.report.safe import printable
+
+    reports, document, last = list(done.reports), done.to_dict, done.summary_lines()
+    texts = [(file, formats.render_gate(document, reports, last, name)) for name, file in output.files]
+    in_workflow = os.environ.get("GITHUB_ACTIONS") == "true"
+    with closed_pipe_allowed():
+        if output.format == "text":
+            from kvdoctor.report import text
+
+            text.print_gate(reports, last, text.open_console(output.color), output.verbosity)
+            if in_workflow:
+                sys.stdout.write(formats.render_gate(document, reports, last, "github"))
+        else:
+            sys.stdout.write(formats.render_gate(document, reports, last, output.format))
+    if output.format != "text" and done.baseline is not None:
+        for line in done.baseline.lines():
+            click.echo(f"kvdoctor: baseline {printable(line)}", err=True)
+    write(texts)
+    if in_workflow:
+        from kvdoctor.report import github
+
+        if not github.write_step_summary(done.verdict, reports, last):
+            click.echo("kvdoctor: the report of the gate is too long for the summary of this step", err=True)
+
+
+def write(texts: Sequence[tuple[Path, str]]) -> None:
+    """Write files, each whole or not at all.
+
+    Raises:
+        UsageError: one cannot be written.
+    """
+    from kvdoctor.model.output_folder import write_whole
+
+    for file, content in texts:
+        write_whole(file, content)
+
+
+class ProgressLine:
+    """One line of a terminal that names the work in progress; called at the start of each experiment."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self.say = show
+
+    def __call__(self, name: str, number: int, of: int) -> None:
+        """Show an experiment: its name, its number, counted from 1, and how many there are."""
+        self.say(f"experiment {number} of {of}: {name}")
+
+
+@contextmanager
+def progress_line(output: Output) -> Iterator[ProgressLine | None]:
+    """Show progress on standard error; None if that is no terminal, or with `--quiet`."""
+    if output.verbosity < 0 or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    with Console(stderr=True).status("starting") as line:
+        yield ProgressLine(lambda text: line.update(escape(text)))
+
+
+def finish(report: "Report", output: Output, **more: Any) -> NoReturn:
+    """Print a report, write its files, and end the process by its verdict."""
+    from kvdoctor.report.document import exit_code
+
+    show(report, output, **more)
+    end(exit_code(report, report.arguments["fail_on"]))
+
+
+@contextmanager
+def closed_pipe_allowed() -> Iterator[None]:
+    """Go on where the reader of standard output has gone: the exit code tells the verdict, not that."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
+
+
+def discard_output() -> None:
+    """Let nothing more be written to standard output, also not when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def end(code: int) -> NoReturn:
+    """End the process with an exit code."""
+    with closed_pipe_allowed():
+        sys.stdout.flush()
+    raise SystemExit(code)
+
+
+def complain(text: str) -> None:
+    """Print a line on standard error, if there is somewhere to print it."""
+    with suppress(OSError):
+        click.echo(f"kvdoctor: {text}", err=True)

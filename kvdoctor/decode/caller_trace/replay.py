@@ -1,0 +1,325 @@
+"""The caller's own steps, run again locally: the failure may come back, and the same numbers may.
+
+What the trace has values of is fed as it was. The rest is made by the contract, in the shapes that were fed: tokens and
+encoder states from the seed, pasts from the local outputs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract, PhaseName, Role
+from kvdoctor.decode.caller_trace.check import broken_at, phase_of, walk
+from kvdoctor.decode.caller_trace.recorded import Trace, TraceStep, TraceTensor, same_values
+from kvdoctor.decode.caller_trace.step import ContractViolation, StepContext
+from kvdoctor.decode.calls import NUMPY_TYPES, Answer, Array, Call, Encoded, Past, Scenario, Value, as_array
+from kvdoctor.decode.experiments import Decision, Experiment, always
+from kvdoctor.decode.experiments.multi_turn import cut
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.parity import compare, judge
+from kvdoctor.decode.runs import REPLAY, Cause
+
+DIFFERS = "caller-runtime-differs"
+SPOILT = "caller-loop-spoils"
+MOST_REPLAYED = 64
+"""Steps without a fault that are run again: what goes wrong goes wrong early, and a step costs as much as any."""
+AFTER = 4
+"""Steps behind a broken one that are run again: a mistake may fail later than it is made."""
+
+FREE: tuple[Role, ...] = (
+    *("token_ids", "token_and_position", "embeddings", "encoder_states", "encoder_input", "past"),
+    *("rotary_cos", "rotary_sin", "scale", "setting"),
+)
+"""Inputs that the contract leaves to the caller: without their values, other numbers come back."""
+
+FILLED = ("grow", "delta", "replace", "constant")
+"""Growths whose present has no entry but those of tokens."""
+
+DECIDING: tuple[Role, ...] = ("logits_to_keep", "setting", "block_table", "beam_input")
+"""Inputs whose values decide what shapes come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayStep:
+    """One step to run again: from which token of its sequence on, and how many; `right` until one has `breaks`."""
+
+    step: TraceStep
+    phase: PhaseName
+    start: int
+    new: int
+    right: bool
+    breaks: tuple[ContractViolation, ...]
+
+
+def make_replay(trace: Trace, contract: CacheContract) -> Experiment:
+    """Make the experiment that runs a trace again."""
+    planned = tuple(_plan(trace, contract))
+    encoded = next((step for step in trace if phase_of(step, contract, None) == "encode"), None)
+    strange = [
+        f"{n} is {t.dtype}" for entry in planned for n, t in entry.step.fed.items() if t.dtype not in NUMPY_TYPES
+    ]
+
+    def applies(_: CacheContract) -> str | None:
+        if not planned:
+            return "the trace has no step of the decoder"
+        return f"{strange[0]}, of which no feed can be made" if strange else None
+
+    total = max((entry.start + entry.new for entry in planned), default=1)
+    first = planned[0] if planned else None
+    batch, states = _sizes(first, contract) if first is not None else (1, None)
+    usual = Scenario()
+    prompt = first.new if first is not None else usual.prompt
+    return Experiment(
+        name=REPLAY,
+        question="the steps of the trace, run again",
+        calls=partial(_replay, planned=planned, source=encoded),
+        scenario=Scenario(batch, prompt, max(total - prompt + 1, 2), states or usual.encoder),
+        applies=applies if (not planned or strange) else always,
+    )
+
+
+def _plan(trace: Trace, contract: CacheContract) -> Iterator[ReplayStep]:
+    """The steps to run: all that keep the contract, the first that breaks it, and some behind it."""
+    walked = list(walk(trace, contract, {}))
+    at = broken_at(walked)
+    stop = MOST_REPLAYED if at is None else at + 1 + AFTER
+    for index, (moment, breaks) in enumerate(walked[:stop]):
+        begin = moment.before.tokens if moment.before is not None else 0
+        if index == at and moment.new > begin:
+            begin = 0  # all ids
+        yield ReplayStep(moment.step, moment.phase, begin, moment.new, at is None or index < at, breaks)
+    if at is None or at + 1 < len(walked):
+        return
+    last = walked[at][0]
+    place = next(i for i, step in enumerate(trace) if step.place == last.step.place)
+    begin = (last.before.tokens if last.before is not None else 0) + last.new
+    for number, step in enumerate(trace[place + 1 : place + 1 + AFTER], len(walked)):
+        phase = phase_of(step, contract, last.before)
+        if phase == "encode":
+            return
+        later = StepContext(contract, phase, replace(step, number=number))
+        yield ReplayStep(later.step, phase, begin, later.new, False, ())
+        begin += later.new
+
+
+def _sizes(first: ReplayStep, contract: CacheContract) -> tuple[int, int | None]:
+    moment = StepContext(contract, first.phase, first.step)
+    return max(moment.batch, 1), moment.encoder
+
+
+@dataclass
+class _Replay:
+    """A replay under way: what the caller's loop has to feed next, by two rules, and what it fed last."""
+
+    builder: FeedBuilder
+    past: Past | None = None
+    plain: Past | None = None
+    fed: Past = field(default_factory=Past)
+    tokens: int = 0
+    exact: bool = True
+
+
+def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: TraceStep | None) -> Decision:
+    """Run the steps; decide for the first output that came back otherwise than in the trace."""
+    builder = FeedBuilder(
+        builder.contract,
+        builder.scenario,
+        _read_encoder_outputs(builder, planned[0], source),
+        _read_tokens(builder, planned),
+        tolerances=builder.tolerances,
+    )
+    state, cause, broken = _Replay(builder), None, False
+    for entry in planned:
+        if entry.right and state.past is not None and 0 < entry.start < state.tokens:
+            state.past, state.tokens = cut(builder, state.past, entry.start), entry.start
+        call, exact = _call(state, entry)
+        expected = _read_logits(entry, builder.contract) if exact and entry.right else None
+        if not entry.right and not broken:
+            # The result of the same tokens with the right feeds: the broken step is compared with it.
+            right = yield replace(_correct_call(state, entry), kind="probe")
+            expected, broken = None if right.failed else right.logits, True
+            answer = yield replace(call, expected=expected)
+            cause = cause or _find_spoilt_present(entry, answer, right, builder.contract)
+        else:
+            answer = yield replace(call, expected=expected)
+        if entry.right:
+            cause = cause or _find_different_output(entry, answer, exact, builder)
+        _carry(state, entry, call, answer)
+        state.exact = exact
+    return cause
+
+
+def _call(state: _Replay, entry: ReplayStep) -> tuple[Call, bool]:
+    """The call as the caller made it, and whether nothing in it is synthetic."""
+    builder, contract = state.builder, state.builder.contract
+    begins = entry.phase == "prefill" or state.past is None
+    usual = _contract_call(builder, entry, None if begins else state.past)
+    ports = {port.name: port for port in contract.graph(entry.phase).inputs}
+    feeds: dict[str, Value | Array] = {}
+    exact = begins or state.exact
+    for name, tensor in entry.step.fed.items():
+        port, made = ports.get(name), usual.feeds.get(name)
+        if tensor.has_values:
+            feeds[name] = tensor.array()
+        elif port is not None and port.role == "past" and not begins:
+            feeds[name], derived = _past(state, name, tensor)
+            exact = exact and derived
+        elif port is not None and port.role == "branch_switch" and _by_other_branch(entry):
+            other: PhaseName = "decode" if entry.phase == "prefill" else "prefill"
+            feeds[name] = np.full(tensor.shape, contract.phases[other].switch)
+        else:
+            ignored = begins and port is not None and port.role == "past" and contract.first_step == "no-past-branch"
+            alike = made is not None and tuple(made.shape) == tensor.shape
+            exact = exact and (ignored or (alike and port is not None and port.role not in FREE))
+            feeds[name] = _fit_to(None if made is None else as_array(made), tensor)
+    return replace(usual, feeds=feeds), exact
+
+
+def _by_other_branch(entry: ReplayStep) -> bool:
+    """Whether what came back tells that the switch was fed wrongly."""
+    return any(one.kind in ("cached-too-early", "cached-too-late") for one in entry.breaks)
+
+
+def _contract_call(builder: FeedBuilder, entry: ReplayStep, past: Past | None) -> Call:
+    """The same step as the contract would have it: as long as the tokens that are there."""
+    stop = entry.start + entry.new
+    if entry.phase == "prefill":
+        return builder.prefill(stop)
+    return builder.decode(entry.start, stop, builder.first_past(0) if past is None else past)
+
+
+def _past(state: _Replay, name: str, tensor: TraceTensor) -> "tuple[Value | Array, bool]":
+    """A past in the shape that was fed: what came back and is due, what came back, or what was fed before."""
+    sources = [source[name] for source in (state.past, state.plain, state.fed) if source and name in source]
+    slot = state.builder.slots[name]
+    for value in sources:
+        if tuple(value.shape) == tensor.shape and tensor.dtype == slot.dtype:
+            return value, True
+    return _fit_to(as_array(sources[0]) if sources else None, tensor), False
+
+
+def _correct_call(state: _Replay, entry: ReplayStep) -> Call:
+    """The call that a right loop would make in the place of a broken one."""
+    builder, past = state.builder, state.past
+    if past is None:
+        return builder.prefill(entry.new)
+    # Where all ids were fed again, the new ones are those that the cache has not.
+    again = entry.start == 0 and entry.new > state.tokens
+    stop = entry.new if again else state.tokens + entry.new
+    return builder.decode(state.tokens, stop, past)
+
+
+def _carry(state: _Replay, entry: ReplayStep, call: Call, answer: Answer) -> None:
+    """What came back and what was fed, for the next step."""
+    builder, contract = state.builder, state.builder.contract
+    begins = entry.phase == "prefill" or state.past is None
+    pasts = {slot.past for slot in contract.slots}
+    fed = {name: value for name, value in call.feeds.items() if name in pasts}
+    usual = builder.first_past(0)
+    before = None if begins else Past({**usual, **(state.past or {}), **fed}, answer.past)
+    state.past, state.plain = builder.carry(before, answer, "held"), builder.carry(before, answer, "plain")
+    for slot in contract.slots:
+        unfilled = begins and slot.past in fed and (slot.filled_in == "encode" or slot.filled_by is None)
+        if unfilled:
+            state.past[slot.past] = state.plain[slot.past] = fed[slot.past]
+    state.fed, state.tokens = Past(fed), (0 if begins else state.tokens) + entry.new
+
+
+def _read_encoder_outputs(builder: FeedBuilder, first: ReplayStep, source: TraceStep | None) -> Encoded:
+    """The encoder's outputs: of the trace, else synthetic in the sizes of the trace."""
+    contract, made = builder.contract, builder.encoded
+    ports = [port.name for port in contract.graph(first.phase).inputs if port.role == "encoder_states"]
+    states = made.states
+    for tensor in (first.step.fed[name] for name in ports if name in first.step.fed):
+        states = tensor.array() if tensor.has_values else _fit_to(states, tensor)
+    outputs = dict(made.outputs)
+    for slot in contract.slots:
+        if slot.filled_in != "encode" or slot.filled_by is None or slot.past not in first.step.fed:
+            continue
+        tensor = first.step.fed[slot.past]
+        given = source.got.get(slot.filled_by, tensor) if source is not None else tensor
+        best = tensor if tensor.has_values else given
+        outputs[slot.filled_by] = best.array() if best.has_values else _fit_to(outputs.get(slot.filled_by), tensor)
+    return Encoded(states, outputs)
+
+
+def _read_tokens(builder: FeedBuilder, planned: tuple[ReplayStep, ...]) -> Array:
+    """The ids of the trace where it has them, at the places they were fed for; else those of the seed."""
+    total = max(entry.start + entry.new for entry in planned) + AFTER
+    scenario = replace(builder.scenario, steps=total - builder.scenario.prompt + 1)
+    tokens: Array = FeedBuilder(builder.contract, scenario, builder.encoded).tokens.copy()
+    for entry in planned:
+        for port in builder.contract.graph(entry.phase).inputs:
+            tensor = entry.step.fed.get(port.name)
+            if port.role == "token_ids" and tensor is not None and tensor.has_values and not tensor.empty:
+                ids = tensor.array().reshape(-1, tensor.shape[-1] if tensor.shape else 1)
+                if ids.shape == (len(tokens), entry.new):
+                    tokens[:, entry.start : entry.start + entry.new] = ids
+    return tokens
+
+
+def _fit_to(made: Array | None, tensor: TraceTensor) -> Array:
+    """Values in the shape and type that was fed: repeated where it is longer, zeros where nothing is known."""
+    kind, shape = NUMPY_TYPES[tensor.dtype], tensor.shape
+    if made is None or made.size == 0 or made.ndim != len(shape):
+        nothing: Array = np.zeros(shape, kind)
+        return nothing
+    for axis, size in enumerate(shape):
+        made = np.take(made, np.arange(size) % made.shape[axis], axis=axis)
+    fitted: Array = np.array(made, dtype=kind, order="C")
+    return fitted
+
+
+def _read_logits(entry: ReplayStep, contract: CacheContract) -> Array | None:
+    """The logits of the trace, float[batch, new, vocabulary]."""
+    port = contract.graph(entry.phase).port("logits")
+    got = entry.step.got.get(port.name) if port is not None else None
+    if port is None or got is None or not got.has_values or got.dtype != port.dtype or got.empty or not got.shape:
+        return None
+    logits = Answer({port.name: got}, port.name).logits
+    return logits if logits.ndim == 3 else None
+
+
+def _find_spoilt_present(entry: ReplayStep, answer: Answer, right: Answer, contract: CacheContract) -> Cause | None:
+    """A present that a broken step returns otherwise than a right one: it will harm later, if its logits do not."""
+    for name in _filled_presents(entry, contract):
+        mine, due = answer.outputs.get(name), right.outputs.get(name)
+        if mine is not None and due is not None and not same_values(as_array(mine), as_array(due)):
+            return Cause(SPOILT, f"{name} of step {entry.step.number} is not that of a right feed")
+    return None
+
+
+def _filled_presents(entry: ReplayStep, contract: CacheContract) -> set[str]:
+    """The presents that a step fills to the end: behind the tokens, a buffer may come back with anything."""
+    filled = (s.filled_by if entry.phase == "prefill" else s.present for s in contract.slots if s.growth in FILLED)
+    return {name for name in filled if name is not None}
+
+
+def _find_different_output(entry: ReplayStep, answer: Answer, exact: bool, builder: FeedBuilder) -> Cause | None:
+    """The first local output with another shape than in the trace, or, from the same feed, with other values."""
+    contract = builder.contract
+    # Where an input without recorded values decides the shape of outputs, shapes cannot be compared.
+    decided = all(
+        t.has_values
+        for p in contract.graph(entry.phase).inputs
+        if p.role in DECIDING and (t := entry.step.fed.get(p.name)) is not None
+    )
+    whole = _filled_presents(entry, contract)
+    for name, got in entry.step.got.items() if decided else ():
+        local = answer.outputs.get(name)
+        if local is None or (name == answer.logits_name and len(got.shape) != len(local.shape)):
+            continue
+        where = f"step {entry.step.number} ({entry.step.place}): {name}"
+        if tuple(local.shape) != got.shape:
+            return Cause(DIFFERS, f"{where} was returned as {got}, and locally as {list(local.shape)}")
+        if exact and name in whole and got.has_values and got.dtype.startswith("float") and not got.empty:
+            values, mine = got.array(), as_array(local)
+            rows = values.shape[-1] if values.ndim else 1
+            difference = compare(values.reshape(1, -1, rows), mine.reshape(1, -1, rows), builder.tolerance)
+            if judge(difference, builder.tolerance) == "fail":
+                return Cause(
+                    DIFFERS, f"{where} is off by {difference.relative:.2g} standard deviations, from the same feed"
+                )
+    return None

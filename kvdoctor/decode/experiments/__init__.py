@@ -1,0 +1,117 @@
+"""Experiments: generators that put one question to a model, one file for each.
+
+An experiment yields a `Call` and is sent the `Answer`, then decides the next. It needs no runtime: tests answer with
+scripted steps. A module of this package that defines `EXPERIMENTS` is found by itself. Standard library and numpy only.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+from kvdoctor.choices import Required
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.calls import Answer, Array, Call, Scenario
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.runs import Cause
+
+Calls = Generator[Call, Answer, None]
+Decision = Generator[Call, Answer, Cause | None]
+"""An experiment that ends with the cause that it decided for."""
+
+
+def always(contract: CacheContract) -> str | None:  # noqa: ARG001
+    """Applies to every contract."""
+    return None
+
+
+def several_tokens(contract: CacheContract) -> str | None:
+    """A reference run takes the whole sequence in one call."""
+    fixed = contract.new_tokens
+    return None if fixed is None else f"the first step takes {fixed} new token{'s' * (fixed > 1)} only"
+
+
+def grows(contract: CacheContract) -> str | None:
+    """The length of the past can be chosen only where the cache grows."""
+    return None if contract.growing else "no past has a variable length"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A use of the model beyond one sequence, token by token. An experiment tries it with other sizes.
+
+    A use that fails is a warning, since the loop that was asked for is right; `--require` makes it an error.
+
+    Attributes:
+        words: The use, as it follows `with`.
+        severity: Of the finding where only this use fails.
+        required: The choice of `--require` that demands it.
+        after: Experiments that fail from the same cause, if they do.
+    """
+
+    words: str
+    severity: Literal["warning", "error"] = "warning"
+    required: Required | None = None
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """One question put to a model.
+
+    Attributes:
+        applies: Gives the reason why a contract does not allow the experiment, or None.
+        judged: Findings rest on its runs, and its failures are located in the graph. The other experiments try common
+            workarounds, and `why` says why they fail.
+        shown: Listed in reports. One that is not serves another finding, and is listed only when everything is.
+        thorough: Takes long or much memory; run only where the command asks for it.
+        use: The use of the model that it tries.
+        explains: Experiments whose differences it explains; run only if one of them differs.
+        unless_passed: The experiment whose success makes this one pointless.
+        changes_feeds: Uses other rows or masks than those of the builder that it is given: no reference run of that
+            builder can locate a difference.
+        on_request: Run only where a command needs it.
+        keeps: What it leaves in the scratch file, given the builder and the logits of its steps; without it the logits
+            of all steps in a row.
+        order: Experiments run by increasing order, then by name.
+    """
+
+    name: str
+    question: str
+    calls: Callable[[FeedBuilder], Calls | Decision]
+    scenario: Scenario = field(default_factory=Scenario)
+    applies: Callable[[CacheContract], str | None] = several_tokens
+    judged: bool = True
+    shown: bool = True
+    thorough: bool = False
+    why: str = ""
+    use: Use | None = None
+    explains: tuple[str, ...] = ()
+    unless_passed: str | None = None
+    changes_feeds: bool = False
+    on_request: bool = False
+    keeps: Callable[[FeedBuilder, list[Array]], dict[str, Array]] | None = None
+    order: int = 50
+
+
+@cache
+def load() -> tuple[Experiment, ...]:
+    """All experiments, in the order in which they are run."""
+    found: list[Experiment] = []
+    for module in pkgutil.iter_modules(__path__):
+        found += getattr(importlib.import_module(f"{__name__}.{module.name}"), "EXPERIMENTS", ())
+    return tuple(sorted(found, key=lambda experiment: (experiment.order, experiment.name)))
+
+
+@cache
+def uses() -> dict[str, Use]:
+    """The uses of a model, by the name of the experiment that tries them."""
+    return {experiment.name: experiment.use for experiment in load() if experiment.use is not None}
+
+
+@cache
+def find_explaining(use: str) -> str | None:
+    """The name of the experiment that explains the differences of a use; None where there is none."""
+    return next((one.name for one in load() if use in uses() and use in one.explains), None)

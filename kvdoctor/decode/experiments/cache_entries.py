@@ -1,0 +1,90 @@
+"""Entries of a cache, token by token: to compare them, and to change one of them."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.decode.calls import Answer, Array, Call, Past, as_array
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.parity import compare, judge
+from kvdoctor.decode.tolerances import Tolerance
+
+
+def growing(contract: CacheContract) -> tuple[Slot, ...]:
+    """Self-attention slots that grow and come back whole, in the order of their layers."""
+    found = (s for s in contract.of_kind("self-attention") if s.growth in ("grow", "shared") and s.carry == "feed-back")
+    return tuple(slot for slot in found if "past" in slot.axes and slot.present is not None)
+
+
+def as_probe(call: Call) -> Call:
+    """The call as one that may fail."""
+    return replace(call, kind="probe", expected=None)
+
+
+def take_entries(slot: Slot, tensor: Array, start: int, stop: int) -> Array:
+    """Entries start to stop of a slot."""
+    return np.take(tensor, range(start, min(stop, tensor.shape[_at(slot)])), axis=_at(slot))
+
+
+def same_entries(one: Array, other: Array, limit: Tolerance) -> bool:
+    """Whether entries are the same but for rounding, as a fraction of their standard deviation."""
+    if one.shape != other.shape:
+        return False
+    got, want = one.astype(np.float64), other.astype(np.float64)
+    if np.array_equal(got, want, equal_nan=True):
+        return True  # what is not finite has no distance, but may well be the same
+    return bool(np.abs(got - want).max(initial=0.0) <= limit.passes * max(float(want.std()), 1e-12))
+
+
+def same_logits(one: Array, other: Array, limit: Tolerance) -> bool:
+    """Whether logits are the same but for rounding."""
+    return one.shape == other.shape and judge(compare(one, other, limit), limit) == "pass"
+
+
+def add_noise(builder: FeedBuilder, past: Past, places: Iterable[int], slots: Iterable[Slot] | None = None) -> Past:
+    """The past with noise in some of its entries, in every slot that grows or in those given."""
+    changed: dict[str, Any] = dict(past)
+    rng = np.random.default_rng(11)
+    places = list(places)
+    for slot in growing(builder.contract) if slots is None else slots:
+        tensor = as_array(past[slot.past]).copy()
+        for place in (place for place in places if place < tensor.shape[_at(slot)]):
+            index: list[Any] = [slice(None)] * tensor.ndim
+            index[_at(slot)] = place
+            noise = rng.standard_normal(tensor[tuple(index)].shape) * max(float(tensor.std()), 1e-3)
+            tensor[tuple(index)] = noise.astype(tensor.dtype)
+        changed[slot.past] = tensor
+    return Past(changed, past.length)
+
+
+def swap_entries(builder: FeedBuilder, past: Past, one: int, other: int) -> Past:
+    """The past with two of its entries in each other's place."""
+    changed: dict[str, Any] = dict(past)
+    for slot in growing(builder.contract):
+        tensor = as_array(past[slot.past])
+        order = list(range(tensor.shape[_at(slot)]))
+        if max(one, other) >= len(order):
+            continue  # a present that is shorter than it should be
+        order[one], order[other] = order[other], order[one]
+        changed[slot.past] = np.take(tensor, order, axis=_at(slot))
+    return Past(changed, past.length)
+
+
+def change_token(builder: FeedBuilder, place: int, row: int | slice = slice(None)) -> FeedBuilder:
+    """A builder with another token at a position of the sequence, in one row or in all."""
+    tokens = builder.tokens.copy()
+    last = (builder.contract.vocabulary or 2**31) - 1
+    tokens[row, place] += np.where(tokens[row, place] < last, 1, -1)
+    return replace(builder, tokens=tokens)
+
+
+def read_returned(slot: Slot, answer: Answer, first: bool) -> Array:
+    """What came back for a slot: after the first step by `filled_by`, later by `present`."""
+    return answer.outputs[(slot.filled_by if first else slot.present) or ""].array()
+
+
+def _at(slot: Slot) -> int:
+    return slot.axes.index("past")

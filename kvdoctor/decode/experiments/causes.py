@@ -1,0 +1,330 @@
+"""Why does decoding with the cache differ? Each hypothesis predicts something of the cache that no other does."""
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.decode.calls import Answer, Array, Call, Past, Scenario, as_array
+from kvdoctor.decode.experiments import Decision, Experiment
+from kvdoctor.decode.experiments.cache_entries import (
+    add_noise,
+    as_probe,
+    growing,
+    read_returned,
+    same_entries,
+    same_logits,
+    swap_entries,
+    take_entries,
+)
+from kvdoctor.decode.experiments.determinism import looks_ahead
+from kvdoctor.decode.experiments.entry_origins import (
+    crossed,
+    new_entry,
+    other_attention,
+    right_entry,
+    same_for_two,
+    where_from,
+)
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.runs import GENERAL_CAUSES, LOOPS, Cause
+from kvdoctor.decode.tolerances import Tolerance
+
+MOST_PLACES = 8
+"""Entries of a long past that are looked at one by one."""
+
+
+def why(builder: FeedBuilder) -> Decision:
+    """One decode step behind the prompt, looked at from within; then the first one whose logits are wrong."""
+    expected = yield from builder.whole()
+    start = builder.scenario.prompt
+    whole = yield as_probe(builder.prefill(builder.scenario.total))
+    if whole.failed:
+        return None
+    cause = yield from look(builder, start, expected, whole)
+    if cause is None or cause.name in GENERAL_CAUSES:
+        wrong = yield from first_wrong(builder, expected)
+        if wrong is not None and wrong != start:
+            cause = (yield from look(builder, wrong, expected, whole)) or cause
+    return cause
+
+
+def why_long(builder: FeedBuilder) -> Decision:
+    """The same question where only the step behind many tokens differs."""
+    expected, total = (yield from builder.whole()), builder.scenario.total
+    whole = yield as_probe(builder.prefill(total))
+    if whole.failed:
+        return None
+    cause = yield from why_without_cache(builder, expected, whole)
+    return cause or (yield from look(builder, builder.scenario.prompt, expected, whole))
+
+
+def why_without_cache(builder: FeedBuilder, expected: Array, whole: Answer) -> Decision:
+    """What is wrong with many tokens even without a cache: the second answer, or earlier logits by a later token."""
+    total = builder.scenario.total
+    if not _repeated(whole.logits[:, -1:], expected[:, -1:], builder.tolerance):
+        return Cause("nondeterministic", f"{total} tokens without a cache give other logits the second time")
+    return (yield from looks_ahead(builder, expected))
+
+
+def why_fed_back(builder: FeedBuilder) -> Decision:
+    """Whether a step returns what is to be held as it was fed: the plain loop rests on that."""
+    start = builder.scenario.prompt
+    first = yield as_probe(builder.prefill(start))
+    if first.failed:
+        return None
+    past = builder.carry(None, first, "held")
+    step = yield as_probe(builder.decode(start, start + 1, past))
+    for slot in () if step.failed else builder.contract.held:
+        if slot.present is None or slot.emptied:
+            continue
+        fed, came_back = as_array(past[slot.past]), read_returned(slot, step, False)
+        if came_back.size and not same_entries(came_back, fed, builder.tolerance):
+            return Cause("present-rewrites-past", f"{slot.present} is not {slot.past} as it was fed to the step")
+    return None
+
+
+def look(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> Decision:
+    """One decode step on a past of `start` tokens that a prefill made: its new entries, the old ones, what it sees."""
+    first = yield as_probe(builder.prefill(start))
+    if first.failed:
+        return None
+    past = builder.carry(None, first, "held")
+    if builder.past_length(past) != start:
+        return None  # what the lengths say has checks of its own
+    if cause := (yield from _other_mathematics(builder, past, expected)):
+        return cause
+    step = yield as_probe(builder.decode(start, start + 1, past))
+    again = yield as_probe(builder.decode(start, start + 1, past))
+    if step.failed or again.failed:
+        return None
+    if not _repeated(step.logits, again.logits, builder.tolerance):
+        return Cause(
+            "nondeterministic", f"the same step on a past of {start} tokens gives other logits the second time"
+        )
+    return (yield from _step(builder, start, past, step, whole))
+
+
+def _repeated(one: Array, other: Array, limit: Tolerance) -> bool:
+    """Whether the second answer is the first; numbers that are none come again as such."""
+    return bool(np.array_equal(one, other, equal_nan=True)) or same_logits(one, other, limit)
+
+
+def _step(builder: FeedBuilder, start: int, past: Past, step: Answer, whole: Answer) -> Decision:
+    """What one step sees of the past, whether it keeps it, and what it adds."""
+    limit, slots = builder.tolerance, growing(builder.contract)
+    everything = yield as_probe(builder.decode(start, start + 1, add_noise(builder, past, range(start))))
+    if not everything.failed and same_logits(everything.logits, step.logits, limit):
+        return Cause("past-ignored", "noise in all of the past changes no logit of the step")
+    for slot in slots:
+        if not _keeps(slot, step, past, limit):
+            return crossed(slot, slots, step, past, limit) or Cause(
+                "present-rewrites-past",
+                f"{slot.present} differs from {slot.past} in entries 0 to {start - 1}, which a step must keep",
+            )
+    wrong = _wrong(builder, slots, start, step, whole)
+    if wrong and wrong[0].layer == slots[0].layer:
+        return (yield from where_from(builder, start, wrong[0], step, whole))
+    if unseen := (yield from _unseen(builder, start, past, step, slots)):
+        return _half_blind(unseen)
+    return (yield from _deeper(builder, start, past, step, whole))
+
+
+def _deeper(builder: FeedBuilder, start: int, past: Past, step: Answer, whole: Answer) -> Decision:
+    """The first layer adds the right entry, and all entries are seen: distances, slots, the first wrong layer."""
+    limit, slots = builder.tolerance, growing(builder.contract)
+    if cause := (yield from _no_distance(builder, start, past, step, whole)):
+        return cause
+    if cause := (yield from _blind_layer(builder, start, past, step)):
+        return cause
+    for slot in slots:
+        if not read_returned(slot, whole, True).any():
+            return Cause("new-entries-wrong", f"a prefill returns nothing but zeros as {slot.filled_by}")
+        answer = yield as_probe(builder.decode(start, start + 1, add_noise(builder, past, range(start), [slot])))
+        if not answer.failed and same_logits(answer.logits, step.logits, limit):
+            return Cause("cache-misread", f"noise in all of {slot.past} changes no logit of the step")
+    if wrong := _wrong(builder, slots, start, step, whole):
+        return (yield from other_attention(builder, start, past, wrong[0])) or _first_wrong_slot(wrong, slots)
+    return same_for_two(slots, whole, limit) or _last_result(start, step, whole, limit)
+
+
+def _first_wrong_slot(wrong: list[Slot], slots: tuple[Slot, ...]) -> Cause:
+    """Where keys or values of a layer alone are wrong, its input is right; where all are, the layer before is wrong."""
+    first = wrong[0]
+    if any(slot.layer == first.layer and slot not in wrong for slot in slots):
+        return Cause(
+            "new-entries-wrong", f"the new entry of {first.present} is wrong, and others of its layer are right"
+        )
+    text = f"{first.present} is the first slot whose new entry is wrong, those of the layers before it are right"
+    return Cause("cache-misread", text)
+
+
+def _last_result(start: int, step: Answer, whole: Answer, limit: Tolerance) -> Cause | None:
+    """Right entries in every layer, and wrong logits: the last layer reads them wrongly, or what follows it."""
+    if whole.logits.shape[1] <= start or same_logits(step.logits[:, -1:], whole.logits[:, start : start + 1], limit):
+        return None
+    return Cause("cache-misread", "all entries that the step was fed and that it adds are right, its logits are not")
+
+
+def _blind_layer(builder: FeedBuilder, start: int, past: Past, step: Answer) -> Decision:
+    """A layer that takes no part of the past, neither of its keys nor of its values, or not all of its entries."""
+    slots = growing(builder.contract)
+    for layer in dict.fromkeys(slot.layer for slot in slots if slot.layer is not None):
+        mine = [slot for slot in slots if slot.layer == layer]
+        answer = yield as_probe(builder.decode(start, start + 1, add_noise(builder, past, range(start), mine)))
+        if not answer.failed and same_logits(answer.logits, step.logits, builder.tolerance):
+            names = " and ".join(slot.past for slot in mine)
+            return Cause("past-ignored", f"noise in all of {names} changes no logit of the step")
+        if unseen := (yield from _unseen(builder, start, past, step, mine)):
+            return _half_blind(unseen, f" of layer {layer}")
+    return None
+
+
+def first_wrong(builder: FeedBuilder, expected: Array) -> "Generator[Call, Answer, int | None]":
+    """The first position whose logits differ in a loop that holds."""
+    start = builder.scenario.prompt
+    answer = yield as_probe(builder.prefill(start))
+    past: Past | None = None
+    for position in range(start, builder.scenario.total):
+        if answer.failed:
+            return None
+        past = builder.carry(past, answer, "held")
+        answer = yield as_probe(builder.decode(position, position + 1, past))
+        right = expected[:, position : position + 1]
+        if not answer.failed and not same_logits(answer.logits, right, builder.tolerance):
+            return position
+    return None
+
+
+def _wrong(builder: FeedBuilder, slots: Iterable[Slot], start: int, step: Answer, whole: Answer) -> list[Slot]:
+    """Slots whose new entry is not that of the same token in a prefill of the whole sequence."""
+    limit = builder.tolerance
+    return [s for s in slots if not same_entries(new_entry(s, step, start), right_entry(s, whole, start), limit)]
+
+
+def _keeps(slot: Slot, step: Answer, past: Past, limit: Tolerance) -> bool:
+    """Whether a present begins with the past that was fed."""
+    fed = as_array(past[slot.past])
+    return same_entries(
+        take_entries(slot, read_returned(slot, step, False), 0, fed.shape[slot.axes.index("past")]), fed, limit
+    )
+
+
+def _other_mathematics(builder: FeedBuilder, past: Past, expected: Array) -> Decision:
+    """Where two graphs or branches share the work: does the cached one, from an empty past, compute the same?"""
+    contract = builder.contract
+    if contract.first_step == "empty-past":
+        return None
+    # From an empty past nothing can be wrong with the cache, its positions or its mask.
+    emptied = {s.past: builder.placeholder(s, 0) for s in contract.slots if s.growth != "constant"}
+    first = yield as_probe(builder.decode(0, 1, Past({**past, **emptied})))
+    if first.failed or same_logits(first.logits, expected[:, :1], builder.tolerance):
+        return None
+    return Cause(
+        "branches-disagree",
+        "from an empty self-attention past the cached branch gives the first token other logits than the one without "
+        "a past",
+    )
+
+
+def _unseen(
+    builder: FeedBuilder, start: int, past: Past, step: Answer, slots: Sequence[Slot]
+) -> "Generator[Call, Answer, list[int]]":
+    """Entries of some slots in which noise changes no logit of the step, but for those that a window leaves out.
+
+    Of a long past a few are looked at: the first, the last, and some between.
+    """
+    windows = [slot.window for slot in slots]
+    begin = max(0, start + 1 - max(w for w in windows if w is not None)) if windows and None not in windows else 0
+    places = list(range(begin, start))
+    if len(places) > 2 * MOST_PLACES:
+        places = [*places[:2], *places[2 : -MOST_PLACES + 2 : len(places) // 4], *places[-MOST_PLACES + 2 :]]
+    unseen = []
+    for place in places:
+        answer = yield as_probe(builder.decode(start, start + 1, add_noise(builder, past, [place], slots)))
+        if not answer.failed and same_logits(answer.logits, step.logits, builder.tolerance):
+            unseen.append(place)
+    return unseen
+
+
+def _half_blind(unseen: list[int], where: str = "") -> Cause:
+    """What it means that a step does not see some of the entries."""
+    places = ", ".join(map(str, unseen))
+    if 0 in unseen:
+        return Cause("cache-misread", f"the step does not attend to entries {places} of the past{where}")
+    return Cause(
+        "mask-not-offset",
+        f"noise in entries {places} of the past{where} changes nothing, in entry 0 it does: the mask counts the new "
+        "token from the start of the cache, or ends before it",
+    )
+
+
+def _no_distance(builder: FeedBuilder, start: int, past: Past, step: Answer, whole: Answer) -> Decision:
+    """Where keys hold no position, a step must count the distance to them."""
+    if not (yield from _has_free_keys(builder, start, whole)):
+        return None
+    answer = yield as_probe(builder.decode(start, start + 1, swap_entries(builder, past, 0, start - 1)))
+    if answer.failed or not same_logits(answer.logits, step.logits, builder.tolerance):
+        return None
+    return Cause(
+        "positions-not-offset",
+        "keys hold no position here, and two entries of the past in each other's place change nothing: the step counts "
+        "no distance to them",
+    )
+
+
+def _has_free_keys(builder: FeedBuilder, start: int, whole: Answer) -> "Generator[Call, Answer, bool]":
+    """Whether keys hold no position: that of a token is the same at the start and later."""
+    slot = growing(builder.contract)[0]
+    alone = yield as_probe(replace(builder, tokens=builder.tokens[:, start:]).prefill(1))
+    if alone.failed:
+        return False
+    there = right_entry(slot, whole, start)
+    return same_entries(take_entries(slot, read_returned(slot, alone, True), 0, 1), there, builder.tolerance)
+
+
+def can_be_looked_into(contract: CacheContract) -> str | None:
+    """Entries can be told apart only where the cache grows, and compared only where nothing is rounded to 8 bits."""
+    if contract.exactness == "dynamic-quantization":
+        return "dynamic quantization rounds every entry another way"
+    if contract.new_tokens is not None:
+        return "no call takes several tokens without a cache"
+    return None if growing(contract) else "no past grows entry by entry"
+
+
+EXPERIMENTS = (
+    Experiment(
+        "why",
+        "which hypothesis predicts what a decode step shows",
+        why,
+        Scenario(),
+        can_be_looked_into,
+        judged=False,
+        shown=False,
+        explains=LOOPS,
+        order=40,
+    ),
+    Experiment(
+        "why-fed-back",
+        "whether a step returns what is to be held as it was fed",
+        why_fed_back,
+        Scenario(),
+        can_be_looked_into,
+        judged=False,
+        shown=False,
+        explains=LOOPS[:1],
+        order=40,
+    ),
+    Experiment(
+        "why-long",
+        "which hypothesis predicts what a step after 49 tokens shows",
+        why_long,
+        Scenario(prompt=49, steps=2),
+        can_be_looked_into,
+        judged=False,
+        shown=False,
+        explains=("long-past",),
+        order=42,
+    ),
+)

@@ -1,0 +1,174 @@
+"""The two loops that people write: does decoding with the cache give the logits of the reference run?"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.calls import Answer, Array, Loop, Past, Scenario, Value
+from kvdoctor.decode.experiments import Calls, Experiment, Use, always, several_tokens
+from kvdoctor.decode.experiments.cache_entries import growing
+from kvdoctor.decode.feeds import FeedBuilder
+
+FEW = 3
+"""Decode steps of an experiment that repeats the loop with other sizes."""
+
+
+def plain(builder: FeedBuilder) -> Calls:
+    """Feed every returned slot back."""
+    yield from decode_loop(builder, "plain") if builder.contract.new_tokens is None else replayed(builder)
+
+
+def held(builder: FeedBuilder) -> Calls:
+    """Feed back what grows, hold what the contract holds."""
+    yield from decode_loop(builder, "held")
+
+
+def held_shortly(builder: FeedBuilder) -> Calls:
+    """The held loop for a few steps of the sequence, which is enough where the whole loop was run before."""
+    yield from decode_loop(builder, "held", FEW)
+
+
+def decode_loop(builder: FeedBuilder, loop: Loop, most: int | None = None) -> Calls:
+    """Prefill, then one token a step; each step compared with the reference run. Ends with the positive controls.
+
+    The cache after the last token is compared with that of the reference run.
+    """
+    expected, whole = yield from builder.whole_answer()
+    start = builder.scenario.prompt
+    if builder.contract.exactness == "dynamic-quantization":
+        yield from own_noise(builder, expected)
+    answer = yield builder.prefill(start, expected[:, :start])
+    past = builder.carry(None, answer, loop)
+    before_last, last = past, builder.scenario.total - 1
+    if most is not None:
+        last = min(last, start + most - 1)
+    for position in range(start, last + 1):
+        before_last = past
+        slots = same_slots(builder.contract, whole) if position == builder.scenario.total - 1 else {}
+        answer = yield builder.decode(position, position + 1, past, expected[:, position : position + 1], slots=slots)
+        past = builder.carry(past, answer, loop)
+    yield from builder.controls(last, last + 1, before_last, expected)
+
+
+def same_slots(contract: CacheContract, whole: Answer) -> dict[str, Value]:
+    """What the presents of the last step must be, by name: the slots that one call over the same tokens fills."""
+    pairs = ((slot.present or "", slot.filled_by or "") for slot in growing(contract))
+    return {present: whole.outputs[made] for present, made in pairs if made in whole.outputs}
+
+
+def replayed(builder: FeedBuilder) -> Calls:
+    """Without a reference run: the same tokens one by one, twice from an empty state, must give the same logits.
+
+    The control shows that what is carried matters. More cannot be decided for a graph that takes one token at a time.
+    """
+    logits: list[Array] = []
+    for again in (False, True):
+        past: Past | None = None
+        for position in range(builder.scenario.total):
+            before, expected = past, logits[position] if again else None
+            if past is None:
+                answer = yield builder.prefill(1, expected)
+            else:
+                answer = yield builder.decode(position, position + 1, past, expected)
+            logits += [] if again else [answer.logits]
+            past = builder.carry(past, answer, "plain")
+    assert before is not None  # noqa: S101 - a scenario has two steps or more
+    last = builder.scenario.total - 1
+    yield from builder.controls(last, last + 1, before, np.concatenate(logits, axis=1))
+
+
+def own_noise(builder: FeedBuilder, expected: Array) -> Calls:
+    """Shorter sequences without any cache: what they differ by from the whole one is no fault of a cache."""
+    for stop in range(builder.scenario.prompt, builder.scenario.total):
+        yield replace(builder.prefill(stop), expected=expected[:, stop - 1 : stop], kind="noise")
+
+
+def rows_alone(builder: FeedBuilder) -> Calls:
+    """Each row of a batch by itself, without a cache, compared with its logits in the batch."""
+    together = yield from builder.whole()
+    for row, expected in enumerate(np.split(together, builder.scenario.batch)):
+        yield replace(builder.row(row).reference(), kind="step", expected=expected)
+
+
+def has_exact_rows(contract: CacheContract) -> str | None:
+    """Dynamic quantization has one scale for all rows: they interact by design."""
+    if contract.exactness == "dynamic-quantization":
+        return "dynamic quantization takes one scale from all rows"
+    return takes_any_batch(contract)
+
+
+def has_something_to_hold(contract: CacheContract) -> str | None:
+    """The held loop differs from the plain one only where a returned slot is to be held."""
+    if any(slot.present is not None for slot in contract.held):
+        return several_tokens(contract)
+    return "no returned slot has to be kept: the same as the plain loop"
+
+
+def takes_encoder_states(contract: CacheContract) -> str | None:
+    """Encoder lengths can be varied only where there is an encoder, and where its length is not a number."""
+    made = [slot for slot in contract.slots if slot.filled_in == "encode" and "encoder" in slot.axes]
+    if several_tokens(contract) or not (contract.has_encoder_states or made):
+        return several_tokens(contract) or "the decoder takes no encoder states"
+    if contract.encoder_length is not None or any(slot.size("encoder") is not None for slot in made):
+        return "the encoder length is a fixed number"
+    if "encode" in contract.phases and not any(
+        "encoder_input" in port.axes and not isinstance((port.shape or ())[port.axes.index("encoder_input")], int)
+        for port in contract.graph("encode").inputs
+    ):
+        return "the encoder takes one length only"
+    return None
+
+
+def takes_any_batch(contract: CacheContract) -> str | None:
+    """The batch can be varied only where no decoder input declares it as a number."""
+    ports = [port for phase in contract.phases.values() for port in contract.graphs[phase.graph].inputs]
+    if several_tokens(contract):
+        return several_tokens(contract)
+    for port in ports:
+        if "batch" in port.axes and isinstance((port.shape or ())[port.axes.index("batch")], int):
+            return f"the batch of {port.name!r} is a fixed number"
+    return None
+
+
+EXPERIMENTS = (
+    Experiment("plain-loop", "every returned slot fed back, one token a step", plain, applies=always, order=1),
+    Experiment(
+        "held-loop", "the cross-attention cache of the prefill kept", held, applies=has_something_to_hold, order=2
+    ),
+    Experiment(
+        "batch",
+        "the held loop with batch 2",
+        held_shortly,
+        Scenario(batch=2),
+        takes_any_batch,
+        use=Use("a batch of 2", required="batch"),
+        order=3,
+    ),
+    Experiment(
+        "batch-rows",
+        "each row of a batch of 2 compared with the same row alone, without a cache",
+        rows_alone,
+        Scenario(batch=2),
+        applies=has_exact_rows,
+        changes_feeds=True,
+        order=3,
+    ),
+    Experiment(
+        "one-token-prompt",
+        "the held loop after a prompt of one token",
+        held_shortly,
+        Scenario(prompt=1, steps=Scenario().total),
+        use=Use("a prompt of one token", "error"),
+        order=3,
+    ),
+    Experiment(
+        "other-encoder-length",
+        "the held loop with encoder length 11",
+        held_shortly,
+        Scenario(encoder=11),
+        applies=takes_encoder_states,
+        use=Use("an encoder length other than the first"),
+        order=4,
+    ),
+)

@@ -1,0 +1,147 @@
+"""Rows of different lengths in one batch: padding on the left of the tokens, on the right of the encoder states."""
+
+from collections.abc import Generator
+from dataclasses import replace
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract, PhaseName
+from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario
+from kvdoctor.decode.experiments import Calls, Experiment, Use
+from kvdoctor.decode.experiments.cache_entries import as_probe, same_logits
+from kvdoctor.decode.experiments.chunk import takes_chunks
+from kvdoctor.decode.experiments.each_length import longest_sequence, visited
+from kvdoctor.decode.experiments.loops import has_exact_rows, takes_encoder_states
+from kvdoctor.decode.feeds import FeedBuilder
+
+BEFORE_PADDING = ("batch", "batch-rows", "chunk", "second-turn", "each-length", "near-thresholds")
+"""Experiments without padding that fail from the same cause, if they do."""
+PADDING = (2, 1, 0)
+"""Tokens of padding before each row of the batch."""
+BEHIND = 4
+"""Steps around a threshold of the graph."""
+ENCODER_PADDING = (4, 2, 0)
+"""Encoder states of padding behind those of each row."""
+
+
+def left(builder: FeedBuilder) -> Calls:
+    """The held loop, two rows padded behind a mask, at the usual lengths and around each threshold of the graph."""
+    yield from _left(builder)
+    for length in visited(builder.thresholds, builder.contract.usable_length):
+        sizes = replace(builder.scenario, prompt=max(length - 1, max(PADDING) + 1), steps=BEHIND)
+        longer = replace(builder, scenario=sizes, tokens=builder.tokens[:, :0])
+        if (yield from longest_sequence(longer, 1, sizes.total)) == sizes.total:
+            yield from _left(longer)
+
+
+def _left(builder: FeedBuilder) -> Calls:
+    """Each row must give what it gives alone without padding."""
+    alone = []
+    for row, pads in enumerate(PADDING):
+        logits = yield from builder.row(row).without_first(pads).whole()
+        alone.append(logits[:, max(PADDING) - pads :])
+    yield from _loop(replace(builder, padding=PADDING), builder, np.concatenate(alone))
+
+
+def two_lengths(builder: FeedBuilder) -> Calls:
+    """The held loop, two rows with fewer encoder states and a mask that says so: each row as it is alone."""
+    length = builder.encoder_states
+    padded = replace(builder, encoder_padding=ENCODER_PADDING)
+    if (control := (yield from _counts_something_else(builder, padded))) is not None:
+        yield control
+        return
+    alone = []
+    for row, pads in enumerate(ENCODER_PADDING):
+        alone.append((yield from _shorten(builder.row(row), length - pads).whole()))
+    yield from _loop(padded, builder, np.concatenate(alone))
+
+
+def _shorten(builder: FeedBuilder, length: int) -> FeedBuilder:
+    """The builder with its first `length` encoder states alone, and the caches that an encoder made of them."""
+    states = None if builder.encoded.states is None else builder.encoded.states[:, :length]
+    axes = {slot.filled_by: slot.axes.index("encoder") for slot in builder.contract.slots if "encoder" in slot.axes}
+    outputs = {
+        name: np.take(array, range(length), axis=axes[name]) if name in axes else array
+        for name, array in builder.encoded.outputs.items()
+    }
+    return replace(builder, encoded=Encoded(states, outputs))
+
+
+def _counts_something_else(builder: FeedBuilder, padded: FeedBuilder) -> "Generator[Call, Answer, Call | None]":
+    """The control that shows no effect, where the mask has one and is yet no mask over states (but over samples)."""
+    start, limit = builder.scenario.prompt, builder.tolerance
+    blank = replace(builder, encoder_padding=(builder.encoder_states,) * builder.scenario.batch)
+    seen = yield as_probe(builder.prefill(start))
+    hidden = yield as_probe(padded.prefill(start))
+    nothing = yield as_probe(blank.prefill(start))
+    if seen.failed or hidden.failed or not same_logits(hidden.logits, seen.logits, limit):
+        return None
+    if nothing.failed or same_logits(nothing.logits, seen.logits, limit):
+        return None  # the graph does not look at its mask
+    return replace(padded.prefill(start, seen.logits), kind="control", label="a mask over the last encoder states")
+
+
+def _loop(padded: FeedBuilder, unpadded: FeedBuilder, expected: Array) -> Calls:
+    """The held loop against the logits that all rows have; the control shows the padding."""
+    start, total = padded.scenario.prompt, padded.scenario.total
+    prompt = expected.shape[1] - (total - start)  # tokens of the prompt in the row that has the fewest
+    answer = yield padded.prefill(start, expected[:, :prompt])
+    past = first = padded.carry(None, answer, "held")
+    for position in range(start, total):
+        before = past
+        wanted = expected[:, prompt + position - start : prompt + position - start + 1]
+        answer = yield padded.decode(position, position + 1, past, wanted)
+        past = padded.carry(past, answer, "held")
+    if takes_chunks(padded.contract) is None:
+        yield padded.decode(start, total, first, expected[:, prompt:])
+    yield unpadded.decode(total - 1, total, before, wanted, kind="control", label="a mask without the padding")
+
+
+def takes_left_padding(contract: CacheContract) -> str | None:
+    """A mask with a column for each token must hide the padding, in every graph; an operator that counts cannot."""
+    if any(slot.growth in ("shared", "ring") or slot.trimmed for slot in contract.slots):
+        return "its attention counts the entries of the cache, and cannot leave out the first ones"
+    if any(slot.kind in ("conv-state", "recurrent-state") for slot in contract.slots):
+        return "a state's earlier inputs cannot be masked later"
+    return has_exact_rows(contract) or _has_mask(contract, "attention_mask", "total")
+
+
+def takes_encoder_padding(contract: CacheContract) -> str | None:
+    """The decoder must take encoder states, or the caches of an encoder, and a mask over them."""
+    if reason := takes_encoder_states(contract) or has_exact_rows(contract):
+        return reason
+    return _has_mask(contract, "encoder_mask", "encoder")
+
+
+def _has_mask(contract: CacheContract, role: str, axis: str) -> str | None:
+    phases: tuple[PhaseName, ...] = ("prefill", "decode")
+    for phase in phases:
+        graph = contract.graph(phase)
+        masks = [port for port in graph.inputs if port.role == role and port.axes == ("batch", axis)]
+        if not masks:
+            return f"{graph.file} takes no {role} of [batch, {axis}]"
+    return None
+
+
+EXPERIMENTS = (
+    Experiment(
+        "left-padding",
+        "the held loop with batch 3, rows with 2, 1 and 0 tokens of padding on the left",
+        left,
+        Scenario(batch=len(PADDING), prompt=5, steps=3),
+        takes_left_padding,
+        changes_feeds=True,
+        use=Use("padding on the left", required="left-padding", after=BEFORE_PADDING),
+        order=7,
+    ),
+    Experiment(
+        "encoder-padding",
+        "the held loop with batch 3, rows with 4, 2 and 0 fewer encoder states",
+        two_lengths,
+        Scenario(batch=len(ENCODER_PADDING), encoder=11, steps=3),
+        takes_encoder_padding,
+        changes_feeds=True,
+        use=Use("encoder states of two lengths in one batch", after=(*BEFORE_PADDING, "other-encoder-length")),
+        order=7,
+    ),
+)

@@ -1,0 +1,322 @@
+"""Makes the inputs of a call so that they fit together: mask length = past + new, positions offset by the past.
+
+Generic runners fill each input on its own and so fail on healthy decoders. Here every size follows from the
+contract and one `Scenario`. Sizes of the default scenario differ pairwise, since equal sizes hide mistakes.
+"""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kvdoctor.contract import Axis, CacheContract, PhaseName, Port, Slot
+from kvdoctor.decode.calls import (
+    NUMPY_TYPES,
+    Answer,
+    Array,
+    Call,
+    Encoded,
+    Loop,
+    Past,
+    Scenario,
+    TooShort,
+    Value,
+    as_array,
+)
+from kvdoctor.decode.inputs import StepInputs, fill_input, random_tokens, resolve_shape, synthetic_ids_or_features
+from kvdoctor.decode.samples import Samples
+from kvdoctor.decode.tolerances import Tolerance, find_tolerance
+
+SPARE = 5
+"""Tokens that a buffer whose capacity is not declared gets beyond those of the scenario."""
+
+
+@dataclass(frozen=True)
+class FeedBuilder:
+    """A contract with the sizes, tokens and encoder outputs of one scenario: makes all calls.
+
+    `tokens` int64[batch * codebooks, total] are the whole sequence; `padding` says how many of them, row by row, are
+    padding on the left, to be masked and not counted; `encoder_padding` how many encoder states are padding
+    on the right. `samples` are the user's, in place of synthetic tokens and encoder inputs. `drawn` are the rows of an
+    earlier builder that this one has, unless it has all of them in order. `tolerances` are the requested
+    ones (decode/tolerances.py), `thresholds` the lengths at which the graphs may change what they compute.
+    """
+
+    contract: CacheContract
+    scenario: Scenario
+    encoded: Encoded = field(default_factory=Encoded)
+    tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    padding: tuple[int, ...] = ()
+    encoder_padding: tuple[int, ...] = ()
+    samples: Samples = field(default_factory=Samples)
+    drawn: tuple[int, ...] = ()
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    thresholds: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.tokens.size:
+            shape = (self.scenario.batch * self.contract.codebooks, self.scenario.total)
+            made = random_tokens(self.contract, shape, self.scenario.seed)
+            object.__setattr__(self, "tokens", self.samples.tokens(made))
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far logits of this contract may lie apart and still be the same."""
+        return find_tolerance(self.contract.exactness, self.tolerances)
+
+    @cached_property
+    def slots(self) -> dict[str, Slot]:
+        """The slots by the name of their past."""
+        return {slot.past: slot for slot in self.contract.slots}
+
+    @cached_property
+    def capacity(self) -> int:
+        """Tokens of a buffer that declares no capacity: the whole sequence, and no less than a layer's window."""
+        windows = [slot.window for slot in self.contract.slots if slot.window is not None]
+        return max(self.scenario.total + SPARE, *windows, 0)
+
+    @property
+    def encoder_states(self) -> int:
+        """The number of encoder states."""
+        return self._encoder_length(self.first_past(0))
+
+    def row(self, index: int) -> "FeedBuilder":
+        """A builder for one row of the batch alone."""
+        return self.rows((index,))
+
+    def rows(self, order: Sequence[int]) -> "FeedBuilder":
+        """A builder for some rows of the batch, in that order; a row may occur twice."""
+        states = None if self.encoded.states is None else self.encoded.states[list(order)]
+        batched = {s.filled_by: s.axes.index("batch") for s in self.contract.slots if "batch" in s.axes}
+        outputs = {
+            name: np.take(array, order, axis=batched[name]) if name in batched else array
+            for name, array in self.encoded.outputs.items()
+        }
+        scenario = replace(self.scenario, batch=len(order))
+        drawn = tuple(self.drawn[row] if self.drawn else row for row in order)
+        tokens, encoded = self.tokens[self.token_rows(order)], Encoded(states, outputs)
+        return FeedBuilder(
+            self.contract,
+            scenario,
+            encoded,
+            tokens,
+            samples=self.samples,
+            drawn=drawn,
+            tolerances=self.tolerances,
+        )
+
+    def token_rows(self, order: Sequence[int]) -> list[int]:
+        """Where the tokens and the logits of some rows of the batch stand: each has as many rows as codebooks."""
+        books = self.contract.codebooks
+        return [row * books + book for row in order for book in range(books)]
+
+    def without_first(self, start: int) -> "FeedBuilder":
+        """A builder for the same sequence without its first `start` tokens."""
+        scenario = replace(self.scenario, prompt=max(self.scenario.prompt - start, 1))
+        scenario = replace(scenario, steps=self.scenario.total - start - scenario.prompt + 1)
+        return replace(self, scenario=scenario, tokens=self.tokens[:, start:])
+
+    def with_other_tokens(self, start: int) -> "FeedBuilder":
+        """A builder for a sequence with other tokens from `start` on."""
+        tokens = self.tokens.copy()
+        tokens[:, start:] += 1
+        return replace(self, tokens=tokens)
+
+    def reorder_past(self, past: Past, order: Sequence[int]) -> Past:
+        """The past of some rows of the batch, in that order: what a beam search feeds."""
+        moved: dict[str, Any] = dict(past)
+        for slot in self.contract.slots:
+            value = as_array(past[slot.past])
+            if "batch" in slot.axes:
+                moved[slot.past] = np.take(value, order, axis=slot.axes.index("batch"))
+            elif "batch_heads" in slot.axes:
+                at, heads = slot.axes.index("batch_heads"), self.contract.heads or 1
+                moved[slot.past] = np.take(value, [r * heads + h for r in order for h in range(heads)], axis=at)
+        return Past(moved, past.length)
+
+    def reference(self, stop: int | None = None) -> Call:
+        """The first `stop` tokens (all of them) in one call without a cache."""
+        stop = stop or self.scenario.total
+        return self._call("prefill", 0, stop, self.first_past(0), 0, kind="reference")
+
+    def whole(self, stop: int | None = None) -> "Generator[Call, Answer, Array]":
+        """The logits of a reference run, float[batch, stop, vocabulary].
+
+        A graph that gives the logits of the last token alone is run once for each length.
+        """
+        logits, _ = yield from self.whole_answer(stop)
+        return logits
+
+    def whole_answer(self, stop: int | None = None) -> "Generator[Call, Answer, tuple[Array, Answer]]":
+        """Like `whole`, and also returns the full answer with the growing slots."""
+        stop = stop or self.scenario.total
+        if not self.contract.last_logits_only:
+            answer = yield self.reference(stop)
+            return answer.logits, answer
+        found: list[Array] = []
+        for length in range(1, stop + 1):
+            answer = yield self.reference(length)
+            found.append(answer.logits[:, -1:])
+        return np.concatenate(found, axis=1), answer
+
+    def prefill(self, stop: int, expected: Array | None = None, dummy: int = 0) -> Call:
+        """The first `stop` tokens; past inputs that grow get a dummy of length `dummy` filled with zeros."""
+        past = self.first_past(dummy)
+        counted = dummy if self.contract.first_step == "empty-past" else 0
+        return self._call("prefill", 0, stop, past, counted, expected=expected)
+
+    def decode(self, start: int, stop: int, past: Past, expected: Array | None = None, **more: Any) -> Call:
+        """Tokens start to stop on top of a cache, which is as long as `past` says."""
+        return self._call("decode", start, stop, past, self.past_length(past), expected=expected, **more)
+
+    def carry(self, past: Past | None, answer: Answer, loop: Loop) -> Past:
+        """What the given loop feeds next. `past` is None after the prefill.
+
+        plain: every slot that was returned is fed back. held: the slots that the contract holds keep their value.
+        """
+        before = self.first_past(0) if past is None else past
+        carried = Past(length=answer.past + answer.new)
+        for slot in self.contract.slots:
+            returned = slot.filled_by if past is None else slot.present
+            keep = past is not None and (slot.present is None or (loop == "held" and slot.carry == "hold"))
+            if keep or returned is None or slot.filled_in == "encode":
+                carried[slot.past] = before[slot.past]
+            else:
+                carried[slot.past] = self._next(slot, before, answer, answer.outputs[returned])
+        return carried
+
+    def past_length(self, past: Past) -> int:
+        """Tokens in the cache: read off the first slot that grows, else counted."""
+        for slot in self.contract.growing:
+            return past[slot.past].shape[slot.axes.index("past")]
+        return past.length
+
+    def spoil(self, past: Past) -> "list[tuple[str, Past]]":
+        """The same past with one kind of cache filled with zeros, each with its name: the positive controls."""
+        spoilt = []
+        for kind in dict.fromkeys(slot.kind for slot in self.contract.slots):
+            if kind in ("counter", "encoder-states"):
+                continue
+            zeros = {slot.past: np.zeros_like(as_array(past[slot.past])) for slot in self.contract.of_kind(kind)}
+            noun = "cache" if kind.endswith("attention") else "slots"
+            spoilt.append((f"{kind} {noun} zeroed", Past({**past, **zeros}, past.length)))
+        return spoilt
+
+    def controls(self, start: int, stop: int, past: Past, expected: Array) -> "Iterator[Call]":
+        """The same decode call over each spoilt past."""
+        for spoilt, spoilt_past in self.spoil(past):
+            yield self.decode(start, stop, spoilt_past, expected[:, start:stop], kind="control", label=spoilt)
+
+    def placeholder(self, slot: Slot, length: int) -> Array:
+        """Zeros in the shape of a slot, `length` long on its sequence axis if it grows."""
+        sizes: dict[Axis, int] = {
+            "batch": self.scenario.batch,
+            "batch_heads": self.scenario.batch * (self.contract.heads or 1),
+            "past": length,
+            "encoder": length,
+            "capacity": 0 if slot.carry == "extend" else self.capacity,
+        }
+        shape = [d if isinstance(d, int) else sizes.get(a, 1) for d, a in zip(slot.shape, slot.axes, strict=True)]
+        return np.zeros(shape, NUMPY_TYPES[slot.dtype])
+
+    def first_past(self, length: int) -> Past:
+        """What the first step is fed as past, with dummies of a length where the cache grows."""
+        made = self.encoded.outputs
+        past = Past()
+        for slot in self.contract.slots:
+            encoded = made.get(slot.filled_by or "") if slot.filled_in == "encode" else None
+            past[slot.past] = self.placeholder(slot, length) if encoded is None else encoded
+        return past
+
+    def _next(self, slot: Slot, before: Past, answer: Answer, present: Value) -> "Value | Array":
+        """The next past of a slot by its carry rule."""
+        at = slot.length_axis
+        if slot.carry in ("feed-back", "hold") or at is None:
+            return present
+        rows = present.array()
+        if slot.carry == "append":
+            return np.concatenate([as_array(before[slot.past]), rows], axis=at)
+        if slot.carry == "extend":
+            return rows
+        if slot.carry == "drop-oldest":
+            return np.delete(rows, 0, axis=at)
+        buffer = as_array(before[slot.past])
+        if slot.carry == "shift":
+            kept = np.take(buffer, range(rows.shape[at], buffer.shape[at]), axis=at)
+            return np.concatenate([kept, rows], axis=at)
+        written: Array = buffer.copy()
+        place: list[Any] = [slice(None)] * written.ndim
+        place[at] = slice(answer.past, answer.past + rows.shape[at])
+        written[tuple(place)] = rows
+        return written
+
+    def _call(self, phase: PhaseName, start: int, stop: int, past: Past, past_length: int, **more: Any) -> Call:
+        if stop > self.scenario.total:
+            raise TooShort
+        total = past_length + stop - start
+        sizes: dict[Axis, int] = {
+            "batch": self.scenario.batch,
+            "batch_codebooks": self.scenario.batch * self.contract.codebooks,
+            "new": stop - start,
+            "past": past_length,
+            "total": total,
+            "encoder": self._encoder_length(past),
+            "encoder_input": self.scenario.encoder,
+            "capacity": self.capacity,
+        }
+        step = StepInputs(
+            contract=self.contract,
+            phase=phase,
+            tokens=self.tokens[:, start:stop],
+            begin=past_length,
+            sizes=sizes,
+            columns=self._columns(past, total),
+            padding=self.padding,
+            encoder_padding=self.encoder_padding,
+            states=self.encoded.states,
+        )
+        feeds = {port.name: self._feed(port, past, step) for port in self.contract.graph(phase).inputs}
+        return Call(phase=phase, feeds=feeds, past=past_length, new=stop - start, **more)
+
+    def _feed(self, port: Port, past: Past, step: StepInputs) -> "Value | Array":
+        if port.role == "past":
+            return self._past(port, past, step.sizes["new"])
+        return self._encoder_input(port, step) if port.role == "encoder_input" else fill_input(port, step)
+
+    def _encoder_input(self, port: Port, step: StepInputs) -> Array:
+        """What an encoder within the graph reads.
+
+        Noise is drawn row after row: the first rows are the same, however many follow.
+        """
+        shape = resolve_shape(port, step.sizes)
+        rows = max(self.drawn) + 1 if self.drawn else shape[0]
+        made = synthetic_ids_or_features(port, (rows, *shape[1:]), self.contract, self.scenario)
+        given = self.samples.overlay(port.name, made)
+        return np.take(given, self.drawn, axis=0) if self.drawn else given
+
+    def _encoder_length(self, past: Past) -> int:
+        """How many encoder states there are: by the states, else by the cache that was made of them."""
+        if self.encoded.states is not None:
+            return int(self.encoded.states.shape[1])
+        for slot in self.contract.slots:
+            if "encoder" in slot.axes and slot.past in past:
+                length = past[slot.past].shape[slot.axes.index("encoder")]
+                return length or self.scenario.encoder
+        return self.scenario.encoder
+
+    def _columns(self, past: Past, total: int) -> int:
+        """How many entries a mask with a row for each query covers: the whole of a buffer of fixed size."""
+        for slot in self.contract.slots:
+            if slot.growth == "static" and slot.carry != "extend" and slot.past in past:
+                return past[slot.past].shape[slot.axes.index("capacity")]
+        return total
+
+    def _past(self, port: Port, past: Past, new: int) -> "Value | Array":
+        slot = self.slots[port.name]
+        if slot.carry != "extend" or slot.length_axis is None:
+            return past[port.name]
+        held = as_array(past[port.name])
+        width = [(0, new if axis == slot.length_axis else 0) for axis in range(held.ndim)]
+        return np.pad(held, width)

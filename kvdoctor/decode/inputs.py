@@ -1,0 +1,252 @@
+"""Synthetic inputs: token ids, the inputs of a step by their role, and the inputs and outputs of an encoder.
+
+One function for each role. Standard library and numpy only.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port
+from kvdoctor.decode.calls import NUMPY_TYPES, Array, Scenario
+
+
+def plain_token_ids(contract: CacheContract) -> tuple[int, int]:
+    """The ids of ordinary tokens, the middle half of the vocabulary: special tokens are at its ends.
+
+    A padding token behaves differently: M2M100 counts positions without it, so that its cached and its uncached
+    positions rightly differ from then on.
+    """
+    size = max(contract.vocabulary or 16, 4)
+    return size // 4, size - size // 4
+
+
+def random_tokens(contract: CacheContract, shape: tuple[int, ...], seed: int) -> Array:
+    """Random ids of ordinary tokens, int64[batch, total]."""
+    return np.random.default_rng(seed).integers(*plain_token_ids(contract), shape)
+
+
+def embedding_table(contract: CacheContract, width: int) -> Array:
+    """Synthetic embeddings, float[vocabulary, width], where the file of the real ones is absent."""
+    return np.random.default_rng(7).standard_normal((max(contract.vocabulary or 16, 4), width))
+
+
+HIDDEN = -1e4
+"""What an additive mask adds to the scores of entries that must not be seen; within the range of float16."""
+
+ROTARY_BASE = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What all inputs of one call go by.
+
+    `tokens` int64[batch * codebooks, new] are the new ones, `begin` tokens stand in the cache before them. `sizes` are
+    the lengths of all axes, and `columns` those of a mask with a row for each query. `padding` and `encoder_padding`
+    say for each row what is to be masked; `states` float[batch, encoder, hidden] are those of the encoder.
+    """
+
+    contract: CacheContract
+    phase: PhaseName
+    tokens: Array
+    begin: int
+    sizes: Mapping[Axis, int]
+    columns: int
+    padding: tuple[int, ...] = ()
+    encoder_padding: tuple[int, ...] = ()
+    states: Array | None = None
+
+    @property
+    def end(self) -> int:
+        """Tokens in the cache after the step."""
+        return self.sizes["total"]
+
+
+@dataclass(frozen=True, slots=True)
+class InputRequest:
+    """One input of a step, in the shape that it has there."""
+
+    port: Port
+    shape: tuple[int, ...]
+    step: StepInputs
+
+
+def fill_input(port: Port, step: StepInputs) -> Array:
+    """The value of an input.
+
+    Raises:
+        ValueError: If nothing is known that could be fed to an input of this role.
+    """
+    if port.role not in FILLS:
+        raise ValueError(f"input {port.name!r} has role {port.role}, for which there is no synthetic input")
+    made = FILLS[port.role](InputRequest(port, resolve_shape(port, step.sizes), step))
+    return np.array(made, dtype=NUMPY_TYPES[port.dtype], order="C")
+
+
+def resolve_shape(port: Port, sizes: Mapping[Axis, int]) -> tuple[int, ...]:
+    """The shape of a port under the given sizes: declared numbers stay, axes get what they count."""
+    return tuple(
+        dim if isinstance(dim, int) else sizes.get(axis, 1)
+        for dim, axis in zip(port.shape or (), port.axes, strict=True)
+    )
+
+
+def _token_ids(want: InputRequest) -> Array:
+    return want.step.tokens if len(want.shape) == 2 else want.step.tokens.reshape(-1)
+
+
+def _token_and_position(want: InputRequest) -> Array:
+    tokens = want.step.tokens
+    return np.stack([tokens[:, 0], np.full(len(tokens), want.step.begin)], axis=1)
+
+
+def _embeddings(want: InputRequest) -> Array:
+    return embedding_table(want.step.contract, want.shape[-1])[want.step.tokens]
+
+
+def _attention_mask(want: InputRequest) -> Array:
+    columns = np.arange(want.shape[-1])
+    tokens = columns >= _by_row(want.step.padding, want.shape)
+    return np.broadcast_to(tokens & (columns < want.step.end), want.shape)
+
+
+def _encoder_mask(want: InputRequest) -> Array:
+    length = want.shape[-1]
+    return np.broadcast_to(np.arange(length) < length - _by_row(want.step.encoder_padding, want.shape), want.shape)
+
+
+def _additive_mask(want: InputRequest) -> Array:
+    seen = _visible_entries(want.port, want.step)
+    if want.port.dtype == "bool":
+        return seen
+    # Square masks of integers are those of Llama-2-Onnx: -1 where a query may look, 0 elsewhere.
+    square = want.port.axes[-2] == "total"
+    shown, hidden = (0.0, HIDDEN) if "float" in want.port.dtype else (-1, 0) if square else (1, 0)
+    return np.asarray(np.where(seen, shown, hidden))
+
+
+def _positions(want: InputRequest) -> Array:
+    counted = np.arange(want.step.begin, want.step.end) - _by_row(want.step.padding, want.shape)
+    return np.broadcast_to(np.maximum(counted, 0), want.shape)
+
+
+def _angles(want: InputRequest) -> Array:
+    """The angles of the new positions, float[..., new, head_dim / 2]."""
+    half = want.shape[-1]
+    angles = np.arange(want.step.begin, want.step.end)[:, None] * ROTARY_BASE ** (-np.arange(half) / half)
+    return np.broadcast_to(angles, want.shape)
+
+
+def _encoder_states(want: InputRequest) -> Array:
+    if want.step.states is None:
+        raise ValueError(f"input {want.port.name!r} takes encoder states, and there are none")
+    return want.step.states
+
+
+def _branch_switch(want: InputRequest) -> Array:
+    return np.full(want.shape, want.step.contract.phases[want.step.phase].switch)
+
+
+def _setting(want: InputRequest) -> Array:
+    if want.port.value is None:
+        raise ValueError(f"input {want.port.name!r} is a setting, and its value is unknown")
+    return np.full(want.shape, want.port.value)
+
+
+FILLS: dict[str, Callable[[InputRequest], Array]] = {
+    "token_ids": _token_ids,
+    "token_and_position": _token_and_position,
+    "embeddings": _embeddings,
+    "attention_mask": _attention_mask,
+    "encoder_mask": _encoder_mask,
+    "additive_mask": _additive_mask,
+    "position_ids": _positions,
+    "cache_position": _positions,
+    "rotary_cos": lambda want: np.cos(_angles(want)),
+    "rotary_sin": lambda want: np.sin(_angles(want)),
+    "encoder_states": _encoder_states,
+    "branch_switch": _branch_switch,
+    "logits_to_keep": lambda want: np.zeros(want.shape),
+    "block_table": lambda want: np.zeros(want.shape),
+    # One beam where their number is asked for, and no row of another beam where their origins are.
+    "beam_input": lambda want: np.full(want.shape, 1 if len(want.shape) < 2 else 0),
+    "scale": lambda want: np.ones(want.shape),
+    "setting": _setting,
+    "unused": lambda want: np.zeros(want.shape),
+    "write_index": lambda want: np.full(want.shape, want.step.begin),
+    "past_length": lambda want: np.full(want.shape, want.step.begin),
+    "total_length": lambda want: np.full(want.shape, want.step.end),
+    "last_index": lambda want: np.full(want.shape, want.step.end - 1),
+    "new_length": lambda want: np.full(want.shape, want.step.sizes["new"]),
+}
+"""By role. The feed builder makes the past and the inputs of an encoder inside the graph."""
+
+
+def _by_row(padding: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """The padding of each row, int64[batch, 1], for an input of that shape; 0 where there is none."""
+    return np.array(padding).reshape(-1, 1) if padding and len(shape) > 1 else np.zeros(1, np.int64)
+
+
+def _visible_entries(port: Port, step: StepInputs) -> Array:
+    """Which entries a query may look at, bool in the shape of a mask with a row for each query.
+
+    Columns count from the start of the cache; from its end where the loop shifts entries in from the right. Rows are
+    the new tokens, or, in a square mask, all positions.
+    """
+    slots, shape = step.contract.slots, resolve_shape(port, {**step.sizes, "total": step.columns})
+    rows = np.arange(shape[-2]) if port.axes[-2] == "total" else np.arange(step.begin, step.end)
+    columns = np.arange(shape[-1])
+    moving = any(slot.carry == "shift" or slot.growth == "ring" for slot in slots)
+    if moving and not any(slot.carry == "drop-oldest" for slot in slots):
+        columns = columns - (shape[-1] - step.end)
+    seen = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= 0)
+    return np.broadcast_to(seen, shape)
+
+
+def encoder_feeds(contract: CacheContract, scenario: Scenario) -> dict[str, Array]:
+    """Synthesize the inputs of the encoder graph: ids and features from the seed, masks of ones."""
+    graph: Graph = contract.graph("encode")
+    sizes: dict[Axis, int] = {"batch": scenario.batch, "encoder_input": scenario.encoder, "fixed": scenario.encoder}
+    feeds = {}
+    for port in graph.inputs:
+        shape = resolve_shape(port, sizes)
+        if port.role == "encoder_mask":
+            feeds[port.name] = np.ones(shape, NUMPY_TYPES[port.dtype])
+        elif port.role == "encoder_length":
+            feeds[port.name] = np.full(shape, scenario.encoder, NUMPY_TYPES[port.dtype])
+        else:
+            feeds[port.name] = synthetic_ids_or_features(port, shape, contract, scenario)
+    return feeds
+
+
+def synthetic_ids_or_features(port: Port, shape: tuple[int, ...], contract: CacheContract, scenario: Scenario) -> Array:
+    """What an encoder reads: ids of ordinary tokens where it takes integers, noise elsewhere."""
+    rng, kind = np.random.default_rng(scenario.seed + 1), NUMPY_TYPES[port.dtype]
+    if np.issubdtype(kind, np.integer):
+        return rng.integers(*plain_token_ids(contract), shape).astype(kind)
+    return rng.standard_normal(shape).astype(kind)
+
+
+def synthetic_encoder_states(contract: CacheContract, scenario: Scenario) -> Array | None:
+    """Noise in place of encoder states, float[batch, encoder, hidden]; None where the decoder takes none."""
+    ports = [port for graph in contract.graphs.values() for port in graph.inputs if port.role == "encoder_states"]
+    if not ports:
+        return None
+    # One graph of a pair may know the width that the other leaves open.
+    ports.sort(key=lambda port: not isinstance((port.shape or (None,))[-1], int))
+    sizes: dict[Axis, int] = {"batch": scenario.batch, "encoder": scenario.encoder, "hidden": 16}
+    rng = np.random.default_rng(scenario.seed + 1)
+    return rng.standard_normal(resolve_shape(ports[0], sizes)).astype(NUMPY_TYPES[ports[0].dtype])
+
+
+def synthetic_cross_caches(contract: CacheContract, scenario: Scenario) -> dict[str, Array]:
+    """Noise in place of the caches that an encoder would make, by the name of its output."""
+    rng = np.random.default_rng(scenario.seed + 2)
+    sizes: dict[Axis, int] = {"batch": scenario.batch, "encoder": scenario.encoder}
+    made = {}
+    for slot in contract.slots:
+        if slot.filled_in == "encode" and slot.filled_by is not None:
+            shape = [d if isinstance(d, int) else sizes.get(a, 1) for d, a in zip(slot.shape, slot.axes, strict=True)]
+            made[slot.filled_by] = rng.standard_normal(shape).astype(NUMPY_TYPES[slot.dtype])
+    return made

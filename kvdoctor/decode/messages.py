@@ -1,0 +1,394 @@
+"""Messages between the parent and its worker process: jobs one way, events the other, one JSON object per line.
+
+Both sides import this module, the worker under releases of onnxruntime and numpy that are years old: standard library
+and the rest of `decode` only.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.runs import Run, Step
+from kvdoctor.decode.script import CallScript, Comparison, ScriptCall
+from kvdoctor.serialization import from_plain, to_plain
+
+CPU = "CPUExecutionProvider"
+
+Take = tuple[tuple[int, ...] | None, ...]
+"""For each axis None, or (parts, start, count): of each of so many equal parts the entries from `start` on."""
+
+
+def count_threads() -> int:
+    """Threads for the runtime: the cores this process may use, at most 16."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count()
+    return max(1, min(cores or 1, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentJob:
+    """Run experiments on one stack.
+
+    Attributes:
+        experiments: Names of experiments, in the order in which they are run.
+        keep_logits: A private scratch file for the logits of each experiment.
+        prompt: Token ids to begin with, in place of synthetic ones.
+        inputs: An .npz file of encoder inputs, in place of synthetic ones.
+        settings: Entries for the configuration of the runtime's sessions.
+        timed: Repeat the calls whose time is measured; otherwise they run once.
+        keep_calls: A private folder for the feeds of the first bad call of each judged experiment.
+        trace: The file of the caller's own steps, which are run again as the last experiment.
+        tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
+        thresholds: Lengths in tokens at which the graphs may change what they compute.
+    """
+
+    stack: str
+    folder: Path
+    contract: CacheContract
+    experiments: tuple[str, ...]
+    seed: int = 0
+    provider: str = CPU
+    keep_logits: Path | None = None
+    prompt: tuple[int, ...] = ()
+    inputs: Path | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    timed: bool = True
+    keep_calls: Path | None = None
+    trace: Path | None = None
+    tolerances: dict[str, float] = field(default_factory=dict)
+    thresholds: tuple[int, ...] = ()
+    threads: int = field(default_factory=count_threads)
+    tag: Literal["experiments"] = "experiments"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialModel:
+    """A model and the feeds of one call, both files of a private folder; `root` has the weights of a changed graph.
+
+    `level` is the optimization level, `provider` the execution provider where it is not that of the job.
+    """
+
+    path: Path
+    root: Path | None
+    feeds: Path
+    level: str = "off"
+    provider: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePair:
+    """A value of the left model and the one of the right model that corresponds to it, which may have more entries."""
+
+    left: str
+    right: str
+    take: Take = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrialJob:
+    """Run one call of a changed graph, and report the types, shapes and short integers of its outputs."""
+
+    model: TrialModel
+    provider: str = CPU
+    threads: int = field(default_factory=count_threads)
+    tag: Literal["trial"] = "trial"
+
+
+@dataclass(frozen=True, slots=True)
+class CompareJob:
+    """Run one call of each of two models and compare their outputs; `inject` feeds values of the right to the left."""
+
+    left: TrialModel
+    right: TrialModel
+    pairs: tuple[ValuePair, ...]
+    inject: tuple[ValuePair, ...] = ()
+    provider: str = CPU
+    threads: int = field(default_factory=count_threads)
+    tag: Literal["compare"] = "compare"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordJob:
+    """Run one experiment and write its calls down as a script; `exact` keeps the floats that the loop computed.
+
+    `thresholds` are those of the `ExperimentJob`.
+    """
+
+    stack: str
+    folder: Path
+    contract: CacheContract
+    experiment: str
+    exact: bool = False
+    seed: int = 0
+    provider: str = CPU
+    thresholds: tuple[int, ...] = ()
+    threads: int = field(default_factory=count_threads)
+    tag: Literal["record"] = "record"
+
+
+@dataclass(frozen=True, slots=True)
+class PlayJob:
+    """Play a script on the files of a folder."""
+
+    folder: Path
+    script: CallScript
+    provider: str = CPU
+    threads: int = field(default_factory=count_threads)
+    tag: Literal["play"] = "play"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureJob:
+    """Measure the largest IR version and opset that the runtime opens."""
+
+    tag: Literal["measure"] = "measure"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The worker is ready: versions, and the execution providers of its runtime."""
+
+    onnxruntime: str
+    numpy: str
+    python: str
+    providers: tuple[str, ...]
+    tag: Literal["hello"] = "hello"
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentStarted:
+    """An experiment begins."""
+
+    experiment: str
+    tag: Literal["start"] = "start"
+
+
+@dataclass(frozen=True, slots=True)
+class FileOpening:
+    """A file is about to be opened at an optimization level."""
+
+    file: str
+    level: str
+    tag: Literal["open"] = "open"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRefused:
+    """The runtime does not open a file at some level; `opens_at` is the first level that does."""
+
+    file: str
+    errors: dict[str, str]
+    opens_at: str | None
+    tag: Literal["refused"] = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class CallStarting:
+    """A call is about to run: a crash from here on belongs to `step`. `call` is its kind."""
+
+    experiment: str
+    step: int
+    call: str
+    tag: Literal["step"] = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step is on record."""
+
+    step: Step
+    tag: Literal["stepped"] = "stepped"
+
+
+@dataclass(frozen=True, slots=True)
+class CallTimed:
+    """The median duration of a call."""
+
+    label: str
+    seconds: float
+    tag: Literal["timing"] = "timing"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDone:
+    """An experiment ended. The steps of its run were sent before."""
+
+    run: Run
+    seconds: float
+    tag: Literal["run"] = "run"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A remark for the report."""
+
+    text: str
+    tag: Literal["note"] = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """The reason why experiments could not run."""
+
+    text: str
+    tag: Literal["obstacle"] = "obstacle"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerError:
+    """An error of kvdoctor itself, with its traceback."""
+
+    text: str
+    tag: Literal["crash"] = "crash"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialValue:
+    """An output of a trial; `values` where it is a short tensor of integers."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    values: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """The largest difference of a pair of values, as a fraction of the standard deviation of the expected value.
+
+    `relative` is -1 where one side alone is not finite. `actual` and `expected` are the first numbers of integers that
+    differ.
+    """
+
+    dtype: str
+    relative: float
+    actual: tuple[int, ...] | None = None
+    expected: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialDone:
+    """The outputs of a trial, or the differences of a comparison: None for a pair of unequal shapes.
+
+    Where the runtime failed there is its `error`, and the `names` that its text mentions.
+    """
+
+    outputs: dict[str, TrialValue] = field(default_factory=dict)
+    differences: tuple[ValueDifference | None, ...] = ()
+    error: str | None = None
+    names: tuple[str, ...] = ()
+    tag: Literal["tried"] = "tried"
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsMeasured:
+    """The largest IR version and opset that the runtime opens; None where not even the oldest model opens."""
+
+    ir: int | None = None
+    opset: int | None = None
+    tag: Literal["ceilings"] = "ceilings"
+
+
+@dataclass(frozen=True, slots=True)
+class CallScripted:
+    """A call of a script that is being recorded, before it runs; `compared` says where its expected logits are."""
+
+    call: ScriptCall
+    compared: Comparison | None = None
+    tag: Literal["scripted"] = "scripted"
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlaying:
+    """A call of a script is about to run."""
+
+    call: int
+    tag: Literal["playing"] = "playing"
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedDifference:
+    """The difference of a comparison of a script, as a fraction of the logits' standard deviation."""
+
+    relative: float
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptPlayed:
+    """How a script ended: all calls ran, one failed, or a file was refused.
+
+    `unoptimized` is the text of the same call without graph optimization, and `names` are those that it mentions.
+    """
+
+    outcome: Literal["ran", "failed", "refused"]
+    text: str = ""
+    call: int | None = None
+    unoptimized: str | None = None
+    names: tuple[str, ...] = ()
+    differences: tuple[PlayedDifference, ...] = ()
+    tag: Literal["played"] = "played"
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """The last event of each job."""
+
+    tag: Literal["done"] = "done"
+
+
+Job = ExperimentJob | TrialJob | CompareJob | RecordJob | PlayJob | MeasureJob
+Event = (
+    Hello
+    | ExperimentStarted
+    | FileOpening
+    | FileRefused
+    | CallStarting
+    | StepDone
+    | CallTimed
+    | RunDone
+    | Note
+    | Obstacle
+    | WorkerError
+    | TrialDone
+    | LimitsMeasured
+    | CallScripted
+    | CallPlaying
+    | ScriptPlayed
+    | JobDone
+)
+_BY_TAG: dict[str, Any] = {
+    kind.__dataclass_fields__["tag"].default: kind for kind in (*get_args(Job), *get_args(Event))
+}
+
+
+def write_message(message: Job | Event) -> str:
+    """One line for a message, with its line break."""
+    return json.dumps(to_plain(message)) + "\n"
+
+
+def read_job(line: str) -> Job:
+    """The job of a line.
+
+    Raises:
+        ValueError: it is none.
+    """
+    job: Job = _read(line)
+    return job
+
+
+def read_event(line: str) -> Event:
+    """The event of a line.
+
+    Raises:
+        ValueError: it is none.
+    """
+    event: Event = _read(line)
+    return event
+
+
+def _read(line: str) -> Any:
+    data = json.loads(line)
+    return from_plain(_BY_TAG[data["tag"]], data)

@@ -1,0 +1,228 @@
+"""How close two computations of the same logits are, and whether that is close enough. numpy only."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from kvdoctor.decode.runs import ErrorGrowth, LogitsDifference
+from kvdoctor.decode.tolerances import TOLERANCES, Tolerance
+
+Verdict = Literal["pass", "ambiguous", "fail"]
+
+TOP = 5
+SMALLEST = 1e-14
+"""Below it, a divergence or an angle is nothing but the rounding of the sums that it is made of."""
+LEAST_DEVIATION = 1e-12
+DEEP = 20
+"""Tokens are masked where they lie this many times as far below all others as those are wide."""
+LEAST_DEPTH = 500
+"""Masks are deeper, and logits of a model that is sure of a few tokens are not so far apart."""
+FEWEST_UNMASKED = 4
+"""With fewer tokens above them, chance puts some so far below."""
+BLOCK = 1 << 16
+"""Logits that are compared at a time: as many as the caches of a core hold."""
+
+JUMP = 8.0
+"""How much more an error is after a step where it sets in: what adds up evenly over the steps no more than doubles."""
+TREND = 0.6
+"""Kendall's rank correlation from which differences are said to grow: of seven equal ones, four orders in a hundred."""
+FEWEST_STEPS = 4
+"""With fewer steps on a cache, chance gives any shape."""
+
+
+UNMEASURABLE = LogitsDifference(
+    -1.0, -1.0, same_top1=0.0, near_ties=0.0, finite=False, cosine=0.0, kl=-1.0, same_top5=0.0
+)
+"""The difference of logits that are not finite, or have no finite distance."""
+
+
+def compare(
+    actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]", limit: Tolerance = TOLERANCES["float"]
+) -> LogitsDifference:
+    """Compare logits, both float[batch, new, vocabulary], of an arithmetic with that tolerance.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if actual.shape != expected.shape:
+        raise ValueError(f"logits have shape {list(actual.shape)}, expected {list(expected.shape)}")
+    got, want = (logits.reshape(-1, logits.shape[-1]) for logits in (actual, expected))
+    block = max(BLOCK // want.shape[-1], 1)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        parts = [_measure_positions(got[i : i + block], want[i : i + block]) for i in range(0, len(want), block)]
+    worst, deviations, cosines, divergences = np.concatenate(parts, axis=1)
+    if not np.isfinite(worst).all():
+        return _compare_not_finite(got, want, limit)
+    if not worst.any():
+        return LogitsDifference(max_abs=0.0, relative=0.0, same_top1=1.0, near_ties=0.0, finite=True)
+    if _find_masked(want[:1]).any() and (masked := _find_masked(want) & _find_masked(got)).any():
+        return _compare_unmasked(masked, got, want, limit)
+    if not (np.isfinite(deviations).all() and np.isfinite(cosines).all() and np.isfinite(divergences).all()):
+        return UNMEASURABLE  # finite, and too large for their squares
+    most, width = float(worst.max()), max(float(deviations.mean()), LEAST_DEVIATION)
+    noise = limit.passes * width
+    same, near = _share_same_top1(got, want, noise)
+    return LogitsDifference(
+        max_abs=_round(most),
+        relative=_round(most / width),
+        same_top1=_round(same),
+        near_ties=_round(near),
+        finite=True,
+        # It is the distance to 1 that has three significant digits.
+        cosine=float(f"{1 - _round(_drop_rounding(1 - cosines.min())):.15g}"),
+        kl=_round(_drop_rounding(divergences.max())),
+        # Nothing moves by more than `most`, so no token can leave the first five by more than twice that.
+        same_top5=1.0 if 2 * most <= noise else _round(_share_same_top5(got, want, noise)),
+    )
+
+
+def _compare_not_finite(
+    got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", limit: Tolerance
+) -> LogitsDifference:
+    """Infinite or undefined logits have no distance; masked vocabulary entries (-inf on both sides) do."""
+    masked = np.isneginf(got) & np.isneginf(want)
+    if np.isfinite(got[~masked]).all() and np.isfinite(want[~masked]).all() and not masked.all(-1).any():
+        return _compare_unmasked(masked, got, want, limit)
+    return UNMEASURABLE
+
+
+def _compare_unmasked(
+    masked: "np.ndarray[Any, Any]", got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", limit: Tolerance
+) -> LogitsDifference:
+    """The difference of all tokens but those that are masked on both sides: they get the least of the other logits."""
+    floor = float(want[~masked].min(initial=0.0))
+    return compare(np.where(masked, floor, got), np.where(masked, floor, want), limit)
+
+
+def _find_masked(logits: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Which tokens are masked with a finite number, as -1e4, -1e9 or the least of the type; bool[positions, tokens].
+
+    Whether it replaced the logits or was added, and in up to two depths: masked tokens would widen the standard
+    deviation and hide every difference.
+    """
+    masked = np.zeros(logits.shape, bool)
+    for _ in range(2):
+        open_logits = np.where(masked, np.nan, logits.astype(np.float64))
+        top, low = np.nanmax(open_logits, axis=-1, keepdims=True), np.nanmin(open_logits, axis=-1, keepdims=True)
+        above = open_logits >= top - (top - low) / (DEEP + 1)
+        least = np.where(above, open_logits, np.inf).min(-1, keepdims=True)
+        highest = np.where(above | masked, -np.inf, open_logits).max(-1, keepdims=True)
+        deep = (least - highest > np.maximum(DEEP * (top - least), LEAST_DEPTH)) & (
+            above.sum(-1, keepdims=True) >= FEWEST_UNMASKED
+        )
+        masked |= deep & (open_logits <= highest)
+    return masked
+
+
+def measurable(logits: "np.ndarray[Any, Any]") -> bool:
+    """Whether logits, float[..., vocabulary], can be compared: no NaN, no inf, and not all tokens are -inf."""
+    return bool((logits < np.inf).all() and np.isfinite(logits).any(-1).all())
+
+
+def _measure_positions(got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """By position: largest difference, standard deviation, cosine, divergence; float64[4, positions].
+
+    Vocabularies are wide, so everything is got in few passes. Where the difference is not finite, nothing is.
+    """
+    want = expected.astype(np.float64)
+    gap = got - want
+    most = gap.max(-1)
+    worst = np.maximum(most, -gap.min(-1))
+    count, mean, shift = want.shape[-1], want.mean(-1), gap.mean(-1)
+    variance = np.maximum(_dot(want, want) / count - mean * mean, 0)
+    if not worst.any():
+        return np.stack([worst, np.sqrt(variance), np.ones_like(worst), np.zeros_like(worst)])
+    common = _dot(want, gap) / count - mean * shift
+    moved = np.maximum(variance + 2 * common + _dot(gap, gap) / count - shift * shift, 0)
+    lengths = np.sqrt(variance * moved)
+    # Logits that are all alike have no direction.
+    cosine = np.divide(variance + common, lengths, out=np.ones_like(lengths), where=lengths > 0)
+    np.exp(np.subtract(want, want.max(-1)[:, None], out=want), out=want)
+    total = _dot(want, np.ones_like(want))
+    drift = _dot(want, gap) / total
+    np.exp(np.subtract(gap, most[:, None], out=gap), out=gap)
+    divergence = np.log(_dot(want, gap) / total) + (most - drift)
+    return np.stack([worst, np.sqrt(variance), cosine, divergence])
+
+
+def _dot(one: "np.ndarray[Any, Any]", other: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """The product of rows with rows, without what a product of matrices makes of two cores."""
+    rows: np.ndarray[Any, Any] = np.einsum("nv,nv->n", one, other)
+    return rows
+
+
+def _drop_rounding(value: Any) -> float:
+    """A small number that is more than the rounding of the sums it was made of, else 0."""
+    return float(value) if value >= SMALLEST else 0.0
+
+
+def _share_same_top1(got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", noise: float) -> tuple[float, float]:
+    """Share of the positions with the same likeliest token, and of those where another is as likely but for noise."""
+    top_got, top_want, rows = got.argmax(-1), want.argmax(-1), np.arange(len(want))
+    differ = top_got != top_want
+    near = differ & (want[rows, top_want].astype(np.float64) - want[rows, top_got] <= noise)
+    return float(1 - differ.mean()), float(near.mean())
+
+
+def _share_same_top5(got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", noise: float) -> float:
+    """Share of the likeliest tokens that are expected among them."""
+    count = min(TOP, want.shape[-1])
+    chosen = np.argpartition(got, -count, axis=-1)[..., -count:]
+    least = np.partition(want, -count, axis=-1)[..., -count, None]
+    return float((np.take_along_axis(want, chosen, -1) >= least - noise).mean())
+
+
+def slot_difference(actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> float | None:
+    """The largest difference of two tensors of a cache, as a fraction of the standard deviation of the expected one.
+
+    None where their shapes differ, or where one is not finite: that says nothing of how close they are.
+    """
+    if actual.shape != expected.shape or not actual.size:
+        return None
+    got, want = actual.astype(np.float64), expected.astype(np.float64)
+    worst = float(np.abs(got - want).max())
+    return _round(worst / max(float(want.std()), LEAST_DEVIATION)) if np.isfinite(worst) else None
+
+
+def judge(difference: LogitsDifference, limit: Tolerance, noise: float = 0.0) -> Verdict:
+    """Say whether a difference is noise, too much, or between.
+
+    `noise` is the largest difference that the model shows without any fault, as a fraction of the standard deviation:
+    differences within it pass, and a fault must exceed it clearly.
+    """
+    if not difference.finite or difference.relative > max(limit.fails, 4 * noise):
+        return "fail"
+    return "pass" if difference.relative <= max(limit.passes, 1.5 * noise) else "ambiguous"
+
+
+def error_growth(relatives: Sequence[float], limit: Tolerance) -> ErrorGrowth | None:
+    """How relative differences go over the steps of a loop; the first is the prefill's, which uses no cache.
+
+    Whatever lies below a tenth of what passes is as good as nothing: the growth of noise is no news. A sudden error is
+    one that multiplies from one step to the next and stays, by the median of what comes after, so that a single step
+    that is off is none. A linear one is seen by rank, which no single step decides either. None for too few steps.
+    """
+    floor = limit.passes / 10
+    levels = [max(relative, floor) for relative in relatives]
+    cached = levels[1:]
+    if len(cached) < FEWEST_STEPS:
+        return None
+    for step in range(2, len(levels)):
+        after = min(levels[step], statistics.median(levels[step:]))
+        if after >= JUMP * max(levels[:step]):
+            return ErrorGrowth("sudden", step)
+    pairs = [(early, late) for i, early in enumerate(cached) for late in cached[i + 1 :]]
+    rising = sum((late > early) - (late < early) for early, late in pairs) / len(pairs)
+    third = max(len(cached) // 3, 1)
+    if rising >= TREND and statistics.median(cached[-third:]) >= 2 * statistics.median(cached[:third]):
+        return ErrorGrowth("linear")
+    if statistics.median(cached) >= JUMP * levels[0]:
+        return ErrorGrowth("sudden", 1)
+    return ErrorGrowth("flat")
+
+
+def _round(value: float) -> float:
+    """Keep three significant digits: more would be noise, and would make equal runs differ in print."""
+    return float(f"{value:.3g}")

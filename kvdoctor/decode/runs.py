@@ -1,0 +1,231 @@
+"""What runs showed: small facts about each step, never tensors. Standard library only."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+PLAIN_LOOP = "plain-loop"
+"""The experiment that feeds every present back."""
+
+HELD_LOOP = "held-loop"
+"""The experiment that feeds presents back but keeps the cross-attention cache of the first step."""
+
+LOOPS = (PLAIN_LOOP, HELD_LOOP)
+
+REPLAY = "caller-replay"
+"""The experiment that runs the caller's own steps again."""
+
+Outcome = Literal["passed", "failed", "differs", "ambiguous", "inconclusive", "skipped", "died"]
+
+WRONG: tuple[Outcome, ...] = ("failed", "differs", "died")
+"""The outcomes of a run that shows a fault."""
+UNDECIDED: tuple[Outcome, ...] = ("ambiguous", "inconclusive")
+"""The outcomes of a run whose numbers show neither a fault nor its absence."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedTensor:
+    """A tensor that went in or came out: element type, shape, and whether its data pointer was null."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    null: bool = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no elements."""
+        return 0 in self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsDifference:
+    """The difference of two arrays of logits, float[batch, new, vocabulary].
+
+    `relative` is `max_abs` over the standard deviation of the expected logits over the vocabulary.
+    `same_top1` is the fraction of positions with the same argmax; `near_ties` that of positions where they differ
+    but the two candidates lie closer together than the noise, which decides nothing. `same_top5` is the mean share of
+    the five likeliest tokens that are among the expected five, or tie with the fifth within the noise. Of all positions
+    the worst: `cosine` of the angle between the logits, each less its mean, which softmax does not see, and `kl`, the
+    divergence of the next token's distribution from the expected one, in nats. Not `finite`: the numbers mean nothing.
+    """
+
+    max_abs: float
+    relative: float
+    same_top1: float
+    near_ties: float
+    finite: bool
+    cosine: float = 1.0
+    kl: float = 0.0
+    same_top5: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call into the runtime. Steps are counted from 0, the prefill. Lengths in tokens.
+
+    `slots` is what a loop has after its last step against the cache of one call over the same tokens: by the name of
+    the present, the largest difference as a fraction of the standard deviation of that tensor.
+    """
+
+    step: int
+    phase: str
+    past_length: int
+    new_tokens: int
+    fed: dict[str, ObservedTensor]
+    returned: dict[str, ObservedTensor]
+    empty: tuple[str, ...] = ()
+    null_pointer: tuple[str, ...] = ()
+    difference: LogitsDifference | None = None
+    slots: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorGrowth:
+    """How the difference to the reference run goes over the steps with a cache; `step` is where a sudden one sets in.
+
+    flat: no trend, from the first of them on. linear: more with every step. sudden: from one step to the next.
+    """
+
+    shape: Literal["flat", "linear", "sudden"]
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A call with one deliberate error. It must change the logits, or the experiment has no power."""
+
+    spoilt: str
+    visible: bool
+    difference: LogitsDifference | None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A place in the graph, as the graph itself names it."""
+
+    name: str
+    op: str
+
+
+FaultSource = Literal["feed", "graph", "optimization", "buffer-reuse", "kernel", "precision"]
+"""The component at fault: the sizes or values fed, the graph itself, an optimization of the runtime, its reuse of
+buffers, the provider's kernel, or rounding that adds up without a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultLocation:
+    """Where in a graph a judged run fails, or first parts from the run without a cache.
+
+    `scope` is the path of branches and functions that the node stands in, `layer` counts from 0. `shapes` are the
+    tensors that came in, by the names of the graph; `provenance` says of each axis or value concerned where it came
+    from, in words; `frozen_by` is the constant that holds it where one does. `source` is the component at fault,
+    and `words` give the reason.
+    """
+
+    node: Node | None
+    scope: str
+    layer: int | None
+    shapes: dict[str, ObservedTensor]
+    provenance: tuple[str, ...]
+    frozen_by: str | None
+    source: FaultSource
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The hypothesis that an experiment confirmed: the name of its check, and evidence that no other one predicts."""
+
+    name: str
+    evidence: str
+
+
+REFERENCE_CHANGES = "without a cache, the logits of the first tokens change with the number of tokens"
+"""Why a run was skipped that has no reference run to be judged by."""
+
+GENERAL_CAUSES = ("cache-misread", "new-entries-wrong")
+"""Names of causes that say which half of a step is wrong, and not why: other experiments may show more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float32Result:
+    """The result of an experiment on the float32 copy of a model, which rounds no intermediate value.
+
+    `relative` are the differences of its steps to the copy's own reference run, in standard deviations of the logits.
+    `own` is the outcome by the model's own runs.
+    """
+
+    outcome: Outcome
+    relative: tuple[float, ...] = ()
+    failed_step: int | None = None
+    reason: str | None = None
+    own: Outcome = "passed"
+
+    @property
+    def worst(self) -> float:
+        """The largest difference."""
+        return max(self.relative, default=0.0)
+
+    def at(self, step: "Step | None") -> float:
+        """The difference at a step; the largest where that step was not run."""
+        return self.relative[step.step] if step is not None and step.step < len(self.relative) else self.worst
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One experiment on one stack, as it went. `died_by` names the signal or limit that ended the process.
+
+    `passes_with` says what makes the failed call pass: the runtime's optimizations off, or its reuse of buffers.
+    `growth` is None where too few steps can be compared. `unrounded` is what the same experiment shows without what the
+    model rounds, None where it rounds nothing or that was not tried: what differs there differs here for more than
+    rounding, however small it is beside it, and the outcome says so.
+    `location` is looked for where the run is what a finding rests on; `no_location` is the reason why none was found.
+    """
+
+    stack: str
+    experiment: str
+    target: str
+    provider: str
+    level: str
+    outcome: Outcome
+    failed_step: int | None = None
+    error: str | None = None
+    node: Node | None = None
+    reason: str | None = None
+    passes_with: Literal["no-optimization", "no-buffer-reuse"] | None = None
+    steps: tuple[Step, ...] = ()
+    controls: tuple[Control, ...] = ()
+    died_by: str | None = None
+    cause: Cause | None = None
+    growth: ErrorGrowth | None = None
+    unrounded: Float32Result | None = None
+    location: FaultLocation | None = None
+    no_location: str | None = None
+    node_names: tuple[str, ...] = ()
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the same tokens went twice from an empty state: what takes one at a time has no reference run."""
+        first, later = self.steps[:1], self.steps[1:]
+        begun = [step for step in later if step.past_length == 0 and step.difference]
+        return bool(begun) and all(step.difference is None for step in first)
+
+    @property
+    def yardstick(self) -> str:
+        """What its logits were compared with, in words."""
+        return "its own first pass" if self.repeats else "the reference run"
+
+    @property
+    def by_rounding(self) -> bool:
+        """Whether the logits differ, or are ambiguous, by nothing but the model's rounding."""
+        unclear = self.outcome in ("differs", *UNDECIDED)
+        return unclear and self.unrounded is not None and self.unrounded.outcome == "passed"
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the logits are off by more than rounding, but not by more than rounding moves them."""
+        return self.unrounded is not None and self.unrounded.outcome == "differs" and self.unrounded.own != "differs"
+
+    @property
+    def shows(self) -> Outcome:
+        """The outcome, but for what is rounding alone."""
+        return "passed" if self.by_rounding else self.outcome

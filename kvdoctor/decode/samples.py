@@ -1,0 +1,126 @@
+"""`--prompt-ids` and `--inputs`: a prompt and encoder inputs of the user, in place of synthetic feeds."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract, Port, describe
+from kvdoctor.errors import UsageError
+
+Array = np.ndarray[Any, Any]
+
+
+class BadSamples(Exception):
+    """The file of inputs cannot be read; its text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """`prompt` are token ids of one sequence; `arrays` inputs by name, of which the first row is used."""
+
+    prompt: tuple[int, ...] = ()
+    arrays: Mapping[str, Array] = field(default_factory=dict)
+
+    def overlay(self, name: str, made: Array) -> Array:
+        """The synthetic input, with the user's first row in place of its first row where the sizes agree."""
+        given = self.arrays.get(name)
+        if given is None or given.ndim != made.ndim or given.shape[1:] != made.shape[1:]:
+            return made
+        laid: Array = made.copy()
+        laid[:1] = given[:1]
+        return laid
+
+    def tokens(self, made: Array) -> Array:
+        """Synthetic tokens int64[rows, total] with the user's prompt at the start of the first row."""
+        count = min(len(self.prompt), made.shape[1])
+        tokens: Array = made.copy()
+        tokens[:1, :count] = np.array(self.prompt[:count], dtype=made.dtype)
+        return tokens
+
+    def length(self, name: str, axis: int) -> int | None:
+        """The size of an input that was given, along an axis."""
+        given = self.arrays.get(name)
+        return None if given is None or axis >= given.ndim else int(given.shape[axis])
+
+
+def read_arrays(file: Path) -> dict[str, Array]:
+    """The arrays of an .npz file; nothing in it is executed.
+
+    Raises:
+        BadSamples: it is no such file, or holds something else than arrays of numbers.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as held:
+            if not hasattr(held, "files"):
+                raise BadSamples("it holds a single array; save it with numpy.savez(FILE, name=array)")
+            arrays = {name: held[name] for name in held.files}
+    except (OSError, ValueError, EOFError, BadZipFile, MemoryError, KeyError) as error:
+        raise BadSamples(str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+    for name, array in arrays.items():
+        if array.dtype.kind not in "fiub" or array.ndim == 0 or not array.size:
+            raise BadSamples(
+                f"{name!r} is not an array of numbers with a batch axis ({array.dtype}{list(array.shape)})"
+            )
+    return arrays
+
+
+TAKEN = ("token_ids", "encoder_input", "encoder_states")
+"""Roles of inputs that can be given; all others follow from the contract."""
+
+
+def read_samples(prompt: tuple[int, ...], file: str | None, contracts: Sequence[CacheContract]) -> Samples:
+    """Read the user's samples, and compare them with the inputs of all stacks.
+
+    Raises:
+        UsageError: the file cannot be read, or what it holds fits no input.
+    """
+    arrays: dict[str, Array] = {}
+    if file is not None:
+        try:
+            arrays = read_arrays(Path(file))
+        except BadSamples as error:
+            raise UsageError(f"--inputs {file}: {error}; it takes an .npz file of arrays by input name") from None
+    ports = {port.name: port for contract in contracts for port in _takers(contract)}
+    for name, array in arrays.items():
+        _require_fit(name, array, ports, file or "")
+    for name, port in ports.items():
+        if port.role == "token_ids" and name in arrays:
+            if prompt:
+                raise UsageError(f"give the prompt once: --prompt-ids, or {name} in {file}")
+            prompt = tuple(int(token) for token in arrays.pop(name)[0])
+    size = min((c.vocabulary for c in contracts if c.vocabulary is not None), default=None)
+    wrong = next((token for token in prompt if token < 0 or (size is not None and token >= size)), None)
+    if wrong is not None:
+        raise UsageError(f"token id {wrong} is not in the vocabulary, which has {size} tokens; ids count from 0")
+    limit = min((c.usable_length for c in contracts if c.usable_length is not None), default=None)
+    if limit is not None and len(prompt) > limit - 2:
+        raise UsageError(f"the prompt has {len(prompt)} tokens, and the context {limit}: leave room for two steps")
+    return Samples(prompt, arrays)
+
+
+def _takers(contract: CacheContract) -> Iterator[Port]:
+    for graph in contract.graphs.values():
+        yield from (port for port in graph.inputs if port.role in TAKEN)
+
+
+def _require_fit(name: str, array: Array, ports: dict[str, Port], file: str) -> None:
+    port = ports.get(name)
+    if port is None:
+        raise UsageError(
+            f"--inputs {file}: {name!r} is not an input that can be given; give {', '.join(sorted(ports)) or 'none'} "
+            "(masks, positions and the cache follow from the contract)"
+        )
+    shape = port.shape or ()
+    fits = len(shape) == array.ndim and all(
+        not isinstance(size, int) or axis == "batch" or size == got
+        for size, got, axis in zip(shape, array.shape, port.axes, strict=True)
+    )
+    if not fits:
+        got = describe(array.dtype.name, array.shape)
+        raise UsageError(f"--inputs {file}: {name!r} is {got}, the model takes {describe(port.dtype, port.shape)}")
+    if (array.dtype.kind in "iu") != ("int" in port.dtype):
+        raise UsageError(f"--inputs {file}: {name!r} holds {array.dtype.name}, the model takes {port.dtype}")

@@ -1,0 +1,347 @@
+"""Compares the logits of a stack with those of the PyTorch checkpoint from which it was exported.
+
+The worker leaves its feeds and logits in a private file, a process with PyTorch computes the same feeds and leaves its
+logits in another, and the two are compared here.
+"""
+
+import json
+import re
+import tempfile
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvdoctor.decode.runs import Outcome, Run, Step
+from kvdoctor.decode.tolerances import Tolerance, find_tolerance
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.errors import UsageError
+from kvdoctor.findings import NotChecked
+from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, ScriptProcess, transformers_for
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.parity import Verdict
+
+SCRIPT = Path(__file__).parent.parent / "repair" / "export" / "scripts" / "checkpoint_logits.py"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+NAME = "against-checkpoint"
+"""The experiment whose runs these are."""
+GREEDY = "greedy-against-checkpoint"
+"""The experiment whose greedy tokens are compared."""
+
+ROUNDED = re.compile(r"quantize|QLinear|Integer|NBits|QAttention|QGemm", re.IGNORECASE)
+"""Operators that compute with weights rounded to 8 bits or fewer."""
+ALIKE, UNLIKE = 0.8, 0.5
+"""Bounds of the correlation over the vocabulary by which such logits are judged: the worst of 15 tiny models rounded to
+8 and 4 bits had 0.91 as a mean over the steps, and two different models have none. A single logit may be off by more
+than a standard deviation of the logits.
+"""
+
+
+class CannotCompare(Exception):
+    """A stack cannot be compared with the checkpoint; the message says why and what to do."""
+
+
+ROUNDED_WEIGHTS = "rounded"
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What the graph computes in, and its tolerance: a name of the table, or `rounded` where its weights are."""
+
+    name: str
+    tolerance: Tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class StepVerdicts:
+    """The verdict on each step, and by what in words."""
+
+    verdicts: dict[int, "Verdict"]
+    words: str
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint of PyTorch, as the user named it: a folder, or a model of the hub.
+
+    `scratch` is a private folder. The process that runs it is
+    started when it is first needed and kept; it ends with `close`, or when nothing refers to the checkpoint any more.
+
+    Raises:
+        UsageError: what was named is no checkpoint.
+    """
+
+    name: str
+    offline: bool = False
+    versions: dict[str, str] = field(default_factory=dict)
+    _script: ScriptProcess | None = None
+    _obstacle: str | None = None
+
+    def __post_init__(self) -> None:
+        self.is_folder = bool(self.name) and Path(self.name).is_dir()
+        if self.is_folder and not (Path(self.name) / "config.json").is_file():
+            raise UsageError(f"no config.json in {self.name}; a checkpoint is the folder that save_pretrained wrote")
+        if not self.is_folder and (Path(self.name).exists() or not HUB_NAME.fullmatch(self.name)):
+            raise UsageError(f"{self.name!r} is neither the folder of a checkpoint nor the name of a model on the hub")
+        self._folder = tempfile.TemporaryDirectory(prefix="kvdoctor-")
+
+    @property
+    def scratch(self) -> Path:
+        """A private folder, gone when the checkpoint is closed."""
+        return Path(self._folder.name)
+
+    def close(self) -> None:
+        """End the process and remove what it left."""
+        if self._script is not None:
+            self._script.stop()
+        self._folder.cleanup()
+
+    def logits(self, feeds: Path, out: Path, experiment: str = NAME) -> dict[str, Any]:
+        """Let PyTorch compute the feeds of an experiment into another file; gives the model's class and the versions.
+
+        Raises:
+            CannotCompare: there is no environment for it, or the checkpoint cannot be run.
+        """
+        if self._obstacle is not None:
+            raise CannotCompare(self._obstacle)
+        try:
+            if self._script is None:
+                given = {"checkpoint": self._path, "local": self.is_folder or self.offline}
+                self._script = ScriptProcess(SCRIPT, given, transformers_for(self._config()), self.offline)
+                weakref.finalize(self, self._script.stop)
+            answer = self._script.ask({"feeds": str(feeds), "out": str(out), "prefix": f"{experiment}:"})
+        except EnvironmentUnavailable as error:
+            self._obstacle = str(error)
+            raise CannotCompare(self._obstacle) from None
+        except ScriptFailed as error:
+            shown = str(error).replace(self._path, self.name)
+            hint = "; without --offline it may be downloaded" if self.offline and not self.is_folder else ""
+            raise CannotCompare(f"{self.name} cannot be run: {shown}{hint}") from None
+        self.versions = {name: str(answer[name]) for name in ("torch", "transformers")}
+        return answer
+
+    @property
+    def _path(self) -> str:
+        return str(Path(self.name).absolute()) if self.is_folder else self.name
+
+    def _config(self) -> dict[str, Any]:
+        """The config of a folder; what cannot be read is left to transformers to refuse."""
+        if not self.is_folder:
+            return {}
+        try:
+            read = json.loads((Path(self.name) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return read if isinstance(read, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointComparison:
+    """The runs of a stack, those compared with the checkpoint with their result; what is left open; what agreed."""
+
+    runs: tuple[Run, ...]
+    not_checked: tuple[NotChecked, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def compare_with_checkpoint(context: ContractContext, checkpoint: Checkpoint, logits: Path) -> CheckpointComparison:
+    """Compare the logits of a stack, kept in the file `logits`, with those of a checkpoint.
+
+    The user asked for it, so that a comparison that cannot be made is essential.
+    """
+    stack, notes = context.stack.name, tuple[str, ...]()
+    try:
+        run = compare_steps(context, logits, checkpoint)
+        notes = (f"{stack}: {run.reason}",) if run.outcome == "passed" else ()
+        greedy = compare_greedy_tokens(context, logits, checkpoint)
+    except CannotCompare as reason:
+        return CheckpointComparison(context.runs, (NotChecked(stack, "KV320", str(reason), essential=True),), notes)
+    compared = {each.experiment: each for each in (run, greedy) if each is not None}
+    runs = tuple(compared.get(each.experiment, each) for each in context.runs)
+    unclear = {
+        "ambiguous": "the difference is between noise and a fault",
+        "failed": f"step {run.failed_step} fails, and only the steps before it were compared with the checkpoint",
+    }.get(run.outcome)
+    if unclear is None:
+        return CheckpointComparison(runs, (), notes)
+    return CheckpointComparison(runs, (NotChecked(stack, "KV320", f"{unclear}: {run.reason}", essential=True),), notes)
+
+
+def compare_steps(context: ContractContext, mine: Path, checkpoint: Checkpoint) -> Run:
+    """Compare the run of a stack, whose feeds and logits lie in the file `mine`, with a checkpoint.
+
+    The run comes back with its differences to the checkpoint, and its reason says what was compared.
+
+    Raises:
+        CannotCompare: there is nothing to compare, or nothing to compare it with.
+    """
+    import numpy as np  # not for inspections
+
+    run = context.find_run(NAME)
+    if run is None or run.outcome in ("skipped", "died") or not mine.is_file():
+        reason = run.reason if run is not None else "no decode step was run"
+        raise CannotCompare(f"not compared with {checkpoint.name}: {reason}")
+    with np.load(mine) as file:
+        kept = {name.removeprefix(f"{NAME}:"): file[name] for name in file.files if name.startswith(f"{NAME}:")}
+    if "encoder" in kept and not {"encoder_input", "encoder_states"} & kept.keys():
+        raise CannotCompare(
+            f"not compared with {checkpoint.name}: its encoder states are synthetic; add the file of the encoder"
+        )
+    theirs = mine.with_suffix(".checkpoint.npz")
+    facts = checkpoint.logits(mine, theirs)
+    with np.load(theirs) as file:
+        found = {name: file[name] for name in file.files}
+    if "step.0" not in kept:
+        raise CannotCompare(f"not compared with {checkpoint.name}: the first call fails, so there are no logits")
+    return _judge_steps(run, kept, found, _name_model(facts, checkpoint), _find_arithmetic(context))
+
+
+def compare_greedy_tokens(context: ContractContext, mine: Path, checkpoint: Checkpoint) -> Run | None:
+    """Compare the greedy tokens of the held loop with the checkpoint; None if it did not come that far.
+
+    If each token is the likeliest of the checkpoint after the tokens before it, the checkpoint decodes the same ones.
+
+    Raises:
+        CannotCompare: the checkpoint cannot be run.
+    """
+    import numpy as np
+
+    run = context.find_run(GREEDY)
+    if run is None or run.outcome in ("skipped", "died", "failed") or not mine.is_file():
+        return run
+    with np.load(mine) as file:
+        kept = {name.removeprefix(f"{GREEDY}:"): file[name] for name in file.files if name.startswith(f"{GREEDY}:")}
+    if "step.0" not in kept or ("encoder" in kept and not {"encoder_input", "encoder_states"} & kept.keys()):
+        return run
+    theirs = mine.with_suffix(".greedy.npz")
+    facts = checkpoint.logits(mine, theirs, GREEDY)
+    with np.load(theirs) as file:
+        found = file["loop"] if "loop" in file.files else file["whole"]
+    prompt, steps = int(kept["prompt"]), sum(name.startswith("step.") for name in kept)
+    logits = np.stack([kept[f"step.{number}"][:, -1] for number in range(steps)], axis=1)
+    expected = found[:, prompt - 1 : prompt - 1 + steps]
+    tokens, model = logits.argmax(-1), _name_model(facts, checkpoint)
+    if logits.shape != expected.shape:
+        text = f"logits of {list(logits.shape)}, where {model} has {list(expected.shape)}"
+        return replace(run, outcome="differs", failed_step=0, reason=text)
+    same = tokens == expected.argmax(-1)
+    if same.all():
+        return replace(run, outcome="passed", reason=f"{steps} greedy tokens match {model}")
+    at = int(np.argmin(same.all(axis=0)))
+    row = int(np.argmin(same[:, at]))
+    lead = float(expected[row, at].max() - expected[row, at, tokens[row, at]]) / max(float(expected.std()), 1e-12)
+    size = f"{lead:.1e} standard deviations of the logits"
+    text = f"greedy token {at}: {model} has another one, whose logit leads by {size}"
+    close = lead <= context.tolerance.passes
+    return replace(run, outcome="ambiguous" if close else "differs", failed_step=at, reason=text)
+
+
+def _name_model(facts: Mapping[str, Any], checkpoint: Checkpoint) -> str:
+    versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
+    return f"{facts['model']} of {checkpoint.name} ({versions}, float32)"
+
+
+def _judge_steps(run: Run, kept: dict[str, Any], found: dict[str, Any], model: str, arithmetic: Arithmetic) -> Run:
+    """Each step with its difference to the checkpoint, and the verdict on all of them."""
+    from kvdoctor.decode.parity import compare
+
+    wholes, held, alike = int(kept["wholes"]), [], {}
+    for step in run.steps:
+        mine, expected = kept.get(f"step.{step.step}"), _select_positions(step, found, step.step >= wholes)
+        if mine is None:
+            held.append(step)  # it failed, or was not reached
+            continue
+        expected = expected[:, -mine.shape[1] :]
+        if mine.shape != expected.shape:
+            words = f"step {step.step}: logits of {list(mine.shape)}, where {model} has {list(expected.shape)}"
+            return replace(run, outcome="differs", failed_step=step.step, reason=words, steps=tuple(held))
+        alike[step.step] = _correlate(mine, expected)
+        held.append(replace(step, difference=compare(mine, expected, arithmetic.tolerance)))
+    rounded = arithmetic.name == ROUNDED_WEIGHTS
+    judged = _judge_by_correlation(held, alike) if rounded else _judge_by_tolerance(held, arithmetic)
+    at = next((number for number, verdict in judged.verdicts.items() if verdict == "fail"), None)
+    outcome: Outcome = "differs" if at is not None else run.outcome
+    if outcome == "passed" and "ambiguous" in judged.verdicts.values():
+        outcome = "ambiguous"
+    words = f"{_list_compared(held, wholes)} against {model}: {_describe_difference(held, at)}; {judged.words}"
+    words += _describe_encoder(kept, found)
+    return replace(
+        run, outcome=outcome, failed_step=run.failed_step if at is None else at, reason=words, steps=tuple(held)
+    )
+
+
+def _select_positions(step: Step, found: dict[str, Any], in_loop: bool) -> Any:
+    """The checkpoint's logits of the same positions; where its loop could not be run, those of the whole sequence."""
+    source = found["loop"] if in_loop and "loop" in found else found["whole"]
+    return source[:, step.past_length : step.past_length + step.new_tokens]
+
+
+def _find_arithmetic(context: ContractContext) -> Arithmetic:
+    files = context.stack.files.values()
+    operators = {name for file in files if file.view is not None for name in file.view.operators}
+    if any(ROUNDED.search(name) for name in operators):
+        return Arithmetic(ROUNDED_WEIGHTS, find_tolerance("float", context.tolerances))
+    return Arithmetic(context.contract.exactness, context.tolerance)
+
+
+def _judge_by_tolerance(steps: list[Step], arithmetic: Arithmetic) -> StepVerdicts:
+    """By the tolerances of the other runs."""
+    from kvdoctor.decode.parity import judge
+
+    verdicts = {
+        step.step: judge(step.difference, arithmetic.tolerance) for step in steps if step.difference is not None
+    }
+    return StepVerdicts(verdicts, f"{arithmetic.name} allows {arithmetic.tolerance.passes:g}")
+
+
+def _judge_by_correlation(steps: list[Step], alike: dict[int, float]) -> StepVerdicts:
+    """For rounded weights: one verdict for all positions together."""
+    mean = sum(alike.values()) / max(len(alike), 1)
+    finite = all(step.difference.finite for step in steps if step.difference is not None)
+    verdict: Verdict = "fail" if mean < UNLIKE or not finite else "pass" if mean >= ALIKE else "ambiguous"
+    words = f"their correlation is {mean:.3f}, and rounded weights allow {ALIKE:g} or more"
+    return StepVerdicts(dict.fromkeys(alike, verdict), words)
+
+
+def _correlate(mine: Any, theirs: Any) -> float:
+    """Of two arrays of logits over the vocabulary, as a mean over the positions; 0 where they are not finite."""
+    import numpy as np
+
+    one, other = (array.astype(np.float64) - array.mean(-1, keepdims=True) for array in (mine, theirs))
+    with np.errstate(all="ignore"):
+        found = (one * other).sum(-1) / np.sqrt((one**2).sum(-1) * (other**2).sum(-1))
+    return float(np.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0).mean())
+
+
+def _describe_difference(steps: list[Step], failed: int | None) -> str:
+    differences = [step.difference for step in steps if step.difference is not None]
+    if not all(difference.finite for difference in differences):
+        return "logits not finite"
+    worst = max((difference.relative for difference in differences), default=0.0)
+    if failed is None:
+        return f"logits within {worst:.1e} standard deviations"
+    return f"logits off by {worst:.2g} standard deviations, first at step {failed}"
+
+
+def _list_compared(steps: list[Step], wholes: int) -> str:
+    """What was compared, in words: `the whole sequence of 11 tokens, a prefill of 3 and 8 steps of the held loop`."""
+    done = [step for step in steps if step.difference is not None]
+    whole, loop = [s for s in done if s.step < wholes], [s for s in done if s.step >= wholes]
+    parts = [f"the whole sequence of {whole[-1].new_tokens} tokens"] if whole else []
+    if loop:
+        parts.append(f"a prefill of {loop[0].new_tokens} and {len(loop) - 1} steps of the held loop")
+    return ", ".join(parts) or "no step"
+
+
+def _describe_encoder(kept: dict[str, Any], found: dict[str, Any]) -> str:
+    """The difference of the states of the two encoders, if both are known."""
+    import numpy as np
+
+    mine, theirs = kept.get("states"), found.get("states")
+    if mine is None or theirs is None or mine.shape != theirs.shape:
+        return ""
+    width = max(float(np.std(theirs.astype(np.float64))), 1e-12)
+    apart = float(np.abs(mine.astype(np.float64) - theirs.astype(np.float64)).max(initial=0.0)) / width
+    return f"; encoder states within {apart:.1e} standard deviations"

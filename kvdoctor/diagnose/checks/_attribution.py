@@ -1,0 +1,134 @@
+"""Not a check: which check explains what the runs show, so that one fault is one finding."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvdoctor.contract import Slot
+from kvdoctor.decode.runs import GENERAL_CAUSES, ObservedTensor, Run, Step
+from kvdoctor.diagnose.context import ContractContext, RunContext
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.experiments import Use
+
+
+WrongLength = tuple[Slot, Step, ObservedTensor, int]
+"""A slot, the first step after which its length is wrong, the tensor returned, and that length in tokens."""
+
+
+def leading_cause(context: ContractContext) -> tuple[str, Run] | None:
+    """The check that explains why runs differ, and the run that decided: faults without a cache come first."""
+    repeated = context.find_run("same-feed")
+    if repeated is not None and repeated.outcome == "differs":
+        return "nondeterministic", repeated
+    loop = context.checked_loop
+    if loop is not None and loop.repeats and loop.shows == "differs":
+        return "nondeterministic", loop
+    experiments = ["later-token", "written-places"]
+    if loop is not None and loop.shows == "differs":
+        experiments += ["why", *(["why-fed-back"] if loop.experiment == "plain-loop" else [])]
+    for run in map(context.find_run, experiments):
+        if run is not None and run.cause is not None:
+            return run.cause.name, run
+    return None
+
+
+def cause_in_use(context: ContractContext, experiment: str) -> tuple[str, Run] | None:
+    """The check that explains why a run of other sizes differs, and the run that decided."""
+    from kvdoctor.decode.experiments import find_explaining
+
+    why = context.find_run(find_explaining(experiment) or "")
+    return (why.cause.name, why) if why is not None and why.cause is not None else None
+
+
+def is_named(context: RunContext, other: Run) -> bool:
+    """Whether another check names the cause in a run of other sizes."""
+    cause, rows = cause_in_use(context, other.experiment), context.find_run("batch-rows")
+    if cause is not None and cause[0] not in GENERAL_CAUSES:
+        return True
+    # Rows that interact without a cache do so with one.
+    mixed = other.experiment == "batch" and rows is not None and rows.outcome == "differs"
+    return mixed or any(step.difference and not step.difference.finite for step in other.steps)
+
+
+def find_explanation(context: RunContext, name: str = "cached-differs") -> str | None:
+    """The check that names the cause of what the runs show, in words; None where the check `name` has to."""
+    if context.declared_faults:
+        return f"explained by {', '.join(context.declared_faults)}"
+    if fails_where_opened(context):
+        return "the runtime refuses the file, see KV010"
+    if rejects_empty_past(context):
+        return "the first step already fails, see KV201"
+    if next(find_wrong_lengths(context), None) is not None:
+        return "the length of a present is wrong, see KV205 and KV206"
+    leading = leading_cause(context)
+    if leading is not None and leading[0] not in (name, "cached-differs"):
+        return f"explained by {leading[0]}"
+    return None
+
+
+def find_faulty_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "Use"]]:
+    """Runs of other sizes with that outcome, where the checked loop passes and no simpler use goes wrong as well."""
+    from kvdoctor.decode.experiments import uses
+
+    loop = context.checked_loop
+    if loop is None or loop.shows != "passed":
+        return
+    wrong = {run.experiment for run in context.runs if run.shows in ("failed", "differs")}
+    for experiment, use in uses().items():
+        run = context.find_run(experiment)
+        if run is not None and run.shows == outcome and not wrong.intersection(use.after):
+            yield run, use
+
+
+def fails_where_opened(context: RunContext) -> bool:
+    """Whether a file that opens at a lower level only fails there as well: the graph is broken at every level."""
+    opened = any(opens_at is not None for _, _, opens_at in context.refusals)
+    return opened and context.checked_loop is not None and context.checked_loop.outcome == "failed"
+
+
+def rejects_empty_past(context: RunContext) -> bool:
+    """Whether the first step fails with a past of length 0, and runs with a dummy of length 1."""
+    empty, dummy = context.find_run("empty-past"), context.find_run("dummy-past-runs")
+    return empty is not None and empty.outcome == "failed" and dummy is not None and dummy.outcome == "passed"
+
+
+def find_wrong_lengths(context: RunContext) -> Iterator[WrongLength]:
+    """Each slot at the first step after which it has a wrong length."""
+    run, loop = context.find_run("plain-loop"), context.checked_loop
+    if context.declared_faults:
+        return  # which axis is the length is then not known
+    for slot in context.contract.slots:
+        at = slot.length_axis
+        if at is None or slot.growth in ("constant", "paged"):
+            continue
+        if slot.trimmed and loop is not None and loop.outcome == "passed":
+            continue  # a window whose width nothing declares: the logits say that it is wide enough
+        for step in run.steps if run else ():
+            returned = step.returned.get((slot.filled_by if step.phase == "prefill" else slot.present) or "")
+            if returned is None or len(returned.shape) != len(slot.axes):
+                continue
+            right = _list_right_lengths(slot, step, at)
+            if None not in right and returned.shape[at] not in right:
+                yield slot, step, returned, returned.shape[at]
+                break
+
+
+def drops_past(wrong: WrongLength) -> bool:
+    """Whether a slot of a wrong length has the new tokens alone."""
+    slot, step, _, length = wrong
+    return slot.growth in ("grow", "shared") and step.past_length > 0 and length == step.new_tokens
+
+
+def _list_right_lengths(slot: Slot, step: Step, at: int) -> set[int | None]:
+    """The lengths that a slot may rightly have after a step, in tokens; None where the length fed is not known."""
+    shape = step.fed[slot.past].shape if slot.past in step.fed else ()
+    # In the first graph of a pair another input may have the name.
+    fed = shape[at] if len(shape) == len(slot.axes) else slot.size("capacity")
+    total = step.past_length + step.new_tokens
+    if slot.growth == "delta":
+        return {step.new_tokens}
+    if slot.growth in ("static", "ring"):
+        return {fed + step.new_tokens if fed and slot.carry == "drop-oldest" else fed}
+    # A cache with a window may drop what no later token attends to: of W positions the next one needs W - 1.
+    windowed = (slot.window - 1, slot.window) if slot.window is not None else ()
+    return {total, *(length for length in windowed if length < total)}

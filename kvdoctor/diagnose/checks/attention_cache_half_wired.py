@@ -1,0 +1,79 @@
+"""An attention operator takes a past and returns no present, or its cache length is one too large.
+
+What it means: an operator that takes a past key and value must also return them as its present outputs, else the
+runtime refuses the step, even where the graph computes its present outputs in another way. `GroupQueryAttention` takes
+`seqlens_k`, the total length minus 1. Given the plain sum of the attention mask, older runtimes read beyond the cache
+without an error, and newer ones refuse.
+
+Reproduce: `kvdoctor step-test MODEL -v`. If the steps pass anyway, the finding is a note.
+
+Repair: name the present outputs of the node, which need no consumer; subtract 1 before `seqlens_k`. Sources: ONNX,
+operator Attention 23; ONNX Runtime, docs/ContribOperators.md, GroupQueryAttention.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Fault, Severity, check
+from kvdoctor.model.cache_operators import CachePorts, ports_of
+from kvdoctor.model.proto import NodeProto
+from kvdoctor.model.view import GraphView, Scope
+
+SAME_NUMBER = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape"}
+
+
+@check("KV108", "attention-cache-half-wired", "contract")
+def attention_cache_half_wired(context: ContractContext) -> Iterator[Fault]:
+    """One fault for all nodes of a file with the same defect."""
+    run = context.checked_loop
+    severity: Severity = "note" if run is not None and run.outcome == "passed" else "error"
+    fails = run is not None and run.outcome in ("failed", "differs")
+    follows = (f"{run.experiment}: step {run.failed_step} {run.outcome}",) if run is not None and fails else ()
+    for file in context.stack.files.values():
+        for wrong, declared, advice in _faults(file.view) if file.view is not None else ():
+            node = wrong[0]
+            yield Fault(
+                severity=severity,
+                file=file.name,
+                subject=tuple(node.name or node.output[0] for node in wrong),
+                where=f'{node.op_type} "{node.name or node.output[0]}"'
+                + (f" and {len(wrong) - 1} more" * (len(wrong) > 1)),
+                declared=declared,
+                observed="a past input, and no present output"
+                if "present" in declared
+                else "seqlens_k = sum of the mask",
+                cause=f"{node.op_type} is not completely connected to its cache",
+                repair=context.advise_graph_repair(f"or {advice}"),
+                effects=follows,
+            )
+
+
+def _faults(view: GraphView) -> Iterator[tuple[list[NodeProto], str, str]]:
+    silent, off = [], []
+    for scope in view.scopes():
+        for node in scope.graph.node:
+            ports = ports_of(node.domain, node.op_type)
+            if ports is None:
+                continue
+            if any(given(node.input, at) and not given(node.output, out) for at, (_, out) in ports.pasts.items()):
+                silent.append(node)
+            elif counts_whole(node, ports, scope):
+                off.append(node)
+    if silent:
+        yield silent, "present outputs for the past inputs", "name the present outputs of the node"
+    if off:
+        yield off, "seqlens_k = total length - 1", "subtract one from the sum of the mask"
+
+
+def given(names: Sequence[str], at: int) -> bool:
+    """Whether an optional input or output is there."""
+    return at < len(names) and bool(names[at])
+
+
+def counts_whole(node: NodeProto, ports: CachePorts, scope: Scope) -> bool:
+    """Whether `seqlens_k` is the sum of a mask with nothing subtracted."""
+    at = next((index for index, role in ports.roles.items() if role == "last_index"), None)
+    if at is None or not given(node.input, at):
+        return False
+    source = scope.producers.get(scope.through(node.input[at], SAME_NUMBER))
+    return source is not None and source.op_type == "ReduceSum"

@@ -1,0 +1,56 @@
+"""A row's logits depend on the other rows of the batch.
+
+What it means: a sequence has other logits in a batch than alone, even without a cache: the graph mixes the rows of a
+batch, or computes all of them from one row. Or this happens only with a past, for example because all
+rows attend to the cache of one row.
+
+How it is decided: each row of a batch of 2 is run alone, without a cache. If those logits agree and a batch of 2 still
+decodes wrongly, noise in the cache of one row, or another token in it, must not change the other row's logits.
+
+Reproduce: `kvdoctor step-test MODEL -v`, experiments `batch-rows` and `why-batch`.
+
+Repair: export again; until then decode one sequence at a time.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.diagnose.checks._attribution import leading_cause
+from kvdoctor.diagnose.checks._faults import CauseText, report_cause
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.findings import Advice, CannotCheck, Fault, check
+from kvdoctor.report.wording.runs import describe_difference
+
+WORDS = CauseText(
+    cause="in steps with a past, a row's logits depend on the other row of the batch",
+    declared="logits that do not depend on the other row",
+    advice="export again; until then decode one sequence at a time",
+)
+
+
+@check("KV305", "batch-rows-interact", "runs")
+def batch_rows_interact(context: RunContext) -> Iterator[Fault]:
+    """Rows with other logits in a batch than alone."""
+    run = context.find_run("batch-rows")
+    leading = leading_cause(context)
+    if run is None or run.shows != "differs":
+        yield from report_cause(context, "batch-rows-interact", WORDS)
+        return
+    if leading and leading[0] == "nondeterministic":
+        return
+    alone = context.checked_loop
+    if alone is not None and any(step.difference and not step.difference.finite for step in alone.steps):
+        raise CannotCheck("logits are not finite, see KV304")
+    logits = context.contract.graph("prefill").port("logits")
+    step = run.steps[run.failed_step or 0] if run.steps else None
+    size = describe_difference(run, step) or run.reason or "differ"
+    yield Fault(
+        severity="warning",
+        file=context.contract.graph("prefill").file,
+        subject=(logits.name if logits else "logits",),
+        where=f"output {logits.name if logits else 'logits'}, {run.experiment}",
+        declared="the same logits alone and in a batch of 2",
+        observed=f"row {run.failed_step}: logits {size}",
+        cause="a row's logits depend on the other row of the batch",
+        repair=Advice("re-export", "export again; until then decode one sequence at a time"),
+        use="batch",
+    )

@@ -1,0 +1,30 @@
+"""The two branches, or the two files, compute different functions.
+
+What it means: the graph that fills the cache and the graph that reads it have different weights or different
+operations: files of two exports were combined, or only one of them was quantized or trained further.
+
+How it is decided: the cached branch is run with an empty past, where no cache, position or mask can be at fault. Its
+logits for the first token differ from those of the branch without a past.
+
+Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
+
+Repair: export both files again from one checkpoint.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.diagnose.checks._faults import CauseText, report_cause
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.findings import Fault, check
+
+WORDS = CauseText(
+    cause="the graph with a past and the graph without one compute different functions",
+    declared="the same logits for the first token from both",
+    advice="export both again from one checkpoint",
+)
+
+
+@check("KV311", "branches-disagree", "runs")
+def branches_disagree(context: RunContext) -> Iterator[Fault]:
+    """Branches that differ even without a cache."""
+    yield from report_cause(context, "branches-disagree", WORDS)

@@ -1,0 +1,100 @@
+"""Past and present of a slot do not match.
+
+What it means: the output of a step cannot be the input of the next: the element types differ (KV104), or the number of
+heads or the head width (KV105). The runtime refuses the present as the next past, unless the loop adds a cast.
+
+Reproduce: `kvdoctor inspect MODEL` shows both declarations.
+
+Repair: export again; for element types, add casts at the inputs or outputs of the graph.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.contract import Dim, Slot, describe
+from kvdoctor.decode.runs import Step
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording.units import shorten_names
+
+EXPORT_AGAIN = Advice("re-export", "export again, so that past and present agree")
+
+
+@check("KV104", "cache-dtype-mismatch", "contract")
+def cache_dtype_mismatch(context: ContractContext) -> Iterator[Fault]:
+    """Slots whose element types differ."""
+    differing = [
+        (s, past, now)
+        for s, past, now in context.declared_pairs()
+        if past.dtype and now.dtype and past.dtype != now.dtype
+    ]
+    if differing:
+        slot, past, now = differing[0]
+        names = tuple(s.past for s, _, _ in differing)
+        yield Fault(
+            severity="error",
+            file=context.decode_file,
+            subject=names,
+            where=f"input {past.name}, output {now.name}",
+            declared=describe(past.dtype, past.shape),
+            observed=describe(now.dtype, now.shape),
+            cause=f"the element type of {shorten_names(names)} differs from that of its present",
+            repair=context.advise_graph_repair("or export again, so that past and present agree"),
+            effects=(f"the runtime refuses {slot.present} when it is fed back",),
+        )
+
+
+@check("KV105", "cache-shape-mismatch", "contract")
+def cache_shape_mismatch(context: ContractContext) -> Iterator[Fault]:
+    """Slots whose rank, heads or head width differ between past and present, as declared or as observed."""
+    differing = []
+    for slot, past, now in context.declared_pairs():
+        if past.shape is None or slot.emptied:
+            continue
+        came_back = [(step, seen) for step, seen in context.observed_presents(slot) if not seen.empty]
+        # Sizes may be equal by chance in one step: axes in another order show in the next.
+        unfit = (
+            seen for step, seen in came_back if not (_fits(slot.axes, past.shape, seen.shape) and _as_fed(slot, step))
+        )
+        seen = next(unfit, None)
+        if seen is not None or (not came_back and now.shape and not _fits(slot.axes, past.shape, now.shape)):
+            differing.append((slot, past, now, seen))
+    if differing:
+        _, past, now, seen = differing[0]
+        yield Fault(
+            severity="error",
+            file=context.decode_file,
+            subject=tuple(slot.past for slot, _, _, _ in differing),
+            where=f"input {past.name}, output {now.name}",
+            declared=describe(past.dtype, past.shape),
+            observed=describe(seen.dtype, seen.shape) if seen else describe(now.dtype, now.shape),
+            cause="the shape of the present is not a shape that the past takes",
+            repair=EXPORT_AGAIN,
+            confidence="confirmed" if seen or context.loop_is_wrong else "suspected",
+            effects=("the runtime refuses it when it is fed back",),
+        )
+
+
+def _as_fed(slot: Slot, step: Step) -> bool:
+    """Whether a step returned the number of heads and the head width that it was fed."""
+    fed, seen = step.fed.get(slot.past), step.returned[slot.present or ""]
+    if fed is None or len(fed.shape) != len(slot.axes) or len(seen.shape) != len(slot.axes):
+        return True
+    fixed = [index for index, axis in enumerate(slot.axes) if axis in ("kv_heads", "head_dim")]
+    return all(fed.shape[index] == seen.shape[index] for index in fixed)
+
+
+def _fits(axes: tuple[str, ...], past: tuple[Dim, ...], now: tuple[Dim, ...]) -> bool:
+    """Whether a present could be fed back: same rank, same heads and head width.
+
+    Where the present gives such an axis a name, it fits unless its numbers stand at other places than those of the
+    past: that is another order of the axes.
+    """
+    if len(past) != len(now):
+        return False
+    fixed = [
+        index for index, axis in enumerate(axes) if axis in ("kv_heads", "head_dim") and isinstance(past[index], int)
+    ]
+    if any(isinstance(now[index], int) and now[index] != past[index] for index in fixed):
+        return False
+    numbers = {index for index, size in enumerate(now) if isinstance(size, int)}
+    return not (numbers - set(fixed) and set(fixed) - numbers)

@@ -1,0 +1,38 @@
+"""The first step uses the cached branch.
+
+What it means: some loops set `use_cache_branch` to true from the first step on (or another switch to the value of later
+steps). They feed an empty or dummy cache to the branch that never computes the cross-attention cache. The finding
+reports the effect on this model; the file itself is not at fault.
+
+Reproduce: `kvdoctor step-test MODEL`, experiment `cached-branch-first`.
+
+Repair: in your loop, feed false on the first step and true on every later one. A switch that marks the first step takes
+the opposite values, as the finding states.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.findings import Advice, Fault, check
+
+
+@check("KV204", "cached-branch-first", "runs")
+def cached_branch_first(context: RunContext) -> Iterator[Fault]:
+    """Report the result of the cached branch with an empty cache."""
+    run, contract = context.find_run("cached-branch-first"), context.contract
+    if run is None or run.outcome not in ("failed", "differs"):
+        return
+    switch = contract.graph("decode").port("branch_switch")
+    first, later = (str(contract.phases[phase].switch).lower() for phase in ("prefill", "decode"))
+    step = run.steps[0].difference if run.steps else None
+    wrong = f"wrong logits, off by {step.relative:.3g} standard deviations of the logits" if step else "wrong logits"
+    yield Fault(
+        severity="note",
+        file=context.decode_file,
+        subject=(switch.name if switch else "",),
+        where=f"input {switch.name if switch else ''}, {later} on step 0",
+        declared=f"{first} on the first step",
+        observed="the step fails" if run.outcome == "failed" else wrong,
+        cause="the cached branch reads the cross-attention cache from the past, and never computes it",
+        repair=Advice("caller", f"feed {first} on the first step and {later} on every later one"),
+    )

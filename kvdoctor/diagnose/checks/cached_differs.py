@@ -1,0 +1,182 @@
+"""Logits with the cache differ from the reference run.
+
+What it means: decoding with the cache runs, but its logits differ from those of one call over the whole sequence
+without a cache, by more than rounding explains, and no other check names the cause or the half of the step that is
+wrong (KV301). If dropping the past changes nothing at all, the graph, or one of its layers, ignores the cache (KV302).
+NaN or infinity is KV304.
+
+How it is decided: the difference of each step is measured in standard deviations of the logits. For a dynamically
+quantized model, the noise of its own arithmetic is measured first, by sequences of several lengths without any cache; a
+difference below four times that noise is not a fault. A model that rounds (float16, bfloat16, quantized activations) is
+run a second time as a float32 copy, where different splits of a correct model agree to 1e-6 standard deviations. A
+difference there is a fault, and a warning if the own rounding of the model is larger than it. If the float32
+copy is correct, only rounding makes the model differ: one step now and then is not a fault, most steps are a warning.
+So is a cache that the graph itself rounds on its way out (QuantizeLinear and DequantizeLinear, a Cast to fewer bits and
+back) and that moves the logits beyond the limit of the model's arithmetic: its size is in the finding.
+
+Reproduce: `kvdoctor step-test MODEL -v`: one table lists the difference of each step; a second table lists its effect
+on the next token (cosine, divergence, the likeliest tokens), the growth of the error over the steps, and the difference
+of the cache from the one of a single call over the same tokens.
+
+Repair: export again with a current exporter. A difference only with a batch of 2, or only with another encoder length,
+is a warning.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvdoctor.analysis.processed_presents import find_processed
+from kvdoctor.decode.runs import Run
+from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses, is_named, leading_cause
+from kvdoctor.diagnose.checks._differences import EXPORT_AGAIN, build_difference, severity_of
+from kvdoctor.diagnose.checks._faults import AT_LENGTHS, CauseText, report_cause
+from kvdoctor.diagnose.checks.wrong_at_sizes import CHUNKS
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.diagnose.not_checked import REASONS
+from kvdoctor.findings import Advice, CannotCheck, Fault, check
+from kvdoctor.report.wording.runs import describe_rounding
+
+HAVE_OWN_CHECKS = ("left-padding", "encoder-padding", "full-context", *AT_LENGTHS, *CHUNKS)
+
+LESS_ROUNDING = Advice(
+    "re-export", "keep more bits where the logits need them (float32 for the last layers), or accept the difference"
+)
+IGNORED = CauseText(
+    cause="the cached step, or one of its layers, ignores the past",
+    declared="logits that depend on the past",
+    advice=EXPORT_AGAIN.text,
+)
+
+
+@check("KV301", "cached-differs", "runs")
+def cached_differs(context: RunContext) -> Iterator[Fault]:
+    """Wrong logits of the checked loop, or of runs of other sizes, without a named cause."""
+    run = context.checked_loop
+    if run is None or run.shows in REASONS:
+        return  # the pipeline reports it as not checked, whichever checks are selected
+    if reason := find_explanation(context):
+        raise CannotCheck(reason)
+    if _ignores_past(context, run):
+        raise CannotCheck("the past is ignored, see KV302")
+    if _list_not_finite(run):
+        raise CannotCheck("logits are not finite, see KV304")
+    yield from _judge_loop(context, run)
+    for other, use in find_faulty_uses(context, "differs"):
+        if other.experiment in HAVE_OWN_CHECKS or is_named(context, other):
+            continue
+        cause = f"with {use.words}, logits with the cache differ from logits without it"
+        yield replace(build_difference(context, other, severity_of(other, use), cause), use=use.required)
+    plain = context.find_run("plain-loop")
+    if (
+        context.consumer == "plain"
+        and context.emptied_slots
+        and plain is not None
+        and plain.outcome in ("failed", "died")
+    ):
+        raise CannotCheck(f"the plain loop failed at step {plain.failed_step}, so its later logits were not compared")
+
+
+def _judge_loop(context: RunContext, run: Run) -> Iterator[Fault]:
+    if run.outcome == "differs":
+        yield from _differs(context, run)
+    elif run.outcome == "ambiguous" and run.by_rounding and (rounded := _list_rounded(context)):
+        yield _rounded(context, run, rounded)
+    elif run.outcome == "failed":
+        reason = f"the {run.experiment} failed at step {run.failed_step}, so its later logits were not compared"
+        raise CannotCheck(reason)
+
+
+@check("KV302", "past-ignored", "runs")
+def past_ignored(context: RunContext) -> Iterator[Fault]:
+    """Wrong logits, and zeroing the self-attention cache changes nothing."""
+    run = context.checked_loop
+    leading = leading_cause(context)
+    decided = leading is not None and leading[0] == "past-ignored"
+    if run is None or find_explanation(context, "past-ignored"):
+        return
+    if decided or _ignores_past(context, run):
+        yield build_difference(context, run, "error", IGNORED.cause)
+    else:
+        yield from report_cause(context, "past-ignored", IGNORED)
+
+
+@check("KV304", "non-finite", "runs")
+def non_finite(context: RunContext) -> Iterator[Fault]:
+    """NaN or infinity in the logits of the checked loop, or of runs of other sizes."""
+    run = context.checked_loop
+    if run is not None and (steps := _list_not_finite(run)):
+        fault = build_difference(context, run, "error", f"logits are not finite at step {', '.join(map(str, steps))}")
+        yield replace(fault, repair=context.advise_graph_repair(f"or {EXPORT_AGAIN.text}"))
+        return
+    for other, use in find_faulty_uses(context, "differs"):
+        if steps := _list_not_finite(other):
+            cause = f"with {use.words}, logits are not finite at step {', '.join(map(str, steps))}"
+            yield replace(build_difference(context, other, use.severity, cause), use=use.required)
+            return
+
+
+def _list_not_finite(run: Run) -> list[int]:
+    return [step.step for step in run.steps if step.difference and not step.difference.finite]
+
+
+def _ignores_past(context: RunContext, run: Run) -> bool:
+    """Whether the call with a spoilt past is off by as much as the loop itself, so that the past has no effect.
+
+    If the search for the cause saw an effect of the past, that decides.
+    """
+    why = context.find_run("why")
+    if why is not None and why.cause is not None:
+        return False
+    last = run.steps[-1].difference if run.steps else None
+    return run.shows == "differs" and any(
+        control.spoilt.startswith("self")
+        and control.difference is not None
+        and control.difference.finite
+        and control.difference == last
+        for control in run.controls
+    )
+
+
+def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
+    """The checked loop with other logits: an error, unless only rounding makes it differ."""
+    if run.hidden:
+        cause = "logits with the cache differ from logits without it, by less than rounding hides"
+        yield build_difference(context, run, "warning", cause)
+    elif not run.by_rounding:
+        yield build_difference(context, run, "error", "logits with the cache differ from logits without it")
+    elif rounded := _list_rounded(context):
+        yield _rounded(context, run, rounded)
+    elif _affects_most_steps(context, run):
+        cause = "logits with the cache differ from logits without it, by rounding alone"
+        found = build_difference(context, run, "warning", cause)
+        yield replace(found, effects=(describe_rounding(run),), repair=LESS_ROUNDING)
+    else:
+        raise CannotCheck(f"few steps of the {run.experiment} differ: {describe_rounding(run)}")
+
+
+def _rounded(context: RunContext, run: Run, names: tuple[str, ...]) -> Fault:
+    """A cache that the graph rounds: small errors, and no rounding of the arithmetic."""
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    cause = f"the graph rounds {names[0]}{others} on the way out, and the attention of the same step does not"
+    found = build_difference(context, run, "warning", cause)
+    advice = context.advise_graph_repair("or accept the difference: a cache of fewer bits is smaller")
+    return replace(found, effects=(describe_rounding(run),), repair=advice)
+
+
+def _list_rounded(context: RunContext) -> tuple[str, ...]:
+    """The presents of a decode step that are rounded on the way to the output alone."""
+    graph = context.contract.graph("decode")
+    logits = graph.port("logits")
+    file = next((file for file in context.stack.files.values() if file.name == graph.file), None)
+    if logits is None or file is None or file.view is None:
+        return ()
+    outputs = [slot.present for slot in context.contract.slots if slot.present in file.view.outputs]
+    found = {name: find_processed(file.view, name, logits.name, cached=True) for name in outputs if name is not None}
+    return tuple(name for name, processed in found.items() if processed is not None and processed.rounds)
+
+
+def _affects_most_steps(context: RunContext, run: Run) -> bool:
+    """Whether at least every second step differs by more than the arithmetic of the model explains."""
+    fails = context.tolerance.fails
+    found = [step.difference for step in run.steps if step.difference is not None]
+    return 2 * sum(d.relative > fails or not d.finite for d in found) > len(found)

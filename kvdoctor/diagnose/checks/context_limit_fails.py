@@ -1,0 +1,59 @@
+"""A sequence length that is declared usable fails, or is wrong.
+
+What it means: a config, or the size of a buffer, declares how many tokens a sequence may have, but the loop fails or
+differs from the reference run before that: a position table, a rotary table or a mask ends earlier. Or positions stop
+counting: from some token on all tokens have the same position, with and without the cache, so that both agree and both
+are wrong. A step that fails beyond the declared length is not a fault.
+
+How it is decided: the loop is run to the declared length. One token at each of 50 positions must have a different key
+in the first layer at every position, or, if keys do not encode positions, at none.
+
+Reproduce: `kvdoctor step-test MODEL --thorough -v`, experiments `full-context` and `numbering`.
+
+Repair: export again with tables of the declared length, or declare the length that the graph supports. `--require
+full-context` runs the experiment and makes the finding an error.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses
+from kvdoctor.diagnose.checks._faults import CauseText, build_fault
+from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.findings import Fault, check
+
+NUMBERS = CauseText(
+    cause="positions stop counting before the declared length",
+    declared="a different position for each token, up to the declared length",
+    advice="export again with tables of the declared length, or declare the length that the graph supports",
+)
+
+
+@check("KV209", "context-limit-fails", "runs", needs=("full-context", "numbering"))
+def context_limit_fails(context: RunContext) -> Iterator[Fault]:
+    """The full context, where fewer tokens work."""
+    usable = context.contract.usable_length
+    if usable is None or find_explanation(context):
+        return
+    if (positions(context) or usable) < usable:
+        return  # the config declares more than the rows of the position table, which KV020 reports
+    numbering = context.find_run("numbering")
+    if numbering is not None and numbering.cause is not None:
+        yield build_fault(context, numbering, NUMBERS, "warning")
+        return
+    for outcome in ("failed", "differs"):
+        for run, use in find_faulty_uses(context, outcome):
+            if run.experiment != "full-context" or not run.steps:
+                continue
+            last = next((s for s in run.steps if s.step == run.failed_step), run.steps[-1])
+            tokens = last.past_length + last.new_tokens
+            words = CauseText(
+                cause=f"a sequence of {tokens} tokens is declared usable, but {'fails' if run.error else 'is wrong'}",
+                declared=f"{usable} tokens, by the config or the smallest buffer",
+                advice="export again with tables of the declared length, or declare the length that the graph supports",
+            )
+            fault = build_fault(context, run, words, use.severity)
+            place = f'{run.node.op} "{run.node.name}"' if run.node else fault.where
+            observed = f"step {run.failed_step}: {run.error}" if run.error else fault.observed
+            yield replace(fault, where=place, observed=observed, use=use.required)

@@ -1,0 +1,75 @@
+"""The graph has a cache, but its contract cannot be read.
+
+What it means: some inputs or outputs look like a cache, but kvdoctor could not read from the graph what a loop must
+feed, feed back and keep. No decode step was run, so nothing is known of the health of the model. Or no state leaves the
+graph at all, although it appends new keys and values to constants: the module kept its cache in an attribute or a
+buffer, and the export stored the content as constants. Every call then starts from the same cache.
+
+Reproduce: `kvdoctor inspect MODEL` lists what was found and what is missing.
+
+Repair: write the contract to a file (`kvdoctor contract MODEL --format json`), add the missing parts, and pass it to
+`step-test --contract`. Or export with the names of Hugging Face Optimum (`past_key_values.N.key`, `present.N.key`). A
+cache inside the module must become inputs and outputs of `forward`.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.analysis.completeness import find_unfilled
+from kvdoctor.analysis.constant_caches import find_constant_caches, returns_logits
+from kvdoctor.diagnose.context import ContractContext, FileContext
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording.units import shorten_names
+
+HAND_OVER = Advice(
+    "re-export",
+    "make the cache inputs of forward() and return it with the new entries as outputs, then export again",
+)
+DESCRIBE = (
+    "add the missing parts: `kvdoctor contract MODEL --format json` prints the contract, `step-test --contract FILE` "
+    "takes the file that you edited; or export again with the names of Optimum for past and present"
+)
+
+
+@check("KV101", "contract-unknown", "contract")
+def contract_unknown(context: ContractContext) -> Iterator[Fault]:
+    """Contracts with something missing."""
+    contract = context.contract
+    empty = {*find_unfilled(contract)}  # past-without-present names these
+    missing = [lack for lack in contract.missing if lack not in empty]
+    if not missing:
+        return
+    presents = any(port.role == "present" for graph in contract.graphs.values() for port in graph.outputs)
+    if context.stack.kind == "unpaired" and (contract.slots or presents):
+        return  # past-without-present and present-without-past name this fault
+    found = f"{len(contract.slots)} slots" if contract.slots else "no slot"
+    reasons = [f"{lack.subject!r}: {lack.reason}" for lack in missing[:4]]
+    yield Fault(
+        severity="error",
+        file=context.decode_file,
+        subject=tuple(dict.fromkeys(lack.subject for lack in missing)),
+        where=f"file {context.decode_file}",
+        declared="a cache contract that a loop can follow",
+        observed=f"{found}; {'; '.join(reasons)}" + ("; ..." if len(missing) > len(reasons) else ""),
+        cause="the cache contract cannot be read from the graph",
+        repair=Advice("caller", DESCRIBE),
+    )
+
+
+@check("KV101", "contract-unknown", "file")
+def cache_inside_module(context: FileContext) -> Iterator[Fault]:
+    """A constant prefix of keys and values, where no file of the folder has cache inputs or outputs."""
+    file = context.file
+    if context.folder.stacks or not returns_logits(file) or not (constants := find_constant_caches(file)):
+        return
+    yield Fault(
+        severity="error",
+        file=file.name,
+        subject=constants,
+        where=f"file {file.name}, constant {shorten_names(constants)}",
+        declared="a cache with past inputs and present outputs",
+        observed="new keys and values are appended to constants; the graph has neither past inputs nor present outputs",
+        cause="the module kept the cache to itself, and the export stored it as constants",
+        repair=HAND_OVER,
+        effects=("every call starts from the same cache, and ignores all earlier tokens",),
+        confidence="suspected",
+    )

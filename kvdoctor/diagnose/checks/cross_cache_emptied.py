@@ -1,0 +1,97 @@
+"""A decode step returns an empty cross-attention cache.
+
+What it means: a merged decoder (`decoder_model_merged.onnx`) has two branches that must return the same outputs. The
+cached branch does not compute the cross-attention cache, so the exporter fills its outputs with constants without
+elements, of shape (0, heads, 1, head_dim) and with a null data pointer. A loop that feeds every present back passes
+this constant to the next step. That step fails in a Reshape (`The dimension with value zero exceeds the dimension size
+of the input tensor`) or in a MatMul (`right operand cannot broadcast on dim 0`), or it runs without the encoder and
+generates wrong tokens. Bindings that build a slice from the pointer abort. Dynamic axes, the IR version and the runtime
+are not involved, and disabling the cache only hides the fault at quadratic cost.
+
+Reproduce: `kvdoctor step-test MODEL`: the plain loop fails at step 2, the held loop passes.
+
+Repair: in the graph, `kvdoctor re-export MODEL -o FIXED` makes the cached branch return its past, after which every
+loop works. Or in your loop: keep `present.*.encoder.*` of the first step and feed those values at every later step;
+feed back only `present.*.decoder.*`.
+
+Source: `_unify_onnx_outputs` in optimum/onnx/transformations_utils.py (optimum-onnx 0.1.0).
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.contract import Slot, describe
+from kvdoctor.decode.runs import Run
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Fault, check
+from kvdoctor.report.wording.units import shorten_names
+
+REPAIR = "or, in your loop, keep the prefill values of these outputs and feed them at every step"
+
+
+@check("KV203", "cross-cache-emptied", "contract")
+def cross_cache_emptied(context: ContractContext) -> Iterator[Fault]:
+    """Slots that a decode step returns without elements, by the graph or by the runs."""
+    if not context.emptied_slots:
+        return
+    slot, names = context.emptied_slots[0], tuple(s.present for s in context.emptied_slots if s.present)
+    plain = context.find_run("plain-loop")
+    harmless = context.consumer == "held" or (plain is not None and plain.outcome == "passed")
+    yield Fault(
+        severity="note" if harmless else "error",
+        file=context.decode_file,
+        subject=names,
+        where=_where(context, slot),
+        declared=describe(slot.dtype, context.decode_graph.outputs[slot.present or ""].shape),
+        observed=_observed(context, slot),
+        cause=f"a decode step returns {shorten_names(names)} without elements",
+        repair=context.advise_graph_repair(REPAIR),
+        effects=tuple(_list_effects(context)),
+        evidence=tuple(_list_evidence(context, slot, names)),
+    )
+
+
+def _where(context: ContractContext, slot: Slot) -> str:
+    shape = context.decode_graph.emptied(slot.present or "")
+    return f"{_graph(context)}, {'computed' if shape is None else 'constant'}"
+
+
+def _graph(context: ContractContext) -> str:
+    branches = context.decode_graph.branches
+    return f'If "{branches[1].node.name}", cached branch' if branches else "decode graph"
+
+
+def _list_evidence(context: ContractContext, slot: Slot, names: tuple[str, ...]) -> Iterator[str]:
+    shape = context.decode_graph.emptied(slot.present or "")
+    if shape is not None:
+        sizes = ", ".join(map(str, shape))
+        yield f"{_graph(context)}: a constant of shape [{sizes}] is returned as {shorten_names(names)}, not the past"
+
+
+def _observed(context: ContractContext, slot: Slot) -> str:
+    plain = context.find_run("plain-loop")
+    for step, seen in context.observed_presents(slot):
+        pointer = ", data pointer null" if seen.null else ""
+        prefill = plain.steps[0].returned.get(slot.filled_by or "") if plain and plain.steps else None
+        before = f"   (prefill: {describe(prefill.dtype, prefill.shape)})" if prefill else ""
+        return f"decode step {step.step}: {describe(seen.dtype, seen.shape)}{pointer}{before}"
+    return f"in the graph: a constant {describe(slot.dtype, context.decode_graph.emptied(slot.present or ''))}"
+
+
+def _list_effects(context: ContractContext) -> Iterator[str]:
+    plain = context.find_run("plain-loop")
+    if plain is None or not plain.steps:
+        yield "when it is fed back, a later decode step fails or computes without the encoder"
+        return
+    if plain.outcome == "failed":
+        yield f"when it is fed back, decode step {plain.failed_step} fails{_name_node(plain)}"
+    elif plain.outcome == "died":
+        yield f"when it is fed back, decode step {plain.failed_step} ends the process of the runtime ({plain.died_by})"
+    elif plain.outcome == "differs":
+        yield f"when it is fed back, decode step {plain.failed_step} runs, with wrong logits"
+    held = context.find_run("held-loop")
+    if held is not None and held.outcome == "passed":
+        yield "keeping the prefill values instead makes every step match the reference logits"
+
+
+def _name_node(run: Run) -> str:
+    return f' in {run.node.op} "{run.node.name}"' if run.node else ""

@@ -1,0 +1,119 @@
+"""One file stores byte-identical weights more than once.
+
+What it means: merging two branches, quantizing tied weights, or exporting a subgraph with its own copies makes a file
+larger than its weights, and the runtime loads every copy.
+
+How it is decided: tensors of the same type and shape with the same first bytes are compared completely. Vectors that
+repeat one number, such as freshly initialized norms, do not count, nor do copies that together take less than 1 % of
+the weights.
+
+Reproduce: `kvdoctor step-test MODEL` names the copies and their size in bytes.
+
+Repair: export again, or merge the branches with a tool that moves shared weights out of them. Scales and weights of
+quantized MatMuls must stay beside their node.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvdoctor.analysis.stacks import OnnxFile
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.errors import UnreadableError
+from kvdoctor.findings import CannotCheck, Fault, check
+from kvdoctor.model.proto import TensorProto
+from kvdoctor.model.skeleton import read_skeleton
+from kvdoctor.model.view import GraphView
+from kvdoctor.report.wording.units import shorten_names
+
+SMALLEST = 4096
+"""Bytes: smaller copies cost nothing."""
+WORTH_SAYING = 0.01
+HEAD, PORTION = 4096, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight: its type, where its bytes lie, and how many there are."""
+
+    name: str
+    kind: tuple[int, ...]
+    path: Path
+    offset: int
+    length: int
+
+    def read(self, most: int) -> Iterator[bytes]:
+        """Up to `most` of its bytes, in portions."""
+        left = min(self.length, most)
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while left > 0 and (part := file.read(min(PORTION, left))):
+                yield part
+                left -= len(part)
+
+
+@check("KV502", "duplicate-weights", "runs")
+def duplicate_weights(context: RunContext) -> Iterator[Fault]:
+    """One fault for each file: all its copies."""
+    for file in context.stack.files.values():
+        try:
+            weights = list(_stored(file))
+            copies = [same for same in alike(weights).values() if len(same) > 1]
+        except (OSError, UnreadableError) as error:
+            raise CannotCheck(f"{file.name} could not be read again: {error}") from None
+        wasted = sum(weight.length for same in copies for weight in same[1:])
+        if wasted <= WORTH_SAYING * sum(weight.length for weight in weights):
+            continue
+        subject = tuple(weight.name for same in copies for weight in same)
+        count = f"{len(copies)} weight{'s' * (len(copies) > 1)}"
+        yield Fault(
+            severity="note",
+            file=file.name,
+            subject=subject,
+            where=f"initializers of {file.name}",
+            declared="each weight stored once",
+            observed=f"{shorten_names(subject)} store {count}; the copies take {wasted:,} bytes",
+            cause="byte-identical weights are stored more than once",
+            repair=context.advise_graph_repair(
+                "or export again, or move weights that two branches share into the graph around them"
+            ),
+        )
+
+
+def _stored(file: OnnxFile) -> Iterator[StoredWeight]:
+    """The large initializers of a file, at any depth."""
+    places = {found.location: found.path for found in file.external if found.bytes is not None}
+    if file.external_problems:
+        return
+    for scope in GraphView(read_skeleton(file.path, located=True).model).scopes():
+        for tensor in scope.graph.initializer:
+            if (weight := stored(tensor, {**places, file.path.name: file.path})) is not None:
+                yield weight
+
+
+def stored(tensor: TensorProto, places: dict[str, Path]) -> StoredWeight | None:
+    """Where the bytes of a large initializer lie, by the files that locations name; None for a small one."""
+    facts = {entry.key: entry.value for entry in tensor.external_data}
+    offset, length = facts.get("offset") or "0", facts.get("length") or "0"
+    path = places.get(facts.get("location", ""))
+    if path is None or tensor.data_location != TensorProto.EXTERNAL or int(length) < SMALLEST:
+        return None
+    return StoredWeight(tensor.name, (tensor.data_type, *tensor.dims), path, int(offset), int(length))
+
+
+def alike(weights: list[StoredWeight]) -> dict[bytes, list[StoredWeight]]:
+    """Weights by content, of those that share type, shape and first bytes with another."""
+    heads: dict[tuple[object, ...], list[StoredWeight]] = {}
+    for weight in weights:
+        head = b"".join(weight.read(HEAD))
+        if any(head[at : at + 4] != head[:4] for at in range(4, len(head), 4)):
+            heads.setdefault((weight.kind, head), []).append(weight)
+    found: dict[bytes, list[StoredWeight]] = {}
+    for group in heads.values():
+        for weight in group if len(group) > 1 else ():
+            digest = hashlib.sha256(repr(weight.kind).encode())
+            for part in weight.read(weight.length):
+                digest.update(part)
+            found.setdefault(digest.digest(), []).append(weight)
+    return found

@@ -1,0 +1,46 @@
+"""External data is missing, truncated, or outside the folder of the model.
+
+What it means: the weights are stored beside the graph, and a file that the graph names does not exist, is shorter than
+the graph requires (KV002), or lies outside both the model's folder and the folder of the real file behind a link
+(KV003). A hub cache, where model and data are links into one `blobs` folder, is valid. The graph was still inspected;
+it cannot be run.
+
+Reproduce: `python -c "import onnxruntime; onnxruntime.InferenceSession('FILE')"` fails with an external data error.
+
+Repair: put the complete data file beside the model, under the name in the graph; or save the model again.
+
+Source: the ONNX specification, external data: `location` is a path relative to the model, inside its folder.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.diagnose.context import FileContext
+from kvdoctor.findings import Advice, Fault, check
+
+
+@check("KV002", "external-data-missing", "file", incomplete=True)
+def external_data_missing(context: FileContext) -> Iterator[Fault]:
+    """External data that is missing or too short."""
+    yield from _find_problems(context, {"missing", "truncated"}, "the complete file beside the model")
+
+
+@check("KV003", "external-data-escapes", "file", incomplete=True)
+def external_data_escapes(context: FileContext) -> Iterator[Fault]:
+    """External data outside the folder of the model."""
+    yield from _find_problems(context, {"escapes"}, "a file inside the folder of the model")
+
+
+def _find_problems(context: FileContext, kinds: set[str], declared: str) -> Iterator[Fault]:
+    file = context.file
+    for problem in file.external_problems:
+        if problem.kind in kinds:
+            yield Fault(
+                severity="error",
+                file=file.name,
+                subject=(problem.tensor,),
+                where=f"file {file.name}, external data {problem.location!r}",
+                declared=declared,
+                observed=problem.detail,
+                cause="weights cannot be read from the location that the graph names",
+                repair=Advice("caller", f"fetch or restore {problem.location!r} beside the model, or save it again"),
+            )

@@ -1,0 +1,128 @@
+"""An axis that must be dynamic is declared with a fixed size.
+
+What it means: the past length of a growing cache (KV110), the batch (KV111) or the number of new tokens (KV112) is a
+fixed number in the declared inputs. With a fixed past length no second step can be fed; the other two allow one size
+only.
+
+Reproduce: feed any other size; the runtime answers `Got invalid dimensions for input`.
+
+Repair: `kvdoctor re-export` makes the axis dynamic where the graph shows which of its numbers stand for that length.
+Where values were computed for one length (rows of a position table, distances between tokens), other lengths cannot be
+recovered: export again with dynamic axes, and with sample inputs whose sizes differ and are 2 or more, since exporters
+fix the sizes 0 and 1.
+"""
+
+from collections.abc import Callable, Iterator
+
+from kvdoctor.contract import Axis, Port, describe
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Advice, Fault, Severity, check
+from kvdoctor.report.wording.units import shorten_names
+
+EXPORT_AGAIN = "export again with dynamic axes; sample sizes of 2 or more, all different"
+TWO_TOKENS = "export again with dynamic axes, and with sample inputs of 2 decoder tokens or more: 1 becomes a constant"
+IF_POSSIBLE = "if the graph shows which of its numbers stand for this length; else"
+
+
+@check("KV110", "past-axis-frozen", "contract")
+def past_axis_frozen(context: ContractContext) -> Iterator[Fault]:
+    """Slots that must grow, with a fixed past length."""
+    contract = context.contract
+    frozen = [slot for slot in contract.growing if slot.size("past") is not None]
+    if frozen:
+        slot = frozen[0]
+        yield Fault(
+            severity="error",
+            file=context.decode_file,
+            subject=tuple(slot.past for slot in frozen),
+            where=f"input {shorten_names(tuple(slot.past for slot in frozen))}",
+            declared="a past length that grows with each step",
+            observed=describe(slot.dtype, slot.shape),
+            cause=f"the past length is fixed at {slot.size('past')}",
+            repair=context.advise_graph_repair(
+                f"{IF_POSSIBLE} {TWO_TOKENS if slot.size('past') == 1 else EXPORT_AGAIN}"
+            ),
+            effects=(_describe_failed_step(context) or "the runtime refuses a step with any other past length",),
+        )
+
+
+def _describe_failed_step(context: ContractContext) -> str | None:
+    """The step of the run that failed at the fixed length."""
+    run = context.find_run("frozen-past")
+    if run is None or run.outcome != "failed" or not run.steps:
+        return None
+    step = run.steps[-1]
+    return f"step {step.step}, fed a past of length {step.past_length}, fails: {run.error}"
+
+
+@check("KV111", "batch-axis-frozen", "contract")
+def batch_axis_frozen(context: ContractContext) -> Iterator[Fault]:
+    """Token ids or slots with a fixed batch: a note where nothing grows, in graphs of fixed size."""
+    severity: Severity = "note" if _is_fixed(context) else "warning"
+    yield from _find_fixed_inputs(context, "batch", lambda _file, _size: severity, "any number of sequences at once")
+
+
+@check("KV112", "sequence-axis-frozen", "contract")
+def sequence_axis_frozen(context: ContractContext) -> Iterator[Fault]:
+    """Token ids with a fixed number of new tokens.
+
+    A note in a decode graph beside its own prefill graph, and in graphs of fixed size.
+    """
+    paired = context.contract.first_step == "no-past-graph" and not _is_buffered(context)
+
+    def severity(file: str, size: int) -> Severity:
+        # The first step of an encoder-decoder may be its one start token.
+        meant = file == context.decode_file or size == 1 if paired else _is_fixed(context)
+        return "note" if meant else "warning"
+
+    yield from _find_fixed_inputs(context, "new", severity, "any number of new tokens")
+
+
+def _is_fixed(context: ContractContext) -> bool:
+    """Whether all slots are buffers or states of a fixed size, as in graphs for NPUs and in recurrent decoders."""
+    if context.stack.operator is not None:
+        return True  # the operator that holds this graph feeds one token at a time
+    return bool(context.contract.slots and not context.contract.growing)
+
+
+def _is_buffered(context: ContractContext) -> bool:
+    """Whether some slots are buffers of a fixed size, as in graphs for NPUs."""
+    return context.contract.capacity is not None and _is_fixed(context)
+
+
+def _find_fixed_inputs(
+    context: ContractContext, axis: Axis, severity: Callable[[str, int], Severity], declared: str
+) -> Iterator[Fault]:
+    """One fault for each graph of the loop with a fixed axis; `severity` by its file and the size."""
+    for name in dict.fromkeys(phase.graph for name, phase in context.contract.phases.items() if name != "encode"):
+        graph = context.contract.graphs[name]
+        sizes = {port: _find_fixed_size(port, axis) for port in graph.inputs if port.role in ("token_ids", "past")}
+        frozen = {port: size for port, size in sizes.items() if size is not None}
+        for port, size in list(frozen.items())[:1]:
+            names = tuple(port.name for port in frozen)
+            level = severity(graph.file, size)
+            yield Fault(
+                severity=level,
+                file=graph.file,
+                subject=names,
+                where=f"input {shorten_names(names)}",
+                declared=declared,
+                observed=describe(port.dtype, port.shape),
+                cause=f"the axis {axis!r} is fixed at {size}",
+                repair=_choose_advice(context, level),
+                use="batch" if axis == "batch" else "chunked-prefill",
+            )
+
+
+def _choose_advice(context: ContractContext, severity: Severity) -> Advice:
+    """A repair does not change an axis that is fixed on purpose."""
+    if severity == "note":
+        return Advice("re-export", EXPORT_AGAIN)
+    return context.advise_graph_repair(f"{IF_POSSIBLE} {EXPORT_AGAIN}")
+
+
+def _find_fixed_size(port: Port, axis: Axis) -> int | None:
+    if port.shape is None or axis not in port.axes or len(port.shape) != len(port.axes):
+        return None
+    size = port.shape[port.axes.index(axis)]
+    return size if isinstance(size, int) else None

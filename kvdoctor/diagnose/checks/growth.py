@@ -1,0 +1,107 @@
+"""The present does not grow by the new tokens.
+
+What it means: after a step with past length P and S new tokens, a growing cache must have length P + S, and a buffer of
+fixed size the same length as before. Here it has another length (KV205), or contains the new tokens alone (KV206), so
+that the history is lost when it is fed back. KV205 is also a present of the right length that does not depend on the
+new tokens: the past is returned unchanged, or rearranged. An exporter can lose the write of new keys and values when it
+traces a cache that is changed in place.
+
+How it is decided: the new tokens are followed through the graph, without a run; a run whose logits match those of a run
+without the cache overrules this. If the graph does not show it, a step with differing logits is run with another token,
+which must change its entry. A buffer that is written one position too far decodes alike with and without a cache; if
+its logits change with its earlier content, the positions that a step wrote are compared.
+
+Reproduce: `kvdoctor step-test MODEL -v`: the lengths are in the table of steps.
+
+Repair: export again; in a loop of your own, append the returned entries to the past.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvdoctor.contract import Slot, describe
+from kvdoctor.decode.runs import Step
+from kvdoctor.diagnose.checks._attribution import WrongLength, drops_past, find_wrong_lengths
+from kvdoctor.diagnose.checks._faults import CauseText, report_cause
+from kvdoctor.diagnose.context import ContractContext, RunContext
+from kvdoctor.findings import Fault, check
+from kvdoctor.report.wording.units import shorten_names
+
+EXPORT_AGAIN = "export again, so that present = past followed by the new tokens"
+WORDS = CauseText(
+    cause="the cache entry of a new token does not depend on the token",
+    declared="the past followed by the keys or values of the new tokens",
+    advice=EXPORT_AGAIN,
+    on_graph=True,
+)
+STATE = "the state updated by the new tokens"
+MISPLACED = replace(
+    WORDS,
+    cause="tokens are written to wrong positions of the buffer, so that attention reads its old content",
+    declared="each token at its own position: the first new one after the last of the past",
+)
+
+
+@check("KV205", "present-does-not-grow", "runs")
+def present_does_not_grow(context: RunContext) -> Iterator[Fault]:
+    """Slots that do not depend on the new tokens, or whose length after a step is neither past + new nor new."""
+    wrong = [item for item in find_wrong_lengths(context) if not drops_past(item)]
+    yield from _report_lengths(context, wrong, "the length of the present is not past + new")
+    if not wrong:
+        places = context.find_run("written-places")
+        misplaced = places is not None and places.cause is not None
+        yield from report_cause(context, "present-does-not-grow", MISPLACED if misplaced else WORDS)
+
+
+@check("KV206", "present-drops-past", "runs")
+def present_drops_past(context: RunContext) -> Iterator[Fault]:
+    """Slots that contain only the new tokens after a step with a past."""
+    wrong = [item for item in find_wrong_lengths(context) if drops_past(item)]
+    yield from _report_lengths(context, wrong, "the present contains the new tokens alone; the past is dropped")
+
+
+@check("KV205", "present-does-not-grow", "contract")
+def present_without_new_tokens(context: ContractContext) -> Iterator[Fault]:
+    """Slots whose present does not depend on the tokens of the step."""
+    lost = tuple(slot for slot in context.contract.slots if slot.takes_new is False)
+    if not lost or context.passes_parity:
+        return
+    names = tuple(slot.present or "" for slot in lost)
+    yield Fault(
+        severity="error",
+        file=context.decode_file,
+        subject=names,
+        where=f"output {shorten_names(names)}",
+        declared=STATE if lost[0].growth == "replace" else WORDS.declared,
+        observed=f"{names[0]} does not depend on the tokens of the step",
+        cause="a decode step returns a cache without its new tokens",
+        repair=context.advise_graph_repair(
+            "or export again with another cache class or exporter, if the file does not contain the lost nodes"
+        ),
+        effects=(f"{lost[0].past} of the next step lacks the previous token",),
+        confidence="confirmed" if context.loop_is_wrong else "suspected",
+    )
+
+
+def _report_lengths(context: RunContext, wrong: list[WrongLength], cause: str) -> Iterator[Fault]:
+    if wrong:
+        slot, step, seen, _ = wrong[0]
+        names = tuple(item[0].present or "" for item in wrong)
+        yield Fault(
+            severity="error",
+            file=context.decode_file,
+            subject=names,
+            where=f"output {shorten_names(names)}",
+            declared=_describe_length(slot, step),
+            observed=f"step {step.step}: {describe(seen.dtype, seen.shape)}",
+            cause=cause,
+            repair=context.advise_graph_repair(f"or {EXPORT_AGAIN}"),
+            effects=(f"{slot.past} of step {step.step + 1} lacks the history",),
+        )
+
+
+def _describe_length(slot: Slot, step: Step) -> str:
+    if slot.growth in ("static", "ring", "delta"):
+        word = "the new tokens alone" if slot.growth == "delta" else "the length of its past"
+        return f"{word} ({slot.growth})"
+    return f"length {step.past_length + step.new_tokens} (past {step.past_length} + new {step.new_tokens})"

@@ -1,0 +1,97 @@
+"""The structure of a graph violates the ONNX specification.
+
+What it means: onnx.checker finds a graph that the standard does not allow: a value computed twice, an operator with the
+wrong number of inputs, a missing attribute. If the runtime opens the file anyway, it is a note, and only checked with
+`--thorough`; if the runtime refuses the file too, this is the reason, and an error.
+
+How it is decided: onnx.checker checks the structure, with a graph input in place of each weight, and without shape
+inference, which refuses healthy merged decoders. Operators or versions unknown to the installed onnx are not reported.
+
+Reproduce: `python -c "import onnx; onnx.checker.check_model('MODEL')"`.
+
+Repair: export again, without the tool that changed the graph afterwards.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvdoctor.analysis.stacks import OnnxFile
+from kvdoctor.diagnose.checks.graph_unsorted import needs_later
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.model.proto import ModelProto
+from kvdoctor.model.skeleton import payload_left_out
+from kvdoctor.model.traverse import STANDARD, all_nodes, graphs_in
+
+LONGEST = 300
+
+
+@check("KV004", "invalid-graph", "runs")
+def invalid_graph(context: RunContext) -> Iterator[Fault]:
+    """Files that the runtime refuses; with --thorough the other files as well."""
+    refused = {file: errors for file, errors, opens_at in context.refusals if opens_at is None}
+    for file in context.stack.files.values():
+        if file.name not in refused and not context.thorough:
+            continue
+        complaint = find_violation(file)
+        if complaint is None:
+            continue
+        words = next(iter(refused.get(file.name, {}).values()), None)
+        yield Fault(
+            severity="error" if words else "note",
+            file=file.name,
+            subject=(file.name,),
+            where=f"file {file.name}",
+            declared="a graph that the ONNX specification allows",
+            observed=f"onnx.checker: {complaint}",
+            cause="the structure of the graph is not valid",
+            repair=Advice("re-export", "export again, without the tool that changed the graph afterwards"),
+            effects=(f"the runtime refuses the file: {words}",) if words else (),
+        )
+
+
+def find_violation(file: OnnxFile) -> str | None:
+    """The error of onnx.checker for a file, or None. Files with unknown operators are not checked."""
+    if file.view is None or any(needs_later(list(scope.graph.node)) for scope in file.view.scopes()):
+        return None  # the order of nodes has a check of its own, and the runtime does not mind it
+    import onnx
+
+    model = onnx.load_model_from_string(file.view.model.SerializeToString())
+    if model.ir_version > onnx.IR_VERSION or not _is_known(model, onnx.defs):
+        return None
+    _replace_weights(model)
+    try:
+        onnx.checker.check_model(model)
+    except (onnx.checker.ValidationError, ValueError) as error:
+        return " ".join(str(error).split())[:LONGEST]
+    return None
+
+
+def _is_known(model: ModelProto, defs: Any) -> bool:
+    """Whether every standard operator and version is one of this onnx."""
+    versions = {entry.domain: entry.version for entry in model.opset_import}
+    version = next((versions[name] for name in STANDARD if name in versions), None)
+    if version is None or version > defs.onnx_opset_version():
+        return False
+    own = {(function.domain, function.name) for function in model.functions}
+    standard = (node for node in all_nodes(model) if node.domain in STANDARD)
+    return all((node.domain, node.op_type) in own or defs.has(node.op_type) for node in standard)
+
+
+def _replace_weights(model: ModelProto) -> None:
+    """Replace each initializer whose values were not read by a graph input."""
+    from onnx import TensorProto, helper
+
+    outer = {value.name for value in model.graph.input}
+    for graph in graphs_in(model.graph):
+        absent = [t for t in graph.initializer if payload_left_out(t) or t.data_location == TensorProto.EXTERNAL]
+        for tensor in absent:
+            graph.initializer.remove(tensor)
+            if tensor.name not in outer:
+                outer.add(tensor.name)
+                model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.HasField("t") and (payload_left_out(attribute.t) or attribute.t.data_location):
+                    kept = attribute.t
+                    attribute.t.CopyFrom(TensorProto(name=kept.name, data_type=TensorProto.FLOAT, dims=[0]))

@@ -1,0 +1,33 @@
+"""The causal mask is not offset by the past.
+
+What it means: the mask counts the new tokens from the start of the cache, not from its end, or is missing when there is
+a past. One token per step is mostly right; several new tokens on a cache (a chunked prefill, a second turn, speculative
+decoding) attend to tokens after them, or do not attend to all of the past. It is a warning if only that is wrong, an
+error if the loop with one token per step is.
+
+How it is decided: of 3 new tokens on a past of 5, the logits of the first must not change with the tokens after it, and
+must change with each entry of the past; of one token per step, with each entry of the past.
+
+Reproduce: `kvdoctor step-test MODEL -v`, experiments `chunk` and `why-chunk`.
+
+Repair: export again with a current exporter; until then feed one token per step once there is a cache.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.diagnose.checks._faults import CauseText, report_cause
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.findings import Fault, check
+
+WORDS = CauseText(
+    cause="the causal mask is not offset by the past",
+    declared="each new token attends to all of the past, and to no later token",
+    advice="export again; until then feed one token per step once there is a cache",
+    on_graph=True,
+)
+
+
+@check("KV315", "mask-not-offset", "runs")
+def mask_not_offset(context: RunContext) -> Iterator[Fault]:
+    """One token per step that attends to too little, or several that attend to too much or too little."""
+    yield from report_cause(context, "mask-not-offset", WORDS)

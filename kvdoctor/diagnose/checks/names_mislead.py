@@ -1,0 +1,75 @@
+"""The names of inputs or outputs do not match the cache of the graph.
+
+What it means: an input has the name that an exporter gives to one kind of slot, and the graph uses it as another kind:
+a cross-attention cache that grows, a buffer of fixed size that is appended to, a key that a convolution reads. Or the
+outputs have the numbers of the inputs, each of another layer: a warning, since a loop that matches numbers goes wrong.
+The contract and all runs follow the graph; a loop that goes by the names, as most libraries do, feeds slots wrongly.
+
+Reproduce: `kvdoctor contract MODEL` lists each slot as the graph uses it.
+
+Repair: rename the inputs and outputs, or write the loop by the contract.
+"""
+
+import re
+from collections.abc import Iterator
+
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording.units import shorten_names
+
+
+@check("KV107", "names-mislead", "contract")
+def names_mislead(context: ContractContext) -> Iterator[Fault]:
+    """All names that the dataflow contradicts, as one finding."""
+    yield from _find_other_read_numbers(context, context.contract)
+    found = context.contract.contradictions
+    if not found:
+        return
+    names = tuple(entry.subject for entry in found)
+    yield Fault(
+        severity="note",
+        file=context.decode_file,
+        subject=names,
+        where=f"input {shorten_names(names)}",
+        declared="slots that the graph uses as their names say",
+        observed="; ".join(dict.fromkeys(entry.reason for entry in found[:4])),
+        cause="the names do not match the cache of the graph",
+        repair=Advice("caller", "feed each slot back as `kvdoctor contract` lists it, not by its name"),
+    )
+
+
+def _find_other_read_numbers(context: ContractContext, contract: CacheContract) -> Iterator[Fault]:
+    """Outputs with the numbers of the inputs, in another order."""
+    groups: dict[tuple[str, str], list[Slot]] = {}
+    for slot in contract.slots:
+        groups.setdefault((slot.kind, slot.part), []).append(slot)
+    crossed = [pair for slots in groups.values() for pair in _find_crossed(slots)]
+    if crossed:
+        names = tuple(present for _, present in crossed)
+        yield Fault(
+            severity="warning",
+            file=context.decode_file,
+            subject=names,
+            where=f"output {shorten_names(names)}",
+            declared="outputs with the numbers of the inputs to which they are fed back",
+            observed=f"{crossed[0][1]} is the present of {crossed[0][0]}",
+            cause="the numbers in the names of outputs are those of other layers",
+            repair=Advice("caller", "feed each slot back as `kvdoctor contract` lists it, not by its name or order"),
+        )
+
+
+def _find_crossed(slots: list[Slot]) -> list[tuple[str, str]]:
+    """Past and present of slots whose numbers differ, if both sides use the same numbers."""
+    pairs = [(slot.past, slot.present) for slot in slots if slot.present is not None]
+    if len(pairs) < max(len(slots), 2):
+        return []
+    pasts, presents = (list(zip(*map(_read_numbers, side), strict=False)) for side in zip(*pairs, strict=True))
+    alike = [(into, out) for into in pasts for out in presents if len({*into}) == len(into) and {*into} == {*out}]
+    if not alike or any(into == out for into, out in alike):
+        return []
+    return [pair for pair, into, out in zip(pairs, *alike[0], strict=True) if into != out]
+
+
+def _read_numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"[0-9]{1,6}", name)]

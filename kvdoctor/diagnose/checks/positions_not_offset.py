@@ -1,0 +1,32 @@
+"""Positions are not offset by the past in cached steps.
+
+What it means: a step with a past computes its tokens at a wrong position of the sequence, mostly at its start. The
+generated text is grammatical but wrong, and no runtime reports an error.
+
+How it is decided: in the first layer, the entry that a step adds to the cache depends only on its token and position.
+It is compared with the entry of the same token in a prefill at its true position, and at every other one. If keys do
+not encode positions (T5), swapping two entries of the past must change the logits.
+
+Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
+
+Repair: export again with positions computed from the length of the past, or with `position_ids` as an input.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.diagnose.checks._faults import CauseText, report_cause
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.findings import Fault, check
+
+WORDS = CauseText(
+    cause="cached steps compute their tokens at wrong positions",
+    declared="new tokens at the positions after the past",
+    advice="export again with positions that start after the past",
+    on_graph=True,
+)
+
+
+@check("KV310", "positions-not-offset", "runs")
+def positions_not_offset(context: RunContext) -> Iterator[Fault]:
+    """Steps whose tokens are computed at the wrong position."""
+    yield from report_cause(context, "positions-not-offset", WORDS)

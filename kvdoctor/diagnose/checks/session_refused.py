@@ -1,0 +1,69 @@
+"""The runtime does not open the file.
+
+What it means: ONNX Runtime refuses to create a session, at every optimization level or only at the higher ones. If the
+model runs at a lower level, an optimization of the runtime is at fault, and that level is a workaround. If a step fails
+there too, the graph is broken at every level: tools that shrink merged decoders can break their branches.
+
+Reproduce: open the file with `onnxruntime.InferenceSession` at the level that the finding names.
+
+Repair: export again for this runtime, or use a runtime that supports the file's IR version, opsets and operators.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.analysis.stacks import OnnxFile
+from kvdoctor.diagnose.checks._attribution import fails_where_opened
+from kvdoctor.diagnose.checks.invalid_graph import find_violation
+from kvdoctor.diagnose.checks.target_limits import is_ruled_out
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.findings import Advice, Fault, check
+
+
+@check("KV010", "session-refused", "runs")
+def session_refused(context: RunContext) -> Iterator[Fault]:
+    """Files that the runtime does not open, or only at a lower level."""
+    files = {file.name: file for file in context.stack.files.values()}
+    for file, errors, opens_at in context.refusals:
+        if opens_at is None and file in files and find_violation(files[file]) is not None:
+            continue  # KV004 reports the reason
+        if opens_at is None and file in files and _is_reported_too_new(context, files[file]):
+            continue  # KV401 to KV403 report the reason
+        levels: dict[str, list[str]] = {}
+        for level, error in errors.items():
+            levels.setdefault(error, []).append(level)
+        text = "; ".join(f"level {', '.join(names)}: {error}" for error, names in levels.items())
+        effects: tuple[str, ...] = ()
+        if opens_at is None:
+            cause = "the runtime refuses the file at every optimization level"
+            advice = Advice(
+                "re-export", "export again for this runtime; its message above says what it does not support"
+            )
+        elif fails_where_opened(context):
+            cause = f"the runtime refuses the file; level {opens_at!r} opens it, and then a step fails"
+            advice = Advice("re-export", "export again, without the tool that changed the graph afterwards")
+            run = context.checked_loop
+            place = f' in {run.node.op} "{run.node.name}"' if run and run.node else ""
+            effects = (f"opened at level {opens_at!r}, step {run.failed_step if run else '?'} fails{place}",)
+        else:
+            cause = f"an optimization of the runtime fails on the file; level {opens_at!r} opens it"
+            advice = Advice("caller", f"set the graph optimization level to {opens_at!r} when you open the session")
+        yield Fault(
+            severity="error",
+            file=file,
+            subject=(file,),
+            where=f"file {file}",
+            declared="a model that the runtime opens",
+            observed=text,
+            cause=cause,
+            repair=advice,
+            effects=effects,
+        )
+
+
+def _is_reported_too_new(context: RunContext, file: OnnxFile) -> bool:
+    """Whether a file exceeds the limits of the local runtime, and KV401 to KV403 report it."""
+    if context.local_runtime is None or not is_ruled_out(file, context.local_runtime.limits):
+        return False
+    stays = {stay.target.asked: stay.target for stay in context.target_results}
+    held = [stays.get(target.asked, target) for target in context.targets] or [context.local_runtime]
+    return any(is_ruled_out(file, target.limits) for target in held)

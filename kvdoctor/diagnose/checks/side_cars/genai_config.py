@@ -1,0 +1,176 @@
+"""genai_config.json of onnxruntime-genai against the graph.
+
+The behavior of the runtime was tried with version 0.18 on tiny models. A wrong vocabulary or head size, a wrong name or
+template of an existing input or output, and a shared buffer for a graph that appends new entries to the past each cause
+an error at the first step. It reads layers and kv heads from the graph; older versions allocate by the config.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from kvdoctor.analysis.configs import GENAI_ROLES, GENAI_SLOTS, is_count
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.diagnose.checks.side_cars import compare_numbers
+from kvdoctor.diagnose.checks.side_cars.claims import ConfigClaim
+from kvdoctor.diagnose.checks.side_cars.compare_numbers import ATTENTION
+from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, either, on_disk, part_of, quoted, strings
+from kvdoctor.diagnose.checks.side_cars.graph_sizes import windows
+from kvdoctor.diagnose.context import ContractContext
+
+
+def genai_config(context: ContractContext) -> list[Disagreement]:
+    """The entries of genai_config.json that disagree with the graph of a decoder."""
+    genai = context.folder.side_cars.genai
+    model = part_of(genai, "model")
+    decoder = part_of(model, "decoder")
+    file = decoder.get("filename")
+    if not isinstance(file, str):
+        return []
+    if file != context.stack.main.name:
+        lost = Disagreement("model.decoder.filename", quoted(file), "no such file", quoted(context.decode_file))
+        return [] if on_disk(context, file) else [lost]
+    return [
+        *_find_missing_files(context, model),
+        *_compare_inputs(context, context.contract, strings(decoder.get("inputs")), "embedding" in model),
+        *_compare_logits(context, context.contract, strings(decoder.get("outputs"))),
+        *_compare_templates(context, context.contract, strings(decoder.get("inputs")), strings(decoder.get("outputs"))),
+        *_compare_encoder(context, context.contract, part_of(model, "encoder")),
+        *_compare_numbers(context, model, decoder),
+        *_compare_window(context, part_of(decoder, "sliding_window")),
+        *_compare_shared_buffer(context.contract, part_of(genai, "search")),
+    ]
+
+
+def _find_missing_files(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
+    """The graphs beside the decoder."""
+    for part in ("encoder", "embedding", "vision", "speech"):
+        file = part_of(model, part).get("filename")
+        if isinstance(file, str) and file.endswith(".onnx") and not on_disk(context, file):
+            yield Disagreement(f"model.{part}.filename", quoted(file), "no such file", "the file of that part")
+
+
+def _compare_numbers(
+    context: ContractContext, model: dict[str, Any], decoder: dict[str, Any]
+) -> Iterator[Disagreement]:
+    def claimed(part: dict[str, Any], path: str, key: str, what: Any) -> Iterator[ConfigClaim]:
+        if is_count(part.get(key)):
+            yield ConfigClaim(what, f"{path}.{key}", int(part[key]))
+
+    for claim in claimed(decoder, "model.decoder", "num_hidden_layers", "layers"):
+        yield from compare_numbers.layers(context, claim, str(model.get("type")))
+    for claim in claimed(decoder, "model.decoder", "num_key_value_heads", "kv_heads"):
+        yield from compare_numbers.sizes(context, claim)
+    for claim in claimed(decoder, "model.decoder", "head_size", "head_dim"):
+        yield from compare_numbers.sizes(context, claim, fused=True)
+    for claim in claimed(model, "model", "vocab_size", "vocabulary"):
+        yield from compare_numbers.vocabulary(context, claim, exactly=True)
+    for claim in claimed(model, "model", "context_length", "context"):
+        yield from compare_numbers.context(context, claim)
+
+
+def _compare_inputs(
+    context: ContractContext, contract: CacheContract, names: dict[str, str], embedded: bool
+) -> Iterator[Disagreement]:
+    """Names of inputs. The config may name inputs that the graph does not have: they are not fed."""
+    ports = contract.graph("decode").inputs
+    for key, name in names.items():
+        if name in context.decode_graph.inputs or "%d" in name:
+            continue
+        role = GENAI_ROLES[key][0] if key in GENAI_ROLES else None
+        actual = [port.name for port in ports if port.role == role]
+        if key in context.decode_graph.inputs:
+            actual.append(key)
+        if key == "input_ids" and "inputs_embeds" not in names and not embedded:
+            actual += [port.name for port in ports if port.role == "embeddings"]
+        unnamed = [port for port in actual if port not in names.values()]
+        yield from _report_name(f"model.decoder.inputs.{key}", name, "input", unnamed)
+
+
+def _compare_logits(context: ContractContext, contract: CacheContract, names: dict[str, str]) -> Iterator[Disagreement]:
+    name, port = names.get("logits"), contract.graph("decode").port("logits")
+    if name is not None and name not in context.decode_graph.outputs and port is not None:
+        yield from _report_name("model.decoder.outputs.logits", name, "output", [port.name])
+
+
+def _compare_templates(
+    context: ContractContext, contract: CacheContract, given: dict[str, str], made: dict[str, str]
+) -> Iterator[Disagreement]:
+    """Name templates of pasts and presents, completed by the number of the layer."""
+    for past_key, present_key, kind, part, _ in GENAI_SLOTS:
+        whole = part or ("key-value" if kind in ATTENTION else None)
+        slots = [s for s in contract.of_kind(kind) if s.layer is not None and s.part == (whole or s.part)]
+        past, present = given.get(past_key), made.get(present_key)
+        if past is not None and slots and not any(_complete(past, slot) == slot.past for slot in slots):
+            actual = [_make_template(slots[0].past, slots[0])]
+            yield from _report_name(f"model.decoder.inputs.{past_key}", past, "input", actual)
+        for slot in slots:
+            if present is not None and slot.present and _complete(present, slot) not in context.decode_graph.outputs:
+                actual = [_make_template(slot.present, slot)]
+                yield from _report_name(f"model.decoder.outputs.{present_key}", present, "output", actual)
+                break
+
+
+def _compare_encoder(
+    context: ContractContext, contract: CacheContract, encoder: dict[str, Any]
+) -> Iterator[Disagreement]:
+    """Names of the encoder, whose ports have no known roles: wrong names, if there is a port without a name."""
+    file = context.stack.files.get("encoder")
+    if file is None or file.view is None or encoder.get("filename") != file.name:
+        return
+    layers = [slot for slot in contract.of_kind("cross-attention") if slot.layer is not None]
+    for side, ports in (("input", file.view.inputs), ("output", file.view.outputs)):
+        names = strings(encoder.get(f"{side}s"))
+        meant = {
+            key: {_complete(name, slot) for slot in layers} if "%d" in name else {name} for key, name in names.items()
+        }
+        left = [port for port in ports if not any(port in one for one in meant.values())]
+        for key, name in names.items():
+            if not meant[key] & set(ports):
+                actual = [_make_template(port, layers[0]) if "%d" in name else port for port in left if meant[key]]
+                yield from _report_name(f"model.encoder.{side}s.{key}", name, side, actual)
+
+
+def _report_name(key: str, name: str, side: str, actual: list[str]) -> Iterator[Disagreement]:
+    for port in actual[:1]:
+        yield Disagreement(
+            key,
+            quoted(name),
+            f"{side} {quoted(port)}",
+            quoted(port),
+            "the runtime does not find an input or output of that name",
+        )
+
+
+def _compare_window(context: ContractContext, window: dict[str, Any]) -> Iterator[Disagreement]:
+    """The attention window, unless the cache slides over the prompt in chunks."""
+    size, layers = window.get("window_size"), window.get("layers")
+    seen = windows(context) or {}
+    if not is_count(size) or window.get("slide_key_value_cache") is not False:
+        return
+    listed = [layer for layer in layers if is_count(layer) or layer == 0] if isinstance(layers, list) else []
+    meant = {layer: width for layer, width in seen.items() if layer in listed} if listed else seen
+    wrong = {width for width in meant.values() if width != size}
+    # Without a list, the window is that of some layers.
+    if wrong and (listed or size not in meant.values()):
+        right = either(wrong) if min(wrong) > 0 else "no window"
+        observed = f"local_window_size {either(wrong)} of GroupQueryAttention"
+        yield Disagreement("model.decoder.sliding_window.window_size", str(size), observed, right)
+
+
+def _compare_shared_buffer(contract: CacheContract, search: dict[str, Any]) -> Iterator[Disagreement]:
+    """One buffer for past and present, although the graph returns the past followed by the new entries."""
+    slots = contract.of_kind("self-attention")
+    joined = all(s.growth == "grow" and s.present is not None and s.continues_as == s.present for s in slots)
+    if search.get("past_present_share_buffer") is True and search.get("num_beams", 1) == 1 and slots and joined:
+        observed = "each present is the past followed by the new entries"
+        so = "the runtime treats the whole buffer as past tokens"
+        yield Disagreement("search.past_present_share_buffer", "true", observed, "false", so)
+
+
+def _complete(template: str, slot: Slot) -> str:
+    return template.replace("%d", str(slot.layer), 1)
+
+
+def _make_template(name: str, slot: Slot) -> str:
+    return re.sub(rf"(?<![0-9]){slot.layer}(?![0-9])", "%d", name, count=1)

@@ -1,0 +1,146 @@
+"""Reads from the graph itself the sizes that configs declare.
+
+The contract cannot serve: its sizes that the graph leaves open come from the configs that are to be checked.
+"""
+
+from kvdoctor.analysis.axes import as_number, find_head_dim
+from kvdoctor.analysis.dataflow.operators import KEEPS
+from kvdoctor.analysis.port_roles import FEW_ROWS
+from kvdoctor.contract import Axis
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.model.cache_operators import CONTRIB
+from kvdoctor.model.flatten import FlatNode
+from kvdoctor.model.flow import Flow
+from kvdoctor.model.view import ELEMENT_TYPES
+
+COUNTS = {"Range", "CumSum", "Shape"}
+SHIFTS = {"Add", "Clip"}
+RECKONS = SHIFTS | {"Sub", "Mul", "Max", "Min", "Where"}
+COSINES = {
+    (CONTRIB, "GroupQueryAttention"): 7,
+    (CONTRIB, "PagedAttention"): 8,
+    (CONTRIB, "RotaryEmbedding"): 2,
+    ("", "RotaryEmbedding"): 1,
+}
+"""The input of an operator that takes the table of cosines, one row for each position."""
+BIAS = 10
+"""The input of GroupQueryAttention that takes a bias, which may hold a window."""
+NEAR = 200
+
+
+def cache_sizes(context: ContractContext, axis: Axis, parts: tuple[str, ...]) -> set[int]:
+    """The declared sizes of an axis over the self-attention caches of the layers."""
+    found: set[int] = set()
+    for slot in context.contract.of_kind("self-attention"):
+        heads = {"kv_heads", "batch_heads"} & set(slot.axes)  # else the last axis may hold all heads in a row
+        packed = axis == "head_dim" and not slot.dtype.startswith(("float", "bfloat", "double"))
+        if slot.part not in parts or axis not in slot.axes or not heads or packed:
+            continue
+        at = slot.axes.index(axis)
+        ports = (context.decode_graph.inputs.get(slot.past), context.decode_graph.outputs.get(slot.present or ""))
+        shapes = [port.shape for port in ports if port is not None and len(port.shape or ()) == len(slot.axes)]
+        sizes = [as_number(shape[at], axis) for shape in shapes if shape is not None]
+        found.update([size for size in sizes if isinstance(size, int)][:1])
+    return found
+
+
+def logits_width(context: ContractContext) -> int | None:
+    """The declared width of the logits."""
+    port = context.contract.graph("decode").port("logits")
+    if port is None or not port.shape or port.axes[-1:] != ("vocabulary",):
+        return None
+    size = as_number(port.shape[-1], "vocabulary")
+    return size if isinstance(size, int) else None
+
+
+def head_widths(context: ContractContext) -> set[int]:
+    """Widths of the heads of fused attentions."""
+    flow = _flow(context)
+    found = (find_head_dim(context.decode_graph, flow, node) for node in flow.nodes) if flow is not None else ()
+    return {width for width in found if width is not None}
+
+
+def windows(context: ContractContext) -> dict[int | None, int] | None:
+    """How far GroupQueryAttention looks back, by layer, -1 without limit; None where a bias may hold a window."""
+    flow, found = _flow(context), {}
+    layers = {slot.past: slot.layer for slot in context.contract.slots}
+    for node in flow.nodes if flow is not None else ():
+        if (node.domain, node.op) == (CONTRIB, "GroupQueryAttention") and len(node.inputs) > 3:
+            if len(node.inputs) > BIAS and node.inputs[BIAS]:
+                return None
+            found[layers.get(node.inputs[3])] = node.number("local_window_size", -1)
+    return found
+
+
+def positions(context: ContractContext) -> int | None:
+    """Rows of the shortest table that is looked up by position; None where the graph shows none."""
+    flow = _flow(context)
+    if flow is None:
+        return None
+    ports = context.contract.graph("decode").inputs
+    tokens = {port.name for port in ports if port.role in ("token_ids", "token_and_position")}
+    places = {port.name for port in ports if port.role in ("position_ids", "cache_position")}
+    widths = {port.shape[-1] for port in ports if port.role == "embeddings" and port.shape}
+    found, counted = [], []
+    for node in flow.nodes:
+        at = COSINES.get((node.domain, node.op))
+        if at is not None and len(node.inputs) > at:
+            found += _rows(flow, node.inputs[at])
+        table = _table(flow, node)
+        if table is None:
+            continue
+        if _roots(flow, node, SHIFTS)[0] & places:
+            found.append(table[0])
+            continue
+        roots, counts = _roots(flow, node, RECKONS)
+        if counts or roots & places:
+            counted.append(table)
+        elif roots & tokens:
+            widths.add(table[1])
+    # What is reckoned with first may be a bias by distance: one of positions is as wide as that of the words.
+    found += [rows for rows, width in counted if rows >= FEW_ROWS and width in widths]
+    return min(found, default=None)
+
+
+def _table(flow: Flow, node: FlatNode) -> tuple[int, int] | None:
+    """The size of the constant table that a node looks rows up in."""
+    if node.op not in ("Gather", "GatherND", "Slice") or len(node.inputs) < 2 or node.number("axis", 0) != 0:
+        return None
+    tensor = flow.constant(node.inputs[0])
+    if tensor is None or len(tensor.dims) != 2 or ELEMENT_TYPES.get(tensor.data_type) == "bool":
+        return None
+    return int(tensor.dims[0]), int(tensor.dims[1])
+
+
+def _rows(flow: Flow, name: str) -> list[int]:
+    """Rows of a table of cosines; where a branch chooses one of several, those of the longest."""
+    node = flow.producers.get(name)
+    choices = node.inputs if node is not None and node.op == "Identity" else (name,)
+    tables = [flow.constant(choice) for choice in choices]
+    rows = [int(table.dims[0]) for table in tables if table is not None and len(table.dims) == 2]
+    return [max(rows)] if rows and len(rows) == len(tables) else []
+
+
+def _roots(flow: Flow, node: FlatNode, through: set[str]) -> tuple[set[str], bool]:
+    """Where an index comes from: the names at its roots, and whether something is counted on the way."""
+    waiting, found, counts = list(node.inputs[1:3]), set(), False
+    seen = set(waiting)
+    for _ in range(NEAR):
+        if not waiting:
+            break
+        name = waiting.pop()
+        made = flow.producers.get(name)
+        if made is None:
+            found.add(name)
+        elif made.op in COUNTS:
+            counts = True
+        elif made.op in KEEPS or made.op in through:
+            sources = made.inputs if made.op in through else made.inputs[:1]
+            waiting += [source for source in sources if source not in seen]
+            seen.update(sources)
+    return found, counts
+
+
+def _flow(context: ContractContext) -> Flow | None:
+    dataflow = context.stack.main.dataflow
+    return dataflow.flow if dataflow is not None else None

@@ -1,0 +1,162 @@
+"""Names and dataflow of the cache disagree.
+
+What it means: the names say which present is fed back as which past, and the graph says how each is used. If
+`present.0.key` contains the value of the next step, keys and values are swapped (KV306); if it contains the keys of
+another layer, layers are swapped (KV307). Both have the same shapes, so that no runtime reports an error: a loop that
+goes by the names computes wrong logits. If all graphs agree and only the names are wrong, loops work and it is a note:
+a tool that quantizes keys and values differently, or drops layers, would take the wrong ones.
+
+How it is decided: each past is followed to the output with its content and to the attention that uses it, before the
+Softmax as a key or after it as a value; and each output that first fills a past to its own attention. A run whose
+logits match those of a run without the cache overrules this. If the graph does not show it, the entries of a step with
+differing logits are compared with those of the other slots.
+
+Reproduce: `kvdoctor contract MODEL --format json`: `used_as`, `used_at`, `continues_as`, `made_as` and `made_at` of a
+slot beside its `part`, `layer` and `present`.
+
+Repair: rename the outputs, or export again with the output names in the order in which the graph returns them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvdoctor.contract import Slot
+from kvdoctor.diagnose.checks._faults import CauseText, report_cause
+from kvdoctor.diagnose.context import ContractContext, RunContext
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording.units import shorten_names
+
+EXPORT_AGAIN = "rename the outputs, or export again with the output names in the order the graph returns them"
+
+PARTS = CauseText(
+    cause="a step returns a key in the place of a value, or a value in the place of a key",
+    declared="the entries of each slot under its own name",
+    advice=EXPORT_AGAIN,
+    on_graph=True,
+)
+LAYERS = CauseText(
+    cause="a step returns the entries of one layer in the place of another's",
+    declared="the entries of each slot under its own name",
+    advice=EXPORT_AGAIN,
+    on_graph=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """A slot, the output with its name, and the real content of that output."""
+
+    slot: Slot
+    output: str
+    holds: str
+
+
+@check("KV306", "key-value-swapped", "contract")
+def key_value_swapped(context: ContractContext) -> Iterator[Fault]:
+    """Slots filled from the other half of their layer, or only named after it."""
+    slots = context.contract.slots
+    crossed = [item for item in _find_crossings(slots) if item.holds in ("the key", "the value")]
+    yield from _report_crossings(context, crossed, "keys and values of the cache are swapped")
+    misnamed = tuple(slot for slot in slots if (slot.part, slot.used_as) in (("key", "value"), ("value", "key")))
+    if misnamed and not crossed:
+        yield _report_names(
+            context, misnamed, f"the {misnamed[0].part}", f"the {misnamed[0].used_as}", "keys and values"
+        )
+
+
+@check("KV307", "layers-swapped", "contract")
+def layers_swapped(context: ContractContext) -> Iterator[Fault]:
+    """Slots filled from another layer, or only named after it."""
+    slots = context.contract.slots
+    crossed = [item for item in _find_crossings(slots) if item.holds.startswith("layer")]
+    yield from _report_crossings(context, crossed, "layers of the cache are swapped")
+    misnamed = tuple(slot for slot, rank in _number_by_layer(slots) if slot.used_at != rank)
+    if misnamed and not crossed:
+        slot = misnamed[0]
+        yield _report_names(context, misnamed, f"layer {slot.layer}", f"attention number {slot.used_at}", "layers")
+
+
+@check("KV306", "key-value-swapped", "runs")
+def values_in_keys(context: RunContext) -> Iterator[Fault]:
+    """Steps whose cache entries are those of the other half of their layer."""
+    yield from report_cause(context, "key-value-swapped", PARTS)
+
+
+@check("KV307", "layers-swapped", "runs")
+def entries_of_other_layers(context: RunContext) -> Iterator[Fault]:
+    """Steps whose cache entries are those of another layer."""
+    yield from report_cause(context, "layers-swapped", LAYERS)
+
+
+def _number_by_layer(slots: tuple[Slot, ...]) -> Iterator[tuple[Slot, int]]:
+    """Slots whose attention is known, numbered by layer among those of their kind and part: (slot, number)."""
+    counts: dict[tuple[str, str | None], int] = {}
+    for slot in sorted((s for s in slots if s.layer is not None and s.used_at is not None), key=lambda s: s.layer or 0):
+        group = (slot.kind, slot.used_as)
+        yield slot, counts.get(group, 0)
+        counts[group] = counts.get(group, 0) + 1
+
+
+def _report_names(context: ContractContext, slots: tuple[Slot, ...], named: str, used: str, what: str) -> Fault:
+    names = tuple(slot.past for slot in slots)
+    return Fault(
+        severity="note",
+        file=context.decode_file,
+        subject=names,
+        where=f"input {shorten_names(names)}",
+        declared=f"{names[0]} is {named}",
+        observed=f"the graph uses it as {used}",
+        cause=f"{what} have each other's names, in every graph alike: no loop is affected",
+        repair=Advice("re-export", EXPORT_AGAIN),
+    )
+
+
+def _find_crossings(slots: tuple[Slot, ...]) -> Iterator[_Crossing]:
+    """Slots whose present, or first filling, has the content of another slot."""
+    owners = {slot.present: slot for slot in slots if slot.present is not None}
+    for slot in slots:
+        owner = owners.get(slot.continues_as or "")
+        if slot.present is not None and owner is not None and owner is not slot:
+            holder = next((other for other in slots if other.continues_as == slot.present), None)
+            yield _Crossing(slot, slot.present, _name_owner(holder, slot) if holder else "something else")
+        elif slot.filled_by is not None and slot.made_as is not None and slot.used_as is not None:
+            if slot.made_as != slot.used_as:
+                yield _Crossing(slot, slot.filled_by, f"the {slot.made_as}")
+            elif slot.made_at is not None and slot.made_at != slot.used_at:
+                yield _Crossing(slot, slot.filled_by, f"layer {_find_layer(slots, slot)}")
+
+
+def _name_owner(holder: Slot, slot: Slot) -> str:
+    return f"layer {holder.layer} ({holder.past})" if holder.layer != slot.layer else f"the {holder.part}"
+
+
+def _find_layer(slots: tuple[Slot, ...], slot: Slot) -> int | None:
+    alike = (other for other in slots if (other.kind, other.used_as) == (slot.kind, slot.used_as))
+    return next((other.layer for other in alike if other.used_at == slot.made_at), slot.made_at)
+
+
+def _report_crossings(context: ContractContext, crossed: list[_Crossing], cause: str) -> Iterator[Fault]:
+    if not crossed or context.passes_parity:
+        return
+    first = crossed[0]
+    names = tuple(dict.fromkeys(item.output for item in crossed))
+    of = f"{first.slot.part} of layer {first.slot.layer}" if first.slot.layer is not None else first.slot.part
+    yield Fault(
+        severity="error",
+        file=context.decode_file,
+        subject=names,
+        where=f"output {shorten_names(names)}",
+        declared=f"{first.output} is the {of}, and is fed back as {first.slot.past}",
+        observed=f"the graph returns {first.holds} as {first.output}",
+        cause=cause,
+        repair=context.advise_graph_repair(f"or {EXPORT_AGAIN}"),
+        effects=tuple(_list_effects(context)),
+        confidence="confirmed" if context.loop_is_wrong else "suspected",
+    )
+
+
+def _list_effects(context: ContractContext) -> Iterator[str]:
+    """The outcome of the checked loop."""
+    run = context.checked_loop
+    if run is not None and context.loop_is_wrong:
+        yield f"{run.experiment}: {run.outcome} at step {run.failed_step}"

@@ -1,0 +1,111 @@
+"""A decode step fails.
+
+What it means: the runtime stops with an error in a call that the cache contract allows, and no other check names the
+cause. KV201 is the first step with an empty past, KV202 any other step.
+
+Reproduce: `kvdoctor step-test MODEL -v` lists the inputs and outputs of each step.
+
+Repair: the node and the shapes of its inputs show which axis the export has fixed. `kvdoctor re-export` makes it
+dynamic if numbers in the graph stand for it; else export again with other sample sizes. If several sequences at once,
+or another encoder length, fail while one sequence works, it is a warning. A length that no config declares usable is
+not a fault.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvdoctor.contract import describe
+from kvdoctor.decode.runs import ObservedTensor, Run, Step
+from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses, rejects_empty_past
+from kvdoctor.diagnose.checks._faults import describe_location, find_undeclared_size, name_node
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
+
+if TYPE_CHECKING:
+    pass
+
+SHOWN_ROLES = ("token_ids", "token_and_position", "embeddings", "past")
+
+SHORT_STATE = Advice(
+    "caller", "pad that state with leading zeros to its declared size before it is fed, or export again with that size"
+)
+EXPORT_AGAIN = "or export again with sample sizes of 2 or more, all different"
+
+
+@check("KV201", "empty-past-rejected", "runs")
+def empty_past_rejected(context: RunContext) -> Iterator[Fault]:
+    """The first step with past length 0, if it runs with a dummy past of length 1."""
+    run = context.find_run("empty-past")
+    if run is not None and rejects_empty_past(context):
+        yield _build_fault(context, run, "error", "the first step fails with a past of length 0", "a past of length 0")
+
+
+@check("KV202", "step-fails", "runs")
+def step_fails(context: RunContext) -> Iterator[Fault]:
+    """A checked loop, or runs of other sizes, that fail without a named cause."""
+    run = context.checked_loop
+    if run is None:
+        return
+    if reason := find_explanation(context):
+        raise CannotCheck(reason)
+    if run.outcome == "failed":
+        yield _build_fault(context, run, "error", _name_failed_step(run), "a step that passes")
+        return
+    for other, use in find_faulty_uses(context, "failed"):
+        if other.experiment in ("chunk", "full-context"):
+            continue  # those have checks of their own
+        last = other.steps[-1] if other.steps else None
+        uncached = last is not None and last.phase != "decode"
+        if (
+            other.experiment == "long-past"
+            and last
+            and uncached
+            and (context.contract.context_limit or 0) < last.new_tokens
+        ):
+            raise CannotCheck(
+                f"{last.past_length + last.new_tokens} tokens fail, and no config declares that length usable"
+            )
+        fault = _build_fault(context, other, use.severity, f"with {use.words}, {_name_failed_step(other)}", use.words)
+        yield replace(fault, use=use.required)
+
+
+def _name_failed_step(run: Run) -> str:
+    last = run.steps[-1] if run.steps else None
+    if last is not None and last.phase == "reference":
+        return f"the reference run, {last.new_tokens} tokens in one call without a cache, fails"
+    return "the first step fails" if run.failed_step == 0 else f"decode step {run.failed_step} fails"
+
+
+def _list_fed(context: RunContext, step: Step | None) -> list[tuple[str, ObservedTensor]]:
+    """The tokens and pasts that a call was fed."""
+    if step is None:
+        return []
+    decode = step.phase == "decode"
+    ports = context.contract.graph("decode" if decode else "prefill").inputs
+    return [(port.name, step.fed[port.name]) for port in ports if port.role in SHOWN_ROLES and port.name in step.fed]
+
+
+def _build_fault(context: RunContext, run: Run, severity: Severity, cause: str, declared: str) -> Fault:
+    node = run.location.node if run.location and run.location.node else run.node
+    place = name_node(run.location) if run.location else None
+    place = place or (f'{node.op} "{node.name}"' if node else f"file {context.decode_file}")
+    step = run.steps[-1] if run.steps else None
+    mismatch = find_undeclared_size(context, run)
+    shown = ", ".join(f"{name} {describe(seen.dtype, seen.shape)}" for name, seen in _list_fed(context, step)[:3])
+    call = "reference run" if step and step.phase == "reference" else f"step {run.failed_step}"
+    return Fault(
+        severity=severity,
+        file=context.decode_file,
+        subject=(node.name,) if node else (context.decode_file,),
+        where=place,
+        apart=(
+            *(() if run is context.checked_loop else (run.experiment,)),
+            *((node.op,) if node and not node.name else ()),
+        ),
+        declared=declared,
+        observed=f"{run.experiment}, {call}" + (f", fed {shown}" if shown else "") + f": {run.error or run.reason}",
+        cause=cause + (f" ({run.reason})" if run.reason and run.error else "") + (f": {mismatch}" if mismatch else ""),
+        repair=SHORT_STATE if mismatch else context.advise_graph_repair(EXPORT_AGAIN),
+        evidence=describe_location(run),
+    )

@@ -1,0 +1,209 @@
+"""The model works in the local runtime, and fails or differs under a target.
+
+What it means: the installed runtime opens the file and runs its steps; the target runtime does not, or its logits
+differ. An operator had a bug in that release, an optimization is wrong, or a rule became stricter.
+
+How it is decided: the same experiments, with the same feeds, are run in an isolated environment with only the target's
+release. What fails in the local runtime as well is not reported for the target. Logits of experiments that pass in both
+are compared by the tolerances of docs/policy.md. The fault location is searched under the target.
+
+Reproduce: `kvdoctor step-test MODEL --target onnxruntime==1.16.3 -v`
+
+Repair: use a release that runs the model, or export again for this one: with another opset, without the optimization or
+quantization to which the fault location points.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.choices import Required
+from kvdoctor.contract import describe
+from kvdoctor.decode.runs import WRONG, Run, Step
+from kvdoctor.diagnose.checks.target_limits import is_ruled_out
+from kvdoctor.diagnose.context import TargetContext
+from kvdoctor.findings import Advice, Fault, Severity, check
+from kvdoctor.runtime.targets import Target
+from kvdoctor.runtime.targets.result import LogitsGap, TargetResult
+
+ANOTHER = Advice("re-export", "use a release that runs the model as it is, or export it again for this one")
+
+
+@check("KV404", "target-fails", "targets")
+def target_fails(context: TargetContext) -> Iterator[Fault]:
+    """Files and steps that the local runtime runs, and that fail under a target."""
+    for result in _list_other_results(context):
+        refused = list(_report_refusals(context, result))
+        yield from refused
+        if not refused:
+            yield from _report_runs(context, result, ("failed", "died"))
+
+
+@check("KV405", "target-differs", "targets")
+def target_differs(context: TargetContext) -> Iterator[Fault]:
+    """Logits that are right in the local runtime, and wrong or different under a target."""
+    for result in _list_other_results(context):
+        yield from _report_runs(context, result, ("differs",))
+        if not _find_wrong_runs(context, result):
+            yield from _report_gaps(context, result)
+
+
+def _name_local(context: TargetContext) -> str:
+    return context.local_runtime.words if context.local_runtime is not None else "the local runtime"
+
+
+def _list_other_results(context: TargetContext) -> Iterator[TargetResult]:
+    """The results of other runtimes than the local one; one of several with the same runtime."""
+    seen = set()
+    for result in context.target_results:
+        if not result.is_local and result.not_run is None and result.target.runtime not in seen:
+            seen.add(result.target.runtime)
+            yield result
+
+
+def _report_refusals(context: TargetContext, result: TargetResult) -> Iterator[Fault]:
+    """Files that open only locally, or under the target only with less optimization, for no known limit."""
+    here = {file: opens_at for file, _, opens_at in context.refusals}
+    files = {file.name: file for file in context.stack.files.values()}
+    for file, errors, opens_at in result.refusals:
+        if file in here or (opens_at is None and file in files and is_ruled_out(files[file], result.target.limits)):
+            continue
+        levels: dict[str, list[str]] = {}
+        for level, error in errors.items():
+            levels.setdefault(error, []).append(level)
+        advice = ANOTHER
+        if opens_at is not None:
+            advice = Advice("caller", f"set the graph optimization level to {opens_at!r} when you open the session")
+        yield Fault(
+            severity="error",
+            file=file,
+            subject=(file,),
+            apart=(result.target.asked,),
+            where=f"file {file}, under {result.target.words}",
+            declared=f"a model that opens, as with {_name_local(context)}",
+            observed="; ".join(f"level {', '.join(names)}: {error}" for error, names in levels.items()),
+            cause=f"{result.target.words} "
+            + ("does not open the file" if opens_at is None else f"opens the file at level {opens_at!r} only"),
+            repair=advice,
+        )
+
+
+def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[str, ...]) -> Iterator[Fault]:
+    """Experiments that go wrong under the target alone: one finding, if the first of them has one of these outcomes."""
+    bad = _find_wrong_runs(context, result)
+    if not bad or bad[0].outcome not in outcomes:
+        return
+    run, severity, use = bad[0], *_rate(bad[0].experiment)
+    yield Fault(
+        severity=severity,
+        file=context.decode_file,
+        subject=tuple(run.experiment for run in bad),
+        apart=(result.target.asked,),
+        where=_describe_where(run, result.target),
+        declared=f"{run.experiment} as with {_name_local(context)}, where it passes",
+        observed=_describe_observed(run),
+        cause=_describe_cause(run, result.target),
+        repair=ANOTHER,
+        effects=tuple(f"{other.experiment} {other.outcome} as well" for other in bad[1:4]),
+        use=use,
+        evidence=(run.location.words, *run.location.provenance) if run.location is not None else (),
+    )
+
+
+def _find_wrong_runs(context: TargetContext, result: TargetResult) -> list[Run]:
+    """The runs that go wrong under the target alone: the consumer's loop first, uses last."""
+    from kvdoctor.decode.experiments import uses
+
+    bad = []
+    for run in result.runs:
+        mine = context.find_run(run.experiment)
+        if run.outcome in WRONG and mine is not None and mine.outcome not in (*WRONG, "skipped"):
+            bad.append(run)
+    judged = context.checked_loop.experiment if context.checked_loop else "plain-loop"
+    return sorted(bad, key=lambda run: (run.experiment != judged, run.experiment in uses()))
+
+
+def _rate(experiment: str) -> tuple[Severity, Required | None]:
+    from kvdoctor.decode.experiments import uses
+
+    use = uses().get(experiment)
+    return ("error", None) if use is None else (use.severity, use.required)
+
+
+def _describe_where(run: Run, target: Target) -> str:
+    node = run.location.node if run.location is not None and run.location.node is not None else run.node
+    place = f', {node.op} "{node.name}"' if node is not None else ""
+    return f"{run.experiment}, step {run.failed_step or 0}{place}, under {target.words}"
+
+
+def _describe_observed(run: Run) -> str:
+    if run.outcome == "died":
+        return run.reason or "the process ended"
+    if run.outcome == "failed":
+        return run.error or "the step fails"
+    step = next((step for step in run.steps if step.step == run.failed_step), None)
+    if step is None or step.difference is None:
+        return run.reason or "the logits differ"
+    if not step.difference.finite:
+        return "logits are not finite"
+    size = f"{step.difference.relative:.2g} standard deviations of the logits"
+    return f"logits off by {size} from the run without a cache under the target"
+
+
+def _describe_cause(run: Run, target: Target) -> str:
+    """What goes wrong, with the sizes of the step."""
+    failed = run.failed_step or 0
+    match run.outcome:
+        case "died":
+            return f"the process of {target.words} ends in {run.experiment}, which passes in the local runtime"
+        case "failed":
+            last = next((step for step in run.steps if step.step == failed), None)
+            fed = f" on {_describe_feed(last)}" if last is not None else ""
+            return f"step {failed} of {run.experiment} fails with {target.words}{fed}, and passes in the local runtime"
+        case _:
+            return f"the logits of {run.experiment} are wrong with {target.words}, and right in the local runtime"
+
+
+def _describe_feed(step: Step) -> str:
+    return f"{step.new_tokens} new tokens and a past of {step.past_length}"
+
+
+def _report_gaps(context: TargetContext, result: TargetResult) -> Iterator[Fault]:
+    """Logits that are consistent in both runtimes, and differ between them."""
+    apart = {name: gap for name, gap in result.gaps.items() if gap.verdict == "fail"}
+    if not apart:
+        return
+    judged = context.checked_loop.experiment if context.checked_loop else "plain-loop"
+    name = judged if judged in apart else min(apart)
+    severity, use = _rate(name)
+    shapes = _find_other_shape(context.find_run(name), result.run(name))
+    yield Fault(
+        severity=severity,
+        file=context.decode_file,
+        subject=tuple(sorted(apart)),
+        apart=(result.target.asked, "other logits"),
+        where=f"{name}, step {apart[name].step}, under {result.target.words}",
+        declared=f"the logits of {_name_local(context)}",
+        observed=shapes or _describe_gap(apart[name]),
+        cause=f"{result.target.words} gives other {'shapes' if shapes else 'logits'} than the local runtime",
+        repair=ANOTHER,
+        use=use,
+    )
+
+
+def _describe_gap(gap: LogitsGap) -> str:
+    if gap.difference is None:
+        return "another number of logits"
+    if not gap.difference.finite:
+        return "logits are not finite"
+    return f"logits off by {gap.difference.relative:.2g} standard deviations of the logits"
+
+
+def _find_other_shape(here: Run | None, there: Run | None) -> str | None:
+    """The first output with another shape under the target."""
+    theirs = {step.step: step.returned for step in there.steps} if there is not None else {}
+    for step in here.steps if here is not None else ():
+        for name, seen in step.returned.items():
+            other = theirs.get(step.step, {}).get(name)
+            if other is not None and other.shape != seen.shape:
+                shown, mine = describe(other.dtype, other.shape), describe(seen.dtype, seen.shape)
+                return f"step {step.step} returns {name} as {shown}, and as {mine} in the local runtime"
+    return None

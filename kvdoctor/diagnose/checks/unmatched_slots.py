@@ -1,0 +1,70 @@
+"""A past that no output fills, or a present that no input takes.
+
+What it means: no present output in the whole set of files can fill a past input (KV102), or no graph takes some present
+outputs as its past (KV103). Often a file is missing: `decoder_model.onnx` needs its `decoder_with_past_model.onnx`, and
+the other way round. The cross-attention cache that a `decoder_with_past` takes and does not return is no fault: the
+loop keeps it. Nor is one that a single decoder takes and no file of the folder makes: the caller's encoder gives it.
+
+Reproduce: compare the names of past inputs and present outputs over all files of the export.
+
+Repair: add the missing file, or export again with the task that ends in `-with-past`.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.analysis.completeness import find_unfilled
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording.units import shorten_names
+
+EXPORT_AGAIN = Advice("re-export", "add the missing file of the export, or export again with the task ...-with-past")
+
+
+@check("KV102", "past-without-present", "contract")
+def past_without_present(context: ContractContext) -> Iterator[Fault]:
+    """Slots that neither the prefill nor a decode step fills."""
+    contract = context.contract
+    if context.stack.operator is not None:
+        return  # the operator fills the slots of the graphs within it
+    empty = tuple(lack.subject for lack in find_unfilled(contract))
+    lost = tuple(
+        slot.past
+        for slot in contract.slots
+        if slot.filled_by is not None and slot.present is None and slot.kind == "self-attention"
+    )
+    for subject, observed in ((empty, "no output of any file fills it"), (lost, "no decode step returns it")):
+        if subject:
+            yield Fault(
+                severity="error",
+                file=context.decode_file,
+                subject=subject,
+                where=f"inputs of {context.decode_file}",
+                declared=f"a present output for {shorten_names(subject)}",
+                observed=observed,
+                cause="no output can be fed to this past",
+                repair=context.advise_graph_repair("or export again, with a present output for each past"),
+            )
+
+
+@check("KV103", "present-without-past", "contract")
+def present_without_past(context: ContractContext) -> Iterator[Fault]:
+    """Present outputs that no past input takes."""
+    contract = context.contract
+    if context.stack.operator is not None:
+        return
+    if any(port.shape is None or not port.dtype for port in contract.graph("decode").inputs):
+        return  # one of them may be the past; contract-unknown reports it
+    read = {name for slot in contract.slots for name in (slot.present, slot.filled_by)}
+    for graph in contract.graphs.values():
+        unread = tuple(port.name for port in graph.outputs if port.role == "present" and port.name not in read)
+        if unread:
+            yield Fault(
+                severity="error",
+                file=graph.file,
+                subject=unread,
+                where=f"outputs of {graph.file}",
+                declared=f"a past input that takes {shorten_names(unread)}",
+                observed="no graph of the export has one",
+                cause="no input takes the cache that this graph returns",
+                repair=EXPORT_AGAIN,
+            )

@@ -1,0 +1,31 @@
+"""A file is not a readable ONNX model.
+
+What it means: the file is empty, truncated, damaged, a Git LFS pointer, an ONNX Runtime `.ort` file or another file
+with this extension. Nothing in it was checked, so the exit code is 3 if this is the only finding.
+
+Reproduce: `python -c "import onnx; onnx.load('FILE')"` fails or returns an empty model.
+
+Repair: download the file again; `git lfs pull` for a pointer; give the `.onnx` file from which an `.ort` file was made.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.diagnose.context import FileContext
+from kvdoctor.findings import Advice, Fault, check
+
+
+@check("KV001", "unreadable", "file", incomplete=True)
+def unreadable(context: FileContext) -> Iterator[Fault]:
+    """A file that cannot be read."""
+    if context.file.problem is None:
+        return
+    yield Fault(
+        severity="error",
+        file=context.file.name,
+        subject=(context.file.name,),
+        where=f"file {context.file.name}",
+        declared="an ONNX model",
+        observed=context.file.problem.reason,
+        cause="the file cannot be read as an ONNX model, so nothing in it was checked",
+        repair=Advice("caller", context.file.problem.advice),
+    )

@@ -1,0 +1,50 @@
+"""The runtime crashed, hung, or ran out of memory.
+
+What it means: the process that ran the model ended by a signal, gave no answer within `--timeout`, or exceeded
+`--max-memory`. In your program the same call ends the whole program.
+
+Reproduce: make the call that the finding names in a separate process.
+
+Repair: if a limit was reached, raise it; if the runtime crashed, use another version of it or a new export.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.decode.runs import Run
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.findings import Advice, Fault, check
+
+FEED_BACK = ("plain-loop", "late-cache")
+"""Experiments that feed every returned slot back."""
+
+
+@check("KV011", "worker-died", "runs", incomplete=True)
+def worker_died(context: RunContext) -> Iterator[Fault]:
+    """Runs in which the process ended, one finding for each way in which it did."""
+    ended: dict[str, list[str]] = {}
+    for run in context.runs:
+        if run.outcome == "died" and not _emptied_cache_explains(context, run):
+            ended.setdefault(run.died_by or "?", []).append(run.experiment)
+    for how, experiments in ended.items():
+        first = context.find_run(experiments[0])
+        limit = {"timeout": "--timeout SECONDS", "memory": "--max-memory MIB"}.get(how)
+        yield Fault(
+            severity="error",
+            file=context.decode_file,
+            subject=tuple(experiments),
+            where=f"experiment {', '.join(experiments)}",
+            declared="an answer from the runtime",
+            observed=f"the process {first.reason if first else how}",
+            cause=f"the runtime did not finish within the {'time' if how == 'timeout' else 'memory'} limit"
+            if limit
+            else "the runtime crashed on this model",
+            repair=Advice(
+                "caller", f"raise the limit: {limit}" if limit else "try another onnxruntime, or export again"
+            ),
+        )
+
+
+def _emptied_cache_explains(context: RunContext, run: Run) -> bool:
+    """Whether KV203 explains the crash: the loop feeds an emptied cache back, and the held loop passes."""
+    held = context.find_run("held-loop")
+    return bool(context.emptied_slots) and run.experiment in FEED_BACK and held is not None and held.outcome == "passed"

@@ -1,0 +1,74 @@
+"""Logits are right in the usual loop, and wrong at other lengths or with several new tokens.
+
+What it means: the loop of a few single tokens gives the logits of the reference run. At some lengths of the past
+(KV308), or where several new tokens are put on a cache at once (KV309), it does not. The fault begins at a length, or
+strikes at one alone: a table that ends, a mask or a window of a fixed size, a branch that is taken from some length on.
+Wrong lengths are an error, since every sequence gets there; wrong chunks are a warning, since a loop may do without.
+
+How it is decided: one step at each past from 1 to 39, steps, chunks and prefills around each number that the graph
+compares a length with, and one step after 49 tokens; chunks of 3 and of 2 tokens. All logits are compared with those of
+one call over the same tokens without a cache. A cause that has a check of its own is reported by that check.
+
+Reproduce: `kvdoctor step-test MODEL -v`, experiments `each-length`, `near-thresholds`, `long-past`, `chunk`,
+`second-turn` and `chunks-near-thresholds`; the table of each run lists the past of every step.
+
+Repair: look at the numbers of the graph that the wrong lengths begin at, or export again with other sample sizes. For
+chunks: feed one token per step once there is a cache.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvdoctor.decode.runs import Run
+from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses, is_named
+from kvdoctor.diagnose.checks._differences import build_difference, severity_of
+from kvdoctor.diagnose.checks._faults import AT_LENGTHS
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.findings import Advice, Fault, check
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.experiments import Use
+
+CHUNKS = ("chunk", "second-turn", "chunks-near-thresholds")
+
+OTHER_SIZES = Advice("re-export", "export again with other sample sizes, and test the result")
+ONE_TOKEN = Advice("caller", "feed one token per step once there is a cache, or export again")
+
+
+@check("KV308", "wrong-at-lengths", "runs")
+def wrong_at_lengths(context: RunContext) -> Iterator[Fault]:
+    """Wrong logits at some lengths of the past."""
+    for run, use in _unnamed(context, AT_LENGTHS):
+        cause = f"with {use.words}, logits with the cache differ from logits without it"
+        fault = build_difference(context, run, severity_of(run, use), cause)
+        yield replace(fault, use=use.required, repair=OTHER_SIZES, effects=tuple(_describe_lengths(context, run)))
+
+
+@check("KV309", "chunk-differs", "runs")
+def chunk_differs(context: RunContext) -> Iterator[Fault]:
+    """Wrong logits of several new tokens at once."""
+    for run, use in _unnamed(context, CHUNKS):
+        cause = f"with {use.words}, logits with the cache differ from logits without it"
+        yield replace(build_difference(context, run, use.severity, cause), use=use.required, repair=ONE_TOKEN)
+
+
+def _unnamed(context: RunContext, experiments: tuple[str, ...]) -> "Iterator[tuple[Run, Use]]":
+    """The runs of some experiments that differ for no cause that has a check of its own."""
+    if find_explanation(context):
+        return
+    for run, use in find_faulty_uses(context, "differs"):
+        if run.experiment in experiments and not is_named(context, run):
+            yield run, use
+
+
+def _describe_lengths(context: RunContext, run: Run) -> Iterator[str]:
+    """One line: the shortest past at which a single step is wrong, and how many shorter ones are right.
+
+    A wrong step leaves wrong entries in the cache, so that longer ones may be wrong for that alone.
+    """
+    single = [step for step in run.steps if step.phase == "decode" and step.new_tokens == 1 and step.difference]
+    wrong = {s.past_length for s in single if s.difference and not s.difference.relative <= context.tolerance.fails}
+    right = {step.past_length for step in single if wrong and step.past_length < min(wrong)}
+    if right:
+        yield f"first wrong at a past of {min(wrong)} tokens; {len(right)} shorter ones that were run are right"

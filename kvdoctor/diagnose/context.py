@@ -1,0 +1,170 @@
+"""The contexts of checks: what is known of one file or one stack in each round. Each extends the one before it."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvdoctor.analysis.model_folder import ModelFolder
+from kvdoctor.analysis.stacks import OnnxFile, StackFiles
+from kvdoctor.choices import Consumer, Required
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.decode.runs import ObservedTensor, Run, Step
+from kvdoctor.decode.tolerances import Tolerance, find_tolerance
+from kvdoctor.findings import Advice
+from kvdoctor.model.view import Declared, GraphView
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.caller_trace.check import TraceCheck
+    from kvdoctor.runtime.targets import Target
+    from kvdoctor.runtime.targets.result import Refused, TargetResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileContext:
+    """Round `file`: one file of the folder."""
+
+    folder: ModelFolder
+    file: OnnxFile
+
+    def advise_graph_repair(self, text: str) -> Advice:
+        """Advice to let kvdoctor repair the graph; `text` is the alternative, as in `or export again`."""
+        return _advise_graph_repair(self.folder, (), text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContractContext:
+    """Round `contract`: one stack and its cache contract.
+
+    `consumer` is the loop that will use the model, `required` are the uses that must work, `targets` the runtimes in
+    which it must run. `tolerances` are shares of the logits' standard deviation that pass in place of the table's.
+    `runs` are the experiments, none where nothing was run.
+    """
+
+    folder: ModelFolder
+    stack: StackFiles
+    contract: CacheContract
+    consumer: Consumer = "plain"
+    required: tuple[Required, ...] = ()
+    targets: "tuple[Target, ...]" = ()
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    runs: tuple[Run, ...] = ()
+
+    def find_run(self, experiment: str) -> Run | None:
+        """The run of that experiment, if there was one."""
+        return next((run for run in self.runs if run.experiment == experiment), None)
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far logits of this contract may lie apart and still be the same."""
+        return find_tolerance(self.contract.exactness, self.tolerances)
+
+    @property
+    def checked_loop(self) -> Run | None:
+        """The run of the loop that the consumer uses: plain, or held where that is a loop of its own.
+
+        An emptied cache breaks the plain loop and has a check of its own: then the held loop shows any other fault.
+        """
+        held = self.find_run("held-loop")
+        if held is not None and held.outcome != "skipped" and (self.consumer == "held" or self.emptied_slots):
+            return held
+        return self.find_run("plain-loop")
+
+    @property
+    def emptied_slots(self) -> tuple[Slot, ...]:
+        """Slots that a decode step returns without elements, by the graph or by what the runs showed."""
+        return tuple(slot for slot in self.contract.slots if slot.emptied)
+
+    @property
+    def decode_graph(self) -> GraphView:
+        """The graph that decodes with the cache."""
+        view = self.stack.main.view
+        if view is None:
+            raise LookupError(f"{self.stack.main.name} of stack {self.stack.name} was not read")
+        return view
+
+    @property
+    def decode_file(self) -> str:
+        """The name of the file that decodes with the cache."""
+        return self.stack.main.name
+
+    @property
+    def logits_name(self) -> str:
+        """The name of the output with the logits."""
+        port = self.contract.graph("decode").port("logits")
+        return port.name if port else "logits"
+
+    @property
+    def passes_parity(self) -> bool:
+        """Whether the checked loop was compared with a run without a cache, and agreed."""
+        run = self.checked_loop
+        return run is not None and run.outcome == "passed" and self.contract.new_tokens is None
+
+    @property
+    def loop_is_wrong(self) -> bool:
+        """Whether the checked loop failed or differed: this confirms what the graph makes a check suspect."""
+        run = self.checked_loop
+        return run is not None and run.outcome in ("differs", "failed")
+
+    def declared_pairs(self) -> Iterator[tuple[Slot, Declared, Declared]]:
+        """Every slot with its past and its present, as declared by the graph that decodes."""
+        graph = self.decode_graph
+        for slot in self.contract.slots:
+            if slot.present is not None and slot.past in graph.inputs and slot.present in graph.outputs:
+                yield slot, graph.inputs[slot.past], graph.outputs[slot.present]
+
+    def observed_presents(self, slot: Slot) -> Iterator[tuple[Step, ObservedTensor]]:
+        """What decode steps of the plain loop returned for a slot."""
+        run = self.find_run("plain-loop")
+        for step in run.steps if run else ():
+            if step.phase == "decode" and slot.present in step.returned:
+                yield step, step.returned[slot.present]
+
+    def advise_graph_repair(self, text: str) -> Advice:
+        """Advice to let kvdoctor repair the graph; `text` is the alternative, as in `or export again`."""
+        return _advise_graph_repair(self.folder, self.targets, text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetContext(ContractContext):
+    """Round `targets`: adds the runtimes.
+
+    `local_runtime` is the one that `runs` are from, None where nothing is run. `refusals` are files that it did not
+    open. `target_results` are what the model showed under each target that was run.
+    """
+
+    local_runtime: "Target | None" = None
+    refusals: "tuple[Refused, ...]" = ()
+    target_results: "tuple[TargetResult, ...]" = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext(TargetContext):
+    """Round `runs`: adds the result of round `contract`.
+
+    `declared_faults` are the names of its errors. `timings` are seconds by label; `thorough` asks for every check.
+    """
+
+    declared_faults: tuple[str, ...] = ()
+    timings: Mapping[str, float] = field(default_factory=dict)
+    thorough: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallerContext(RunContext):
+    """Round `caller`: adds the comparison of the caller's own steps with the contract."""
+
+    trace_check: "TraceCheck"
+
+
+def _advise_graph_repair(folder: ModelFolder, targets: "tuple[Target, ...]", text: str) -> Advice:
+    options = "".join(f" --target {target.asked}" for target in targets)
+    return Advice("graph", text, f"kvdoctor re-export {shlex.quote(folder.shown)} -o FIXED{options}")
+
+
+Extended = TypeVar("Extended", bound=ContractContext)
+
+
+def extend_context(context: ContractContext, kind: type[Extended], **added: Any) -> Extended:
+    """The context of a later round: everything that is known, and what was added since."""
+    return kind(**(vars(context) | added))

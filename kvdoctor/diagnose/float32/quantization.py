@@ -1,0 +1,231 @@
+"""Quantization without its rounding: products of real numbers for those of integers, a clip for rounded activations.
+
+Dynamic: `DynamicQuantizeLinear` returns round(x / scale) + zero point, and `MatMulInteger` multiplies that by quantized
+weights. Here x itself replaces the first, with a scale of 1 and a zero point of 0, and the product is one of real
+numbers: the product of the scales that follows is then right as it is. Weights keep their quantized values.
+
+Static: a QuantizeLinear and DequantizeLinear on an activation become a clip. The saturation at the ends of the scale
+belongs to the mathematics of the graph and stays; the rounding goes.
+"""
+
+import struct
+from collections.abc import Iterator
+
+from kvdoctor.diagnose.float32.widen import FLOAT, NoFloat32Copy, cast, unrounded_name
+from kvdoctor.model.precision import DYNAMIC, INT8_LEVEL, activations_rounded
+from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto, TensorProto
+from kvdoctor.model.traverse import all_nodes, graphs_in, names_in, node_lists
+from kvdoctor.model.view import GraphView, Scope
+
+PRODUCTS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
+TAKES_QUANTIZED = {*PRODUCTS, "MatMulIntegerToFloat", "DequantizeLinear"}
+"""Operators that can read the real number in place of the quantized one."""
+
+
+def unround_integers(model: ModelProto) -> None:
+    """Replace integer products by products of real numbers, in place.
+
+    Raises:
+        NoFloat32Copy: an operator that is no product reads a quantized value, or an operator rounds internally.
+    """
+    view = GraphView(model)
+    used = set(view.operators)
+    if used & {*DYNAMIC, *PRODUCTS, "MatMulIntegerToFloat"}:
+        _IntegerRewriter(model).run()
+        for graph in graphs_in(model.graph):
+            del graph.value_info[:]  # they may declare integers
+    for nodes in node_lists(model):
+        for node in nodes:
+            if node.op_type in DYNAMIC:
+                raise NoFloat32Copy(f"the operator {node.op_type} rounds internally")
+            if node.op_type == "MatMulNBits":
+                _compute_in_float(node)
+
+
+def _compute_in_float(node: NodeProto) -> None:
+    kept = [a for a in node.attribute if a.name != "accuracy_level" or a.i < INT8_LEVEL]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+
+
+class _IntegerRewriter:
+    """Rewrites one model. `real` are the names of values that were quantized and are real numbers now."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self.model, self.known = model, names_in(model)
+        self.sizes = {t.name: list(t.dims) for graph in graphs_in(model.graph) for t in graph.initializer}
+        self.real: set[str] = set()
+        self.given_out = {value.name for graph in graphs_in(model.graph) for value in graph.output}
+        self.given_out |= {name for function in model.functions for name in function.output}
+
+    def run(self) -> None:
+        every = [node for nodes in node_lists(self.model) for node in nodes]
+        self.real = {node.output[0] for node in every if node.op_type == "DynamicQuantizeLinear"}
+        self._refuse_other_readers(every)
+        for nodes in node_lists(self.model):
+            changed: list[NodeProto] = []
+            for node in nodes:
+                changed += self._rewrite(node)
+            del nodes[:]
+            nodes.extend(changed)
+
+    def _refuse_other_readers(self, every: list[NodeProto]) -> None:
+        products = {node.output[0] for node in every if node.op_type in PRODUCTS and self.real & {*node.input[:2]}}
+        for node in every:
+            if self.real.intersection(node.input) and node.op_type not in TAKES_QUANTIZED:
+                raise NoFloat32Copy(f"the operator {node.op_type} reads the output of DynamicQuantizeLinear")
+            if products.intersection(node.input) and node.op_type != "Cast":
+                raise NoFloat32Copy(f"the operator {node.op_type} reads the integers of a product")
+        if self.given_out & (self.real | products):
+            raise NoFloat32Copy("a quantized value is an output of the graph")
+
+    def _rewrite(self, node: NodeProto) -> list[NodeProto]:
+        if node.op_type == "DynamicQuantizeLinear":
+            quantized, scale, zero = node.output
+            return [
+                NodeProto(op_type="Identity", name=node.name, input=[node.input[0]], output=[quantized]),
+                scalar(scale, FLOAT, 1.0),
+                scalar(zero, int(TensorProto.UINT8), 0),
+            ]
+        if node.op_type == "DequantizeLinear" and node.input[0] in self.real:
+            return [NodeProto(op_type="Identity", name=node.name, input=[node.input[0]], output=list(node.output))]
+        if node.op_type in PRODUCTS and self.real & {*node.input[:2]}:
+            return self._product(node)
+        if node.op_type == "MatMulIntegerToFloat" and self.real & {*node.input[:2]}:
+            given = [*node.input, *[""] * 7]
+            left, right = (given[0], given[2], given[4]), (given[1], given[3], given[5])
+            return self._scaled_product(node, left, right, given[6])
+        if node.op_type == "DynamicQuantizeMatMul":
+            given = [*node.input, *[""] * 5]
+            return self._scaled_product(node, (given[0], "", ""), (given[1], given[2], given[3]), given[4])
+        return [node]
+
+    def _product(self, node: NodeProto) -> list[NodeProto]:
+        """MatMulInteger and ConvInteger: operands, then their zero points."""
+        made: list[NodeProto] = []
+        zeros = [*node.input[2:], "", ""]
+        if node.op_type == "ConvInteger" and any(n > 1 for n in self.sizes.get(zeros[1], [])):
+            raise NoFloat32Copy("a ConvInteger has a zero point for each channel")
+        operands = [self._real(made, name, zero) for name, zero in zip(node.input[:2], zeros, strict=False)]
+        kind = PRODUCTS[node.op_type]
+        product = NodeProto(op_type=kind, name=node.name, input=operands, output=list(node.output))
+        product.attribute.extend(node.attribute)
+        return [*made, product]
+
+    def _scaled_product(
+        self, node: NodeProto, left: tuple[str, str, str], right: tuple[str, str, str], bias: str
+    ) -> list[NodeProto]:
+        """Operands as (name, scale, zero point), real ones without both, and a bias."""
+        made: list[NodeProto] = []
+        operands = []
+        for name, scale, zero in (left, right):
+            operand = name if not scale else self._real(made, name, zero)
+            operands.append(self._combine(made, "Mul", operand, scale) if scale else operand)
+        out = node.output[0]
+        product = unrounded_name(out, self.known) if bias else out
+        made.append(NodeProto(op_type="MatMul", name=node.name, input=operands, output=[product]))
+        if bias:
+            made.append(NodeProto(op_type="Add", input=[product, bias], output=[out]))
+        return made
+
+    def _real(self, made: list[NodeProto], name: str, zero: str) -> str:
+        """The real number behind an operand: itself, or the integer less its zero point."""
+        if name in self.real:
+            return name
+        number = unrounded_name(name, self.known)
+        made.append(cast(name, number))
+        if not zero:
+            return number
+        shift = unrounded_name(zero, self.known)
+        made.append(cast(zero, shift))
+        return self._combine(made, "Sub", number, shift)
+
+    def _combine(self, made: list[NodeProto], operator: str, one: str, other: str) -> str:
+        joined = unrounded_name(one, self.known)
+        made.append(NodeProto(op_type=operator, input=[one, other], output=[joined]))
+        return joined
+
+
+RANGES: dict[int, tuple[int, int]] = {
+    int(TensorProto.UINT8): (0, 255),
+    int(TensorProto.INT8): (-128, 127),
+    int(TensorProto.UINT16): (0, 65535),
+    int(TensorProto.INT16): (-32768, 32767),
+}
+"""The ranges of the integer types that activations are quantized to."""
+
+
+def unround_scales(model: ModelProto) -> None:
+    """Replace by a clip, in place, every pair whose scale and zero point are one constant number each."""
+    chosen = _pairs(model)
+    if not chosen:
+        return
+    known = names_in(model)
+    for nodes in node_lists(model):
+        changed: list[NodeProto] = []
+        for node in nodes:
+            if node.op_type == "QuantizeLinear" and node.output[0] in chosen:
+                changed += _clip(node, chosen[node.output[0]], known)
+            elif node.op_type == "DequantizeLinear" and node.input[0] in chosen:
+                changed.append(NodeProto(op_type="Identity", input=[node.input[0]], output=list(node.output)))
+            else:
+                changed.append(node)
+        del nodes[:]
+        nodes.extend(changed)
+    for graph in graphs_in(model.graph):
+        del graph.value_info[:]  # they may declare integers
+
+
+def _pairs(model: ModelProto) -> dict[str, int]:
+    """The values that are quantized and at once dequantized by the same scale, with their integer type."""
+    kinds: dict[str, int | None] = {}
+    for scope, node in activations_rounded(GraphView(model)):
+        name, kind = node.output[0], _kind(scope, node)
+        # The branches of an `If` may give one name to two values.
+        kinds[name] = kind if kinds.get(name, kind) == kind else None
+    for graph in graphs_in(model.graph):
+        for value in graph.output:
+            kinds.pop(value.name, None)
+    scales = {node.output[0]: list(node.input[1:3]) for node in all_nodes(model) if node.op_type == "QuantizeLinear"}
+    for node in all_nodes(model):
+        for name in kinds.keys() & set(node.input):
+            if node.op_type != "DequantizeLinear" or list(node.input) != [name, *scales[name]]:
+                kinds[name] = None
+    return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def _kind(scope: Scope, node: NodeProto) -> int | None:
+    """The integer type of a QuantizeLinear with one scale for all; None where it has several, or computes them."""
+    constants = [scope.constant(name) for name in node.input[1:3]]
+    if len(constants) < 2:
+        return None
+    scale, zero = constants
+    if scale is None or zero is None or zero.data_type not in RANGES or any(dim != 1 for dim in scale.dims):
+        return None
+    return int(zero.data_type)
+
+
+def _clip(node: NodeProto, kind: int, known: set[str]) -> Iterator[NodeProto]:
+    """The real number, limited to the range of the scale."""
+    value, scale, zero = node.input
+    shift = unrounded_name(zero, known)
+    yield cast(zero, shift)
+    for operator, end in zip(("Max", "Min"), RANGES[kind], strict=True):
+        whole, above, number = (unrounded_name(zero, known) for _ in range(3))
+        yield scalar(whole, FLOAT, end)
+        yield NodeProto(op_type="Sub", input=[whole, shift], output=[above])
+        yield NodeProto(op_type="Mul", input=[above, scale], output=[number])
+        bounded = node.output[0] if operator == "Min" else unrounded_name(value, known)
+        yield NodeProto(op_type=operator, input=[value, number], output=[bounded])
+        value = bounded
+
+
+def scalar(name: str, kind: int, value: float) -> NodeProto:
+    """A Constant of one number, float32 or of an integer type."""
+    tensor = TensorProto(data_type=kind)
+    if kind == FLOAT:
+        tensor.raw_data = struct.pack("<f", value)
+    else:
+        tensor.int32_data.append(int(value))
+    attribute = AttributeProto(name="value", type=AttributeProto.TENSOR, t=tensor)
+    return NodeProto(op_type="Constant", output=[name], attribute=[attribute])

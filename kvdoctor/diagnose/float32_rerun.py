@@ -1,0 +1,147 @@
+"""The same experiments on a float32 copy: a difference that remains is a fault, one that vanishes was rounding."""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvdoctor.decode.messages import ExperimentJob
+from kvdoctor.decode.runs import Float32Result, Run
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.diagnose.float32 import SETTINGS, Float32Copy, NoFloat32Copy, unrounded_bytes, write_float32_copy
+from kvdoctor.findings import NotChecked
+from kvdoctor.options import Options
+from kvdoctor.runtime.client import Runtime, StackResults
+from kvdoctor.runtime.process import MIB
+
+ALWAYS = 256 * MIB
+"""Bytes of float32 weights up to which every model that rounds is run again: that takes a second or two."""
+WHEN_UNCLEAR = 2048 * MIB
+"""Bytes up to which it is run again if its own runs leave something open; beyond, only with --thorough."""
+
+UNCLEAR = ("ambiguous", "differs", "inconclusive")
+PRESENT_ONCE = 2
+"""A session holds its weights as they are stored and widened while it opens them."""
+
+
+@dataclass(frozen=True)
+class Float32Rerun:
+    """The runs of a stack with what the rerun adds to them, what it leaves open, and what was measured."""
+
+    runs: tuple[Run, ...]
+    not_checked: tuple[NotChecked, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+
+def rerun_in_float32(context: ContractContext, job: ExperimentJob, options: Options, runtime: Runtime) -> Float32Rerun:
+    """Repeat the judged experiments of a stack on its float32 copy, if it rounds and that is worth its price.
+
+    `job` is the one that was carried out on the stack itself. With `--thorough` the size of the copy does not matter.
+    """
+    runs, contract = context.runs, context.contract
+    names = tuple(name for name in _select_experiments(context) if name in job.experiments)
+    if contract.exactness == "float" or not names:
+        return Float32Rerun(runs)
+    unclear = any(run.outcome in UNCLEAR for run in runs if run.experiment in names)
+    if reason := _refuse_size(context, options, unclear):
+        return Float32Rerun(runs, _note(context, reason) if unclear else ())
+    with tempfile.TemporaryDirectory(prefix="kvdoctor-") as folder:
+        try:
+            copy = write_float32_copy(context.folder.files, contract, Path(folder))
+        except NoFloat32Copy as error:
+            text = f"there is no float32 copy: {error}"
+            return Float32Rerun(runs, _note(context, text) if unclear else ())
+        results = runtime.examine(_build_copy_job(job, copy, names), options.progress)
+    merged, notes = _merge_results(context, results)
+    return Float32Rerun(merged, notes, results.seconds, results.peak_bytes)
+
+
+def _select_experiments(context: ContractContext) -> Iterator[str]:
+    """The experiments to repeat: those that findings rest on and that ran through, and the search for causes."""
+    from kvdoctor.decode.experiments import load
+
+    done = {run.experiment: run.outcome for run in context.runs}
+    loop = context.checked_loop
+    if loop is None or loop.outcome not in ("passed", *UNCLEAR):
+        return  # a loop that fails also fails in float32
+    for experiment in load():
+        outcome = done.get(experiment.name, "died")
+        repeated = experiment.judged and experiment.name not in INDEPENDENT_OF_ROUNDING
+        if (repeated or experiment.explains) and outcome not in ("failed", "died"):
+            yield experiment.name
+
+
+INDEPENDENT_OF_ROUNDING = {"same-feed", "dummy-past-runs"}
+"""Experiments that compare a graph with itself, or only ask whether it runs: a float32 copy adds nothing."""
+
+
+def _refuse_size(context: ContractContext, options: Options, unclear: bool) -> str | None:
+    """Why the copy is too large to be run, or None."""
+    used = {graph.file for graph in context.contract.graphs.values()}
+    size = unrounded_bytes(file for file in context.folder.files if file.name in used)
+    if PRESENT_ONCE * size > options.limits.memory_limit():
+        return f"its float32 copy takes {size // MIB} MiB, too much for the memory limit"
+    most = ALWAYS if not unclear else WHEN_UNCLEAR
+    if size > most and not options.thorough:
+        return f"its float32 copy takes {size // MIB} MiB, and is only run with --thorough"
+    return None
+
+
+def _build_copy_job(job: ExperimentJob, copy: Float32Copy, names: tuple[str, ...]) -> ExperimentJob:
+    return replace(
+        job,
+        folder=copy.folder,
+        contract=copy.contract,
+        experiments=names,
+        keep_logits=None,
+        keep_calls=None,
+        trace=None,
+        settings=SETTINGS,
+        timed=False,
+    )
+
+
+def _merge_results(context: ContractContext, results: StackResults) -> tuple[tuple[Run, ...], tuple[NotChecked, ...]]:
+    """The model's own runs with what those of the copy say of them; and why nothing was concluded, if so."""
+    found = {run.experiment: run for run in results.runs}
+    broken = [run for run in found.values() if run.outcome in ("failed", "died")]
+    refused = [refusal.file for refusal in results.refusals if refusal.opens_at is None]
+    if broken or refused or results.crashes or results.reasons_not_run:
+        # A graph that runs and whose copy does not is one that was not understood: nothing is concluded from it.
+        what = [*(run.error or run.reason or run.outcome for run in broken), *refused, *results.crashes]
+        reason = f"its float32 copy does not run, so nothing was concluded from it ({' '.join(what)[:300]})"
+        return context.runs, _note(context, reason)
+    if "plain-loop" not in found and "held-loop" not in found:
+        return context.runs, ()
+    return tuple(_merge(run, found.get(run.experiment)) for run in context.runs), ()
+
+
+def _merge(run: Run, copy: Run | None) -> Run:
+    """A run with the result of the float32 copy, which decides if it is clear."""
+    if copy is None:
+        return run
+    if _seeks_cause(run.experiment):
+        return replace(copy, steps=run.steps, unrounded=_summarize(run, copy))
+    if copy.outcome == "skipped":
+        return run
+    if copy.outcome == "differs":
+        merged = replace(run, cause=copy.cause, growth=copy.growth, unrounded=_summarize(run, copy))
+        return merged if run.outcome == "differs" else replace(merged, outcome="differs", failed_step=copy.failed_step)
+    # A cause that only the rounded model shows is none.
+    return replace(run, cause=None, unrounded=_summarize(run, copy))
+
+
+def _seeks_cause(name: str) -> bool:
+    from kvdoctor.decode.experiments import load
+
+    return any(experiment.name == name and experiment.explains for experiment in load())
+
+
+def _summarize(run: Run, copy: Run) -> Float32Result:
+    found = tuple(step.difference.relative for step in copy.steps if step.difference is not None)
+    return Float32Result(copy.outcome, found, copy.failed_step, copy.reason, own=run.outcome)
+
+
+def _note(context: ContractContext, reason: str) -> tuple[NotChecked, ...]:
+    return (NotChecked(context.stack.name, "KV301", reason),)

@@ -1,0 +1,239 @@
+"""Locates the fault of a step whose logits differ: compares its call with the one without a cache, and says why."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvdoctor.contract import CacheContract, PhaseName, Slot
+from kvdoctor.decode.messages import TrialModel
+from kvdoctor.decode.runs import FaultLocation, FaultSource, ObservedTensor, Step
+from kvdoctor.diagnose.locate.first_divergence import CallPair, Divergence, DivergenceSearch, Take
+from kvdoctor.diagnose.locate.graph_runner import CannotLocate, GraphRunner
+from kvdoctor.diagnose.locate.match_values import FlatFile
+from kvdoctor.diagnose.locate.runnable import RunnableGraph, layers_of_pasts
+
+CONTENT = ("token_ids", "token_and_position", "embeddings", "encoder_states", "past")
+LEVELS = ("basic", "extended", "all")
+
+MOST_DEVIATIONS = 1e6
+"""Standard deviations beyond which they are no measure: equal numbers have none."""
+
+
+@dataclass(frozen=True)
+class PhaseGraph:
+    """The graph of a phase: the phase, its file and the branches that it takes."""
+
+    name: PhaseName
+    file: Path
+    taken: dict[str, bool]
+
+
+@dataclass
+class DifferenceSearch:
+    """Finds where a step with the cache first diverges from the run without one; `before` is the step before it."""
+
+    runner: GraphRunner
+    contract: CacheContract
+    step: Step
+    before: Step | None
+    total: int
+    left: PhaseGraph
+    right: PhaseGraph
+    feeds: tuple[Path, Path]
+    provider: str
+    passes: float
+
+    def locate(self) -> FaultLocation:
+        """Locate the fault.
+
+        Raises:
+            CannotLocate: it cannot be found.
+            TrialFailed: the runtime does not run the graph with other outputs.
+        """
+        sides = self._sides()
+        search = DivergenceSearch(self.runner, sides)
+        divergence = search.run()
+        if divergence is None:
+            return self._locate_outside(search.pairs[sides.logits[0]][1])
+        if divergence.node is None:
+            return self._describe_cache(search)
+        return self._describe(sides.left.flat, divergence, self._find_exchanged(search, divergence))
+
+    def _sides(self) -> CallPair:
+        flat = self.runner.flatten(self.left.file, self.left.taken)
+        same = (self.left.file, self.left.taken) == (self.right.file, self.right.taken)
+        other = flat if same else self.runner.flatten(self.right.file, self.right.taken)
+        left, right = self._graph(flat, self.left), self._graph(other, self.right)
+        logits = [self._logits_value(f, self.contract.graph(p.name).port("logits")) for f, p in self._both(flat, other)]
+        return CallPair(
+            left=left,
+            right=right,
+            left_feeds=self.feeds[0],
+            right_feeds=self.feeds[1],
+            logits=(logits[0], logits[1]),
+            new=self.step.new_tokens,
+            total=self.total,
+            batch=self._batch(),
+            passes=self.passes,
+            caches=self._caches(other),
+        )
+
+    def _both(
+        self, flat: RunnableGraph, other: RunnableGraph
+    ) -> tuple[tuple[RunnableGraph, PhaseGraph], tuple[RunnableGraph, PhaseGraph]]:
+        return (flat, self.left), (other, self.right)
+
+    @staticmethod
+    def _logits_value(flat: RunnableGraph, port: object) -> str:
+        name = getattr(port, "name", "")
+        if name not in flat.results:
+            raise CannotLocate("a graph returns no logits")
+        return flat.results[name]
+
+    def _batch(self) -> int:
+        for port in self.contract.graph(self.left.name).inputs:
+            if "batch" in port.axes and port.name in self.step.fed:
+                return self.step.fed[port.name].shape[port.axes.index("batch")]
+        return 1
+
+    def _graph(self, flat: RunnableGraph, phase: PhaseGraph) -> FlatFile:
+        ports = self.contract.graph(phase.name).inputs
+        roles = [port.role for port in ports]
+        named = {
+            port.name: f"{port.role} {roles[:index].count(port.role)}"
+            for index, port in enumerate(ports)
+            if port.role != "past"
+        }
+        content = tuple(port.name for port in ports if port.role in CONTENT)
+        slots = {
+            slot.past: value for slot in self.contract.slots if (value := self._cache_value(flat, slot, phase.name))
+        }
+        return FlatFile(flat, phase.file, named, content, slots)
+
+    def _cache_value(self, flat: RunnableGraph, slot: Slot, phase: PhaseName) -> str | None:
+        """The value of a graph that holds the whole cache of a slot."""
+        if phase == "decode" and slot.kind != "self-attention" and slot.carry == "hold":
+            return slot.past
+        name = slot.present if phase == "decode" else slot.filled_by
+        value = flat.results.get(name or "")
+        while value is not None and (node := flat.producers.get(value)) is not None and node.op == "Identity":
+            value = str(node.inputs[0])
+        return value
+
+    def _caches(self, other: RunnableGraph) -> Mapping[str, tuple[str, Take]]:
+        """The pasts that were fed, each with the value of the reference run that begins with the same entries."""
+        found: dict[str, tuple[str, Take]] = {}
+        for slot in self.contract.growing if self.step.past_length else ():
+            value, seen = self._cache_value(other, slot, self.right.name), self.step.fed.get(slot.past)
+            if self.left.name == "decode" and value in other.producers and seen is not None and value is not None:
+                at = slot.axes.index("past")
+                rules: Take = [None] * len(slot.axes)
+                rules[at] = [1, 0, seen.shape[at]]
+                found[slot.past] = (value, rules)
+        return found
+
+    def _find_exchanged(self, search: DivergenceSearch, divergence: Divergence) -> tuple[str, str] | None:
+        """Where a node reads a past: that past, and the one that holds the entries expected in it."""
+        caches = search.sides.caches
+        past = next((name for name in (divergence.node.reads if divergence.node else ()) if name in caches), None)
+        if past is None:
+            return None
+        holders = search.holders(divergence.value, caches[past][1])
+        return None if past in holders or not holders else (past, holders[0])
+
+    def _describe(
+        self, flat: RunnableGraph, divergence: Divergence, exchanged: tuple[str, str] | None
+    ) -> FaultLocation:
+        node = divergence.node
+        assert node is not None  # noqa: S101 - asked only where there is one
+        off = f"off by {divergence.relative:g} standard deviations"
+        if divergence.relative < 0:
+            off = "not finite in the same entries as the reference"
+        elif divergence.relative > MOST_DEVIATIONS:
+            off = "different from a reference whose entries are all equal"
+        root = flat.label(divergence.root) if divergence.root is not None else None
+        source: FaultSource = "graph" if divergence.sudden or root is not None else "precision"
+        if exchanged is not None:
+            words = f"{exchanged[0]} does not hold the expected entries, {exchanged[1]} does"
+        elif root is not None and divergence.numbers is not None and divergence.numbers[0] != divergence.numbers[1]:
+            got, wanted = map(list, divergence.numbers)
+            words = f"{root} is {got}, and {wanted} in the run without a cache: with that value the logits are right"
+        elif root is not None:
+            of_root = "" if divergence.root == divergence.value else f" of {root}"
+            words = f"its output is {off}; with the reference value{of_root} the logits are right"
+        elif source == "graph":
+            words = f"its output is {off}, and later values diverge too"
+        else:
+            words = f"no single node stands out: differences grow from node to node, and its output is {off}"
+        lines = []
+        same = [flat.label(name) for name in divergence.equal if exchanged is None or name != exchanged[0]]
+        if same:
+            several = len(same) > 1
+            lines = [f"its input{'s' * several} {' and '.join(same)} {'are' if several else 'is'} right"]
+        if divergence.compared < divergence.values:
+            compared = f"{divergence.compared} of {divergence.values} intermediate tensors could be compared"
+            lines.append(f"{compared}; the first wrong one may be earlier")
+        seen = {flat.label(name): self._fed(flat, name) for name in node.inputs if name}
+        return FaultLocation(
+            node=node.in_file,
+            scope=node.path.removesuffix(", "),
+            layer=node.layer(layers_of_pasts(self.contract)),
+            shapes={name: one for name, one in seen.items() if one is not None},
+            provenance=tuple(lines),
+            frozen_by=None,
+            source=source,
+            words=words,
+        )
+
+    def _fed(self, flat: RunnableGraph, name: str) -> ObservedTensor | None:
+        return self.step.fed.get(name) if name not in flat.producers else None
+
+    def _describe_cache(self, search: DivergenceSearch) -> FaultLocation:
+        """Say which slots of the cache that was fed are wrong, and whether they hold the entries of others."""
+        wrong = search.differing_caches()
+        caches = search.sides.caches
+        holders = [(name, search.holders(name, caches[name][1])) for name in wrong[:2]]
+        lines = [f"the entries expected in {name} are in {found[0]}" for name, found in holders if found]
+        returned = f", as step {self.before.step} returned it" if self.before else ""
+        slot = next((slot for slot in self.contract.slots if slot.past == wrong[0]), None)
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        words = f"the past fed as {wrong[0]}{more} differs from the cache of the run without one{returned}"
+        return FaultLocation(
+            node=None,
+            scope="",
+            layer=slot.layer if slot else None,
+            shapes={name: self.step.fed[name] for name in wrong[:4]},
+            provenance=tuple(lines),
+            frozen_by=None,
+            source="graph",
+            words=words,
+        )
+
+    def _locate_outside(self, take: Take) -> FaultLocation:
+        """Find the optimization level or the provider at fault: without optimization nothing differs."""
+        names = [port.name for p in (self.left, self.right) if (port := self.contract.graph(p.name).port("logits"))]
+        for level in LEVELS:
+            if self._wrong(names, level, None, take):
+                if self.provider != "CPUExecutionProvider" and not self._wrong(
+                    names, level, "CPUExecutionProvider", take
+                ):
+                    return locate_outside_graph(
+                        "kernel", f"the same step is right on the CPU and wrong on {self.provider}"
+                    )
+                return locate_outside_graph(
+                    "optimization", f"the step is wrong from optimization level {level!r} on, and right below it"
+                )
+        raise CannotLocate("run alone, the step returns the logits of the run without a cache")
+
+    def _wrong(self, names: Sequence[str], level: str, provider: str | None, take: Take) -> bool:
+        left, right = (
+            TrialModel(phase.file.absolute(), None, feeds, at, provider)
+            for phase, feeds, at in ((self.left, self.feeds[0], level), (self.right, self.feeds[1], "off"))
+        )
+        found = self.runner.compare(left, right, [(names[0], names[-1], take)])[0]
+        return found is None or not 0 <= found.relative <= self.passes
+
+
+def locate_outside_graph(source: FaultSource, words: str) -> FaultLocation:
+    """The location of a fault that no node of the graph has."""
+    return FaultLocation(None, "", None, {}, (), None, source, words)

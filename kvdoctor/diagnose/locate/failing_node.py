@@ -1,0 +1,265 @@
+"""A failing node: its inputs, which of their sizes do not fit, where those come from, and what is at fault."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvdoctor.contract import Axis
+from kvdoctor.decode.runs import FaultLocation, FaultSource, ObservedTensor
+from kvdoctor.diagnose.locate.conflicts import Suspect, find_conflict, find_empty_axes
+from kvdoctor.diagnose.locate.graph_runner import GraphRunner, ObservedValues, TrialFailed
+from kvdoctor.diagnose.locate.origins import Origins, SizeSource, describe_origin
+from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode
+from kvdoctor.model.view import ELEMENT_TYPES
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.calls import Array
+
+MOST_PROOFS = 4
+"""Fed lengths that are changed to see whether an axis depends on them."""
+
+SHORT = 64
+
+SourcedSuspect = tuple[Suspect, list[SizeSource]]
+"""A size that does not fit, and where it comes from."""
+
+
+@dataclass
+class FailingNode:
+    """A failing node in its graph and the call in which it fails. `axes` says what axes of the graph's inputs count.
+
+    `carried` says of fed presents which step returned them, `layers` of pasts to which layer they belong.
+    """
+
+    runner: GraphRunner
+    flat: RunnableGraph
+    source: Path
+    node: RunnableNode
+    feeds: "Mapping[str, Array]"
+    axes: Mapping[str, tuple[Axis, ...]] = field(default_factory=dict)
+    carried: Mapping[str, str] = field(default_factory=dict)
+    layers: Mapping[str, int] = field(default_factory=dict)
+
+    def locate(self, feeds: Path) -> FaultLocation:
+        """Describe the fault.
+
+        Raises:
+            CannotLocate: the worker process crashed, or time is up.
+        """
+        known = self._known(feeds)
+        origins = Origins(self.flat, known, {name: tuple(array.shape) for name, array in self.feeds.items()})
+        suspects, clash = find_conflict(self.node, origins)
+        if not suspects:
+            suspects = [
+                Suspect(name, axis) for name in self._computed() for axis in range(len(origins.shape(name) or ()))
+            ]
+        sourced = [(suspect, self._drop_refuted(suspect, self._sources(origins, suspect))) for suspect in suspects]
+        if not clash:
+            sourced = [(suspect, sources) for suspect, sources in sourced if _moves(sources)]
+        elif not self._names_void(sourced):
+            sourced += self._find_emptied(origins)
+        made = [name for name in self.node.makes if name]
+        empty = bool(clash) and self._names_void(sourced) and self._makes(made, self._filled)
+        frozen = _find_frozen(sourced) if clash and not empty else None
+        source, words = self._assign_source(origins, sourced, frozen, clash)
+        return FaultLocation(
+            node=self.node.in_file,
+            scope=self.node.path.removesuffix(", "),
+            layer=self.node.layer(self.layers),
+            shapes={self.flat.label(name): self._seen(known, name) for name in self.node.inputs if name},
+            provenance=tuple(dict.fromkeys(self._describe(origins, *one) for one in sourced)),
+            frozen_by=frozen,
+            source=source,
+            words=words,
+        )
+
+    def _find_emptied(self, origins: Origins) -> list[SourcedSuspect]:
+        """Axes of length 0 that come from a feed without elements: they may have caused the conflict."""
+        empty = find_empty_axes(self.node, origins)
+        sourced = [(suspect, self._drop_refuted(suspect, self._sources(origins, suspect))) for suspect in empty]
+        return [one for one in sourced if self._names_void([one])]
+
+    def _computed(self) -> list[str]:
+        return [n for n in dict.fromkeys(self.node.reads) if n in self.flat.producers or n in self.feeds]
+
+    def _known(self, feeds: Path) -> ObservedValues:
+        reads = [name for name in self.node.reads if name in self.flat.producers]
+        before = [name for node in self.flat.before(reads) for name in node.makes]
+        known = self.runner.known(self.flat, self.source, before, feeds, reads) if before else ObservedValues()
+        for name, array in self.feeds.items():
+            if array.dtype.kind in "iub" and array.size <= SHORT:
+                known.numbers[name] = tuple(int(number) for number in array.ravel())
+        return known
+
+    def _seen(self, known: ObservedValues, name: str) -> ObservedTensor:
+        if name in known.shapes:
+            return known.observed(name)
+        if name in self.feeds:
+            kind = {"float32": "float", "float64": "double"}.get(
+                self.feeds[name].dtype.name, self.feeds[name].dtype.name
+            )
+            return ObservedTensor(kind, tuple(self.feeds[name].shape))
+        tensor = self.flat.constants.get(name)
+        return (
+            ObservedTensor("?", ())
+            if tensor is None
+            else ObservedTensor(ELEMENT_TYPES.get(tensor.data_type, "?"), tuple(tensor.dims))
+        )
+
+    @staticmethod
+    def _sources(origins: Origins, suspect: Suspect) -> list[SizeSource]:
+        way = origins.of_number if suspect.is_number else origins.of_axis
+        return way(suspect.value, suspect.axis)
+
+    def _drop_refuted(self, suspect: Suspect, sources: list[SizeSource]) -> list[SizeSource]:
+        """The sources without the fed lengths that the axis does not depend on, as feeding another length shows."""
+        if suspect.is_number or suspect.value not in self.flat.producers:
+            return sources
+        fed = [source for source in sources if source.kind == "fed length"]
+        void = [source for source in fed if self._is_void(source)]
+        other = [source for source in fed if source not in void][:MOST_PROOFS]
+        refuted = [source for source in other if self._depends_on(suspect, source) is False]
+        if void and self._moves_with(suspect, self._filled) is False:
+            refuted += void
+        return [source for source in sources if source not in refuted]
+
+    def _depends_on(self, suspect: Suspect, source: SizeSource) -> bool | None:
+        """Whether an axis depends on a fed length; None where the graph does not get that far with another one.
+
+        That length alone is changed first, then all that a longer past, more tokens, ... would change.
+        """
+        kind = self._kind(source)
+        for feeds in (self._resized(source, source.size + 1), self._longer(kind) if kind else None):
+            if feeds is not None and (moved := self._moves_with(suspect, feeds)) is not None:
+                return moved
+        return None
+
+    def _moves_with(self, suspect: Suspect, feeds: "dict[str, Array]") -> bool | None:
+        """Whether an axis has another length on other feeds; None where the graph does not get that far with them."""
+        variant = self.runner.variant(self.flat, self.source, shapes=[suspect.value])
+        with contextlib.suppress(TrialFailed):
+            after = self.runner.run(variant, self.runner.feeds(feeds))[suspect.value].values or ()
+            before = self.runner.run(variant, self.runner.feeds(self.feeds))[suspect.value].values or ()
+            return bool(after[suspect.axis] != before[suspect.axis])
+        return None
+
+    @cached_property
+    def _filled(self) -> "dict[str, Array]":
+        """The feeds, with all empty ones as long as other inputs that count the same: each alone empties the value."""
+        feeds = dict(self.feeds)
+        for name, axes in self.axes.items():
+            for axis, kind in enumerate(axes):
+                void = name in feeds and axis < feeds[name].ndim and feeds[name].shape[axis] == 0
+                if void and (sizes := [size for size in self._others(name, kind) if size]):
+                    feeds[name] = _resized(feeds[name], axis, sizes[0])
+        return feeds
+
+    def _makes(self, values: Sequence[str], feeds: "dict[str, Array]") -> bool:
+        """Whether the graph computes some values on other feeds."""
+        try:
+            self.runner.run(self.runner.variant(self.flat, self.source, shapes=values), self.runner.feeds(feeds))
+        except TrialFailed:
+            return False
+        return True
+
+    def _longer(self, kind: Axis) -> "dict[str, Array]":
+        """The feeds of a call with one more of what an axis counts."""
+        longer = (kind, "total") if kind in ("past", "new") else (kind,)
+        feeds = dict(self.feeds)
+        for name, axes in self.axes.items():
+            for axis, counted in enumerate(axes):
+                if counted in longer and name in feeds and axis < feeds[name].ndim:
+                    feeds[name] = _resized(feeds[name], axis, feeds[name].shape[axis] + 1)
+        return feeds
+
+    def _resized(self, source: SizeSource, size: int) -> "dict[str, Array]":
+        return {**self.feeds, source.name: _resized(self.feeds[source.name], source.axis, size)}
+
+    def _describe(self, origins: Origins, suspect: Suspect, sources: list[SizeSource]) -> str:
+        name = self.flat.label(suspect.value)
+        sizes = origins.numbers(suspect.value) if suspect.is_number else origins.shape(suspect.value)
+        size = (sizes or ())[suspect.axis]
+        what = f"number {suspect.axis} of {name}" if suspect.is_number else f"axis {suspect.axis} of {name}"
+        direct = [s for s in sources if not s.through and s.kind.startswith("fed") and s.name == suspect.value]
+        held = [s for s in sources if not s.through and s.kind in ("constant", "weight")]
+        words = "as fed" if direct else "in the graph" if held else describe_origin(size, sources)
+        returned = {self.carried[s.name] for s in sources if s.kind == "fed length" and s.name in self.carried}
+        return f"{what} is {size} {words}" + (f", as {sorted(returned)[0]}" if direct and returned else "")
+
+    def _assign_source(
+        self, origins: Origins, sourced: list[SourcedSuspect], frozen: str | None, clash: str
+    ) -> tuple[FaultSource, str]:
+        """Blame the feed where another fed length makes the call pass, else the graph."""
+        if not clash:
+            return "graph", f"no shape rule of {self.node.op} is known here"
+        for suspect, sources in sourced:
+            fed = [source for source in sources if source.kind == "fed length"]
+            if suspect.fits is None or suspect.is_number or len(sources) != 1 or not fed or self._kind(fed[0]):
+                continue
+            size = fed[0].size + suspect.fits - (origins.shape(suspect.value) or ())[suspect.axis]
+            if size >= 0 and self._makes(self.flat.ends, self._resized(fed[0], size)):
+                return "feed", f"{clash}: with axis {fed[0].axis} of {fed[0].name} fed as {size} the call passes"
+        if frozen is not None:
+            return "graph", f"{clash}: the graph holds {frozen}"
+        odd = [s for _, sources in sourced for s in sources if s.kind == "fed length" and self._odd(s)]
+        odd.sort(key=lambda source: source.size > 0)  # an empty feed says more than one that is too long
+        if odd:
+            shape, returned = list(self.feeds[odd[0].name].shape), self.carried.get(odd[0].name)
+            return "feed", f"{clash}: {odd[0].name} was fed as {shape}" + (f", {returned}" if returned else "")
+        return "graph", f"{clash}, although the fed lengths agree"
+
+    def _kind(self, source: SizeSource) -> Axis | None:
+        """What a fed axis counts."""
+        kinds = self.axes.get(source.name, ())
+        return kinds[source.axis] if source.axis < len(kinds) else None
+
+    def _odd(self, source: SizeSource) -> bool:
+        """Whether a fed length differs from the lengths of other inputs that count the same."""
+        kind = self._kind(source)
+        sizes = self._others(source.name, kind) if kind is not None else []
+        return bool(sizes) and source.size not in sizes
+
+    def _others(self, name: str, kind: Axis) -> list[int]:
+        """The lengths of other inputs that count the same: of tokens, or of caches where tokens have no such axis."""
+        if kind not in ("batch", "past", "new", "total", "encoder"):
+            return []
+        tokens, caches = list[int](), list[int]()
+        for other, axes in self.axes.items():
+            for axis, counted in enumerate(axes):
+                if counted == kind and other != name and other in self.feeds:
+                    (caches if other in self.layers else tokens).append(self.feeds[other].shape[axis])
+        return tokens or caches
+
+    def _is_void(self, source: SizeSource) -> bool:
+        """Whether a feed has no elements, and other inputs that count the same have some."""
+        return source.kind == "fed length" and source.size == 0 and self._odd(source)
+
+    def _names_void(self, sourced: list[SourcedSuspect]) -> bool:
+        return any(self._is_void(source) for _, sources in sourced for source in sources)
+
+
+def _resized(array: "Array", axis: int, size: int) -> "Array":
+    """Another length of one axis: its entries over again, zeros where there are none."""
+    import numpy as np
+
+    length = array.shape[axis]
+    if length:
+        longer: Array = np.take(array, np.arange(size) % length, axis=axis)
+        return longer
+    return np.zeros([size if at == axis else n for at, n in enumerate(array.shape)], array.dtype)
+
+
+def _moves(sources: list[SizeSource]) -> bool:
+    return any(source.kind.startswith("fed") for source in sources)
+
+
+def _find_frozen(sourced: list[SourcedSuspect]) -> str | None:
+    """The constant or weight behind the first size that no feed influences, or that is one factor of a size."""
+    alone = [sources[0] for _, sources in sourced if sources and not _moves(sources)]
+    parts = [source for _, sources in sourced for source in sources if source.kind == "constant" and source.size > 1]
+    for source in (*alone, *parts):
+        return f"{source.name} {source.text}".strip() if source.kind == "constant" else source.name
+    return None

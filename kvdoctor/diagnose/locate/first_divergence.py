@@ -1,0 +1,214 @@
+"""The first divergence of a step with the cache from the run without one: the value that differs, and its root cause.
+
+Corresponding values are compared in portions of bounded size, in the order of the graph. From the first token-dependent
+value that differs, the search goes back over inputs that differ as well. The root is the earliest of these that makes
+the logits right when the reference value replaces it: that is an experiment, and holds for masks, positions and swapped
+caches alike.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from kvdoctor.decode.messages import ValueDifference
+from kvdoctor.diagnose.locate.graph_runner import CannotLocate, GraphRunner, side
+from kvdoctor.diagnose.locate.match_values import FlatFile, chunks, match_entries, match_values
+from kvdoctor.diagnose.locate.runnable import RunnableNode
+from kvdoctor.model.proto import TensorProto
+
+MOST_BYTES = 48 << 20
+"""Bytes that the values of one portion may take, in each run."""
+
+MOST_VALUES = 600
+MOST_PATCHES = 8
+SUDDEN = 20.0
+"""Factor between the differences of an output and of its inputs that separates a fault from accumulated rounding."""
+
+Take = list[list[int] | None]
+
+
+@dataclass(frozen=True)
+class CallPair:
+    """The two calls: graphs, feeds, the names of the logits, and sizes in tokens and sequences.
+
+    `caches` gives the past inputs and the value of the other graph that holds the same entries. `passes` is the largest
+    difference that counts as equal, in standard deviations.
+    """
+
+    left: FlatFile
+    right: FlatFile
+    left_feeds: Path
+    right_feeds: Path
+    logits: tuple[str, str]
+    new: int
+    total: int
+    batch: int
+    passes: float
+    caches: Mapping[str, tuple[str, Take]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The result of the comparison.
+
+    `node` is where the runs first diverge and `value` its output, off by `relative` standard deviations; `sudden` says
+    that its token-dependent inputs are not. `root` is the value behind it whose reference value makes the logits right,
+    None where no single one does; `numbers` are its elements in both runs, where they are few integers. `compared` of
+    `values` token-dependent values had a counterpart. `equal` are the inputs that do not differ.
+    """
+
+    node: RunnableNode | None
+    value: str
+    relative: float
+    sudden: bool
+    root: str | None
+    numbers: tuple[tuple[int, ...], tuple[int, ...]] | None
+    compared: int
+    values: int
+    equal: tuple[str, ...] = ()
+
+
+@dataclass
+class DivergenceSearch:
+    """The search over two calls."""
+
+    runner: GraphRunner
+    sides: CallPair
+
+    def __post_init__(self) -> None:
+        self.found: dict[str, ValueDifference] = {}
+        self.pairs: dict[str, tuple[str, Take]] = {}
+
+    def run(self) -> Divergence | None:
+        """Find the first divergence; None where no value that depends on tokens differs, the logits included.
+
+        Raises:
+            CannotLocate: it cannot be found.
+            TrialFailed: the runtime does not run the graph with other outputs.
+        """
+        left = self.sides.left
+        listed = match_values(left, self.sides.right)
+        self.pairs = dict(self.sides.caches) | self._pair_entries(listed)
+        order = [name for node in left.flat.nodes for name in node.makes if name in self.pairs]
+        order = [*self.sides.caches, *order]
+        if self.sides.logits[0] not in self.pairs:
+            raise CannotLocate("the logits of the two runs could not be matched")
+        first = self._find_first(order)
+        if first is None:
+            return None
+        node = left.flat.producers.get(first)
+        root = self._find_root(first)
+        numbers = self.found[root] if root is not None else None
+        return Divergence(
+            node=node,
+            value=first,
+            relative=self.found[first].relative,
+            sudden=self._is_sudden(first),
+            root=root,
+            numbers=(numbers.actual, numbers.expected) if numbers and numbers.actual and numbers.expected else None,
+            compared=sum(name in left.token_dependent and name in left.flat.producers for name in order),
+            values=sum(name in left.token_dependent for node in left.flat.nodes for name in node.makes),
+            equal=tuple(n for n in (node.reads if node else ()) if n in self.found and not self._differs(n)),
+        )
+
+    def differing_caches(self) -> list[str]:
+        """The pasts that were fed and differ from the cache of the other run."""
+        return [name for name in self.sides.caches if self._differs(name)]
+
+    def holders(self, value: str, take: Take) -> list[str]:
+        """The pasts that hold the first entries of the counterpart of a value."""
+        sides = self.sides
+        names, other = list(sides.caches), self.pairs[value][0]
+        left = self.runner.variant(sides.left.flat, sides.left.source, values=names)
+        right = self.runner.variant(sides.right.flat, sides.right.source, values=[other])
+        pairs = [(left.outputs[name], right.outputs[other], take) for name in names]
+        results = self.runner.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs)
+        return [
+            name for name, facts in zip(names, results, strict=True) if facts and 0 <= facts.relative <= sides.passes
+        ]
+
+    def _pair_entries(self, listed: list[tuple[str, str]]) -> dict[str, tuple[str, Take]]:
+        """The pairs whose sizes show which entries correspond."""
+        sides, fit = self.sides, dict[str, tuple[str, Take]]()
+        own = self.runner.sizes(sides.left.flat, sides.left.source, [one for one, _ in listed], sides.left_feeds)
+        whole = self.runner.sizes(sides.right.flat, sides.right.source, [two for _, two in listed], sides.right_feeds)
+        self.sizes = own
+        for one, two in listed:
+            if one in own and two in whole:
+                rules = match_entries(own[one], whole[two], sides.new, sides.total, sides.batch)
+                if rules is not None and (any(rules) or len(own[one]) > 1 or one == sides.logits[0]):
+                    fit[one] = (two, rules)
+        return fit
+
+    def _find_first(self, order: list[str]) -> str | None:
+        """Compare portions until one has a sudden difference in a token-dependent value; else the first gradual one."""
+        token_dependent, gradual = self.sides.left.token_dependent, None
+        needed = [(index, 8 * prod(self.sizes.get(name, (1,)))) for index, name in enumerate(order)]
+        for portion in chunks(needed, MOST_BYTES, MOST_VALUES):
+            names = [order[index] for index in portion]
+            self._compare(names)
+            for name in names:
+                if name in token_dependent and self._differs(name) and self.found[name].actual is None:
+                    if self._is_sudden(name):
+                        return name
+                    gradual = gradual or name
+        return gradual
+
+    def _is_wrong(self, name: str) -> bool:
+        """Whether a value is wrong, and not only of a different length: integers must belong to single tokens."""
+        return self._differs(name) and (self.found[name].actual is None or any(self.pairs[name][1]))
+
+    def _compare(self, names: list[str]) -> None:
+        sides = self.sides
+        left = self.runner.variant(sides.left.flat, sides.left.source, values=names)
+        others = list(dict.fromkeys(self.pairs[name][0] for name in names))
+        right = self.runner.variant(sides.right.flat, sides.right.source, values=others)
+        pairs = [(left.outputs[n], right.outputs[self.pairs[n][0]], self.pairs[n][1]) for n in names]
+        results = self.runner.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs)
+        self.found |= {name: facts for name, facts in zip(names, results, strict=True) if facts is not None}
+
+    def _differs(self, name: str) -> bool:
+        facts = self.found.get(name)
+        return facts is not None and not 0 <= facts.relative <= self.sides.passes
+
+    def _is_sudden(self, name: str) -> bool:
+        """Whether a value is much farther off than the token-dependent inputs of its node."""
+        node, token_dependent = self.sides.left.flat.producers.get(name), self.sides.left.token_dependent
+        given = [self.found[n] for n in (node.reads if node else ()) if n in token_dependent and n in self.found]
+        reads = [facts.relative for facts in given if facts.actual is None]
+        own = self.found[name].relative
+        return min(reads, default=0.0) >= 0 and (own < 0 or own > SUDDEN * max(reads, default=0.0))
+
+    def _find_root(self, first: str) -> str | None:
+        """The first value behind another, itself included, whose reference value makes the logits right."""
+        if first == self.sides.logits[0]:
+            return None
+        flat, found = self.sides.left.flat, {first}
+        waiting = [first]
+        while waiting:
+            node = flat.producers.get(waiting.pop())
+            reads = {n for n in (node.reads if node else ()) if n in self.pairs and self._is_wrong(n)} - found
+            found |= reads
+            waiting += reads
+        ordered = [name for node in flat.nodes for name in node.makes if name in found]
+        tried = [*[n for n in found if n not in flat.producers], *ordered][:MOST_PATCHES]
+        return next((name for name in dict.fromkeys([*tried, first]) if self._makes_logits_right(name)), None)
+
+    def _makes_logits_right(self, name: str) -> bool:
+        """Whether the logits are right where the reference value replaces one value."""
+        sides, (other, rules) = self.sides, self.pairs[name]
+        kind = element_type(self.found[name].dtype)
+        given = {name: kind} if name in sides.left.flat.producers else {}
+        left = self.runner.variant(sides.left.flat, sides.left.source, values=[sides.logits[0]], given=given)
+        right = self.runner.variant(sides.right.flat, sides.right.source, values=[other, sides.logits[1]])
+        two, take = self.pairs[sides.logits[0]]
+        pairs = [(left.outputs[sides.logits[0]], right.outputs[two], take)]
+        inject = [(name, right.outputs[other], rules)]
+        results = self.runner.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs, inject)
+        return bool(results[0] is not None and 0 <= results[0].relative <= self.sides.passes)
+
+
+def element_type(dtype: str) -> int:
+    """The number that ONNX gives an element type."""
+    return int(TensorProto.DataType.Value(dtype.upper()))

@@ -1,0 +1,203 @@
+"""Runs parts of a graph in the worker: they are written into a private folder, and fed with a saved call."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvdoctor.decode.messages import (
+    CompareJob,
+    TrialDone,
+    TrialJob,
+    TrialModel,
+    TrialValue,
+    ValueDifference,
+    ValuePair,
+)
+from kvdoctor.decode.runs import ObservedTensor
+from kvdoctor.diagnose.locate.runnable import NotRunnable, RunnableGraph, Variant, flatten, read_located, write_variant
+from kvdoctor.errors import UnreadableError, WorkerDied
+from kvdoctor.model.proto import ModelProto
+from kvdoctor.runtime.client import Runtime
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.calls import Array
+
+Pair = tuple[str, str, Sequence[Sequence[int] | None]]
+"""An output of the left model, the corresponding one of the right, and the entries to take of it (`ValuePair`)."""
+
+SHORT = 64
+"""Elements of a tensor up to which its numbers are read: shapes, axes, positions."""
+
+SECONDS = 45.0
+"""How long the search for one fault may take."""
+
+
+class CannotLocate(Exception):
+    """The fault cannot be located; the text says why."""
+
+
+class TrialFailed(Exception):
+    """The runtime failed in a trial; `names` are what its text mentions."""
+
+    def __init__(self, text: str, names: Sequence[str]) -> None:
+        super().__init__(text)
+        self.names = tuple(names)
+
+
+@dataclass
+class ObservedValues:
+    """Observed values of a graph: sizes, types, and the numbers of short tensors of integers."""
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def observed(self, value: str) -> ObservedTensor:
+        """The tensor as reports show it."""
+        return ObservedTensor(self.dtypes.get(value, "?"), self.shapes[value])
+
+
+@dataclass
+class GraphRunner:
+    """Runs variants of the files of one stack. `folder` is private; `deadline` is a moment of `time.monotonic`."""
+
+    runtime: Runtime
+    folder: Path
+    provider: str
+    deadline: float
+    models: dict[Path, ModelProto] = field(default_factory=dict)
+    written: int = 0
+
+    def model(self, source: Path) -> ModelProto:
+        """The model in a file, its weights left where they are.
+
+        Raises:
+            CannotLocate: it cannot be read.
+        """
+        if source not in self.models:
+            try:
+                self.models[source] = read_located(source)
+            except UnreadableError as error:
+                raise CannotLocate(f"the graph cannot be read again: {error}") from None
+        return self.models[source]
+
+    def flatten(self, source: Path, taken: Mapping[str, bool]) -> RunnableGraph:
+        """The flat graph of a file; `taken` says which branch an `If` takes, by the first value that it makes.
+
+        Raises:
+            CannotLocate: it cannot be written out.
+        """
+        try:
+            return flatten(self.model(source), taken)
+        except NotRunnable as error:
+            raise CannotLocate(str(error)) from None
+
+    def variant(self, flat: RunnableGraph, source: Path, **wanted: Any) -> Variant:
+        """Write a part of a graph; see `write_variant`.
+
+        Raises:
+            CannotLocate: that part cannot be written.
+        """
+        self.written += 1
+        try:
+            return write_variant(flat, source, self.folder / f"variant{self.written}.onnx", **wanted)
+        except NotRunnable as error:
+            raise CannotLocate(str(error)) from None
+
+    def feeds(self, arrays: "Mapping[str, Array]") -> Path:
+        """Write feeds for a call of our own."""
+        from kvdoctor.decode.calls import save_call
+
+        self.written += 1
+        path = self.folder / f"feeds{self.written}.npz"
+        save_call(path, arrays)
+        return path
+
+    def run(self, variant: Variant, feeds: Path) -> dict[str, TrialValue]:
+        """Run a variant: for each value its dtype and shape, and its numbers where it is short.
+
+        Raises:
+            TrialFailed: the runtime failed.
+            CannotLocate: the worker process crashed, or time is up.
+        """
+        found = self._trial(TrialJob(side(variant, feeds), self.provider)).outputs
+        return {value: found[output] for value, output in variant.outputs.items() if output in found}
+
+    def run_file(self, file: Path, feeds: Path, level: str, provider: str | None = None) -> None:
+        """Run a file of the user as it is, at an optimization level.
+
+        Raises:
+            TrialFailed: the runtime failed.
+            CannotLocate: the worker process crashed, or time is up.
+        """
+        self._trial(TrialJob(TrialModel(file.absolute(), None, feeds, level, provider), self.provider))
+
+    def compare(
+        self, left: TrialModel, right: TrialModel, pairs: Iterable[Pair], inject: Iterable[Pair] = ()
+    ) -> tuple[ValueDifference | None, ...]:
+        """Compare outputs of two models.
+
+        Raises:
+            TrialFailed: the runtime failed.
+            CannotLocate: the worker process crashed, or time is up.
+        """
+        job = CompareJob(left, right, tuple(map(_make_pair, pairs)), tuple(map(_make_pair, inject)), self.provider)
+        return self._trial(job).differences
+
+    def sizes(
+        self, flat: RunnableGraph, source: Path, values: Iterable[str], feeds: Path
+    ) -> dict[str, tuple[int, ...]]:
+        """The shapes of values, without reading the values.
+
+        Raises:
+            TrialFailed: the runtime failed.
+            CannotLocate: the worker process crashed, or time is up.
+        """
+        wanted = [value for value in dict.fromkeys(values) if flat.is_tensor(value)]
+        found = self.run(self.variant(flat, source, shapes=wanted), feeds)
+        return {value: output.values or () for value, output in found.items()}
+
+    def known(
+        self, flat: RunnableGraph, source: Path, values: Iterable[str], feeds: Path, whole: Iterable[str] = ()
+    ) -> ObservedValues:
+        """Sizes of values, and types and numbers of those that are short or wanted `whole`.
+
+        Two runs: the first shows which values are short, so that no others are held in memory.
+
+        Raises:
+            TrialFailed: the runtime failed.
+            CannotLocate: the worker process crashed, or time is up.
+        """
+        known = ObservedValues(self.sizes(flat, source, values, feeds))
+        short = {value for value, shape in known.shapes.items() if len(shape) < 2 and prod(shape) <= SHORT}
+        short |= {value for value in whole if value in known.shapes}
+        for value, output in self.run(self.variant(flat, source, values=sorted(short)), feeds).items():
+            known.dtypes[value] = output.dtype
+            if output.values is not None:
+                known.numbers[value] = output.values
+        return known
+
+    def _trial(self, job: TrialJob | CompareJob) -> TrialDone:
+        import time
+
+        if time.monotonic() > self.deadline:
+            raise CannotLocate(f"the search took longer than {SECONDS:g} s")
+        try:
+            done = self.runtime.trial(job)
+        except WorkerDied as death:
+            raise CannotLocate(f"the worker process crashed during the search: {death.how}") from None
+        if done.error is not None:
+            raise TrialFailed(done.error, done.names)
+        return done
+
+
+def side(variant: Variant, feeds: Path, level: str = "off") -> TrialModel:
+    """A variant and the feeds of its call, as the worker reads them."""
+    return TrialModel(variant.path, variant.root, feeds, level)
+
+
+def _make_pair(pair: Pair) -> ValuePair:
+    left, right, take = pair
+    return ValuePair(left, right, tuple(None if rule is None else tuple(rule) for rule in take))

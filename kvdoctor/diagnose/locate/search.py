@@ -1,0 +1,224 @@
+"""Locates the fault of one failed or differing run, and the node that fails: by the name that the runtime gives it."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.contract import CacheContract, PhaseName
+from kvdoctor.decode.runs import FaultLocation, Run, Step
+from kvdoctor.decode.tolerances import Tolerance
+from kvdoctor.diagnose.locate.difference import DifferenceSearch, PhaseGraph, locate_outside_graph
+from kvdoctor.diagnose.locate.failing_node import FailingNode
+from kvdoctor.diagnose.locate.graph_runner import SECONDS, CannotLocate, GraphRunner, TrialFailed
+from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layers_of_pasts
+from kvdoctor.runtime.client import Runtime
+
+MOST_ROUNDS = 6
+"""Times that a branch which a failing `If` takes is written out, or another node is seen to fail first."""
+
+LEVELS = ("off", "basic", "extended", "all")
+
+
+@dataclass(frozen=True)
+class LocateContext:
+    """What a search needs: the stack and its contract, the runtime, and the folder of the saved calls."""
+
+    stack: StackFiles
+    contract: CacheContract
+    runtime: Runtime
+    provider: str
+    calls: Path
+    tolerance: Tolerance
+
+
+def locate_fault(run: Run, context: LocateContext) -> Run:
+    """The run with the location of its fault, or with the reason why that was not found."""
+    runner = GraphRunner(context.runtime, context.calls, context.provider, time.monotonic() + SECONDS)
+    try:
+        return replace(run, location=_locate(run, context, runner))
+    except CannotLocate as reason:
+        return replace(run, no_location=str(reason))
+    except TrialFailed:
+        return replace(run, no_location="the runtime does not run the instrumented graph")
+    except Exception as error:  # a fault of ours must not hide what the run showed
+        return replace(run, no_location=f"the search crashed ({type(error).__name__}: {error}); please report it")
+
+
+def _locate(run: Run, context: LocateContext, runner: GraphRunner) -> FaultLocation:
+    feeds = context.calls / f"{run.experiment}.npz"
+    if run.outcome == "differs" and not feeds.is_file():
+        raise CannotLocate("the logits have a different shape, so intermediate values cannot be compared")
+    if not feeds.is_file():
+        raise CannotLocate("the feeds of the call were not saved")
+    if run.outcome == "failed":
+        return _locate_failure(run, context, runner, feeds)
+    return _locate_difference(run, context, runner, feeds)
+
+
+def _locate_failure(run: Run, context: LocateContext, runner: GraphRunner, feeds: Path) -> FaultLocation:
+    from kvdoctor.decode.calls import load_call
+
+    step = run.steps[-1]
+    phase: PhaseName = "decode" if step.phase == "decode" else "prefill"
+    file = file_of(context, phase)
+    if run.passes_with == "no-buffer-reuse":
+        return locate_outside_graph("buffer-reuse", "the same call passes when the runtime reuses no buffers")
+    if run.passes_with == "no-optimization":
+        return locate_outside_graph(
+            "optimization", f"the call fails from optimization level {_lowest_failing_level(runner, file, feeds)!r} on"
+        )
+    flat, node = FailureSearch(runner, file, feeds, branches_taken(context, phase)).node()
+    axes = {port.name: port.axes for port in context.contract.graph(phase).inputs}
+    carried = _describe_carried_pasts(run, context.contract)
+    sizes = FailingNode(runner, flat, file, node, load_call(feeds), axes, carried, layers_of_pasts(context.contract))
+    place = sizes.locate(feeds)
+    if context.provider != "CPUExecutionProvider" and _runs(runner, file, feeds, run.level, "CPUExecutionProvider"):
+        return replace(place, source="kernel", words=f"the same call passes on the CPU, not on {context.provider}")
+    return place
+
+
+def _locate_difference(run: Run, context: LocateContext, runner: GraphRunner, feeds: Path) -> FaultLocation:
+    reference = context.calls / f"{run.experiment}-reference.npz"
+    index = next((i for i, step in enumerate(run.steps) if step.step == run.failed_step), None)
+    if index is None or not reference.is_file():
+        raise CannotLocate("there is no run without a cache that ends with the same token")
+    step = run.steps[index]
+    left, right = (
+        PhaseGraph(name, file_of(context, name), branches_taken(context, name))
+        for name in (("decode" if step.phase == "decode" else "prefill"), "prefill")
+    )
+    return DifferenceSearch(
+        runner=runner,
+        contract=context.contract,
+        step=step,
+        before=run.steps[index - 1] if index else None,
+        total=step.new_tokens + (step.past_length if step.phase == "decode" else 0),
+        left=left,
+        right=right,
+        feeds=(feeds, reference),
+        provider=context.provider,
+        passes=context.tolerance.passes,
+    ).locate()
+
+
+def _lowest_failing_level(runner: GraphRunner, file: Path, feeds: Path) -> str:
+    """The lowest level of optimization at which a call fails."""
+    return next((level for level in LEVELS if not _runs(runner, file, feeds, level)), "all")
+
+
+def _runs(runner: GraphRunner, file: Path, feeds: Path, level: str, provider: str | None = None) -> bool:
+    try:
+        runner.run_file(file, feeds, level, provider)
+    except TrialFailed:
+        return False
+    return True
+
+
+def file_of(context: LocateContext, phase: PhaseName) -> Path:
+    """The file of the graph of a phase."""
+    name = context.contract.graph(phase).file
+    return next(file.path for file in context.stack.files.values() if file.name == name)
+
+
+def branches_taken(context: LocateContext, phase: PhaseName) -> dict[str, bool]:
+    """The branch that a merged decoder takes in a phase, by the first value that its `If` makes."""
+    name, switch = context.contract.graph(phase).file, context.contract.phases[phase].switch
+    view = next((file.view for file in context.stack.files.values() if file.name == name), None)
+    if view is None or view.branches is None or switch is None:
+        return {}
+    branches = view.branches[1]
+    cached_is_then = branches.cached.path.endswith("then_branch")
+    first = next(filter(None, branches.node.output), None)
+    return {} if first is None else {first: (switch == branches.on) == cached_is_then}
+
+
+def _describe_carried_pasts(run: Run, contract: CacheContract) -> Mapping[str, str]:
+    """For each past fed in the last step that is a present of the step before: which step returned it."""
+    if len(run.steps) < 2:
+        return {}
+    before, last = run.steps[-2], run.steps[-1]
+    return {
+        slot.past: f"step {before.step} returned it as {name}"
+        for slot in contract.slots
+        if (name := _returned_name(before, slot.filled_by, slot.present)) is not None
+        and slot.past in last.fed
+        and last.fed[slot.past] == before.returned[name]
+    }
+
+
+def _returned_name(before: Step, filled_by: str | None, present: str | None) -> str | None:
+    name = present if before.phase == "decode" else filled_by
+    return name if name in before.returned else None
+
+
+@dataclass
+class FailureSearch:
+    """Finds the failing node of one saved call of the file `source`; `taken` are the branches that are known."""
+
+    runner: GraphRunner
+    source: Path
+    feeds: Path
+    taken: dict[str, bool]
+
+    def node(self) -> tuple[RunnableGraph, RunnableNode]:
+        """Find the node, in the graph written out as deep as the node is nested.
+
+        Raises:
+            CannotLocate: it cannot be found.
+        """
+        for _ in range(MOST_ROUNDS):
+            flat = self.runner.flatten(self.source, self.taken)
+            node = self._find_first(flat)
+            branch = self._branch_taken(flat, node)
+            if branch is None:
+                return flat, node
+            self.taken[node.makes[0]] = branch
+        raise CannotLocate("the failing node is nested deeper than branches were written out")
+
+    def _find_first(self, flat: RunnableGraph) -> RunnableNode:
+        """The first node that fails."""
+        wanted = flat.ends
+        for _ in range(MOST_ROUNDS):
+            node = self._find_failing(flat, wanted)
+            if node is None:
+                raise CannotLocate("the same call passes once branches and functions are written out")
+            wanted = [name for name in node.reads if name in flat.producers]
+            if not wanted or self._find_failing(flat, wanted) is None:
+                return node
+        raise CannotLocate("no single node fails each time")
+
+    def _find_failing(self, flat: RunnableGraph, wanted: list[str]) -> RunnableNode | None:
+        """The node that fails while some values are computed, None where all can be."""
+        try:
+            self.runner.run(self.runner.variant(flat, self.source, shapes=wanted), self.feeds)
+        except TrialFailed as failure:
+            named = [flat.by_name[name] for name in failure.names if name in flat.by_name]
+            return named[-1] if named else self._halve(flat, wanted)
+        return None
+
+    def _halve(self, flat: RunnableGraph, wanted: list[str]) -> RunnableNode:
+        """The runtime names no node: halve the graph until one is left."""
+        nodes = flat.before(wanted)
+        runs, fails = 0, len(nodes)
+        while fails - runs > 1:
+            middle = (runs + fails) // 2
+            values = [name for node in nodes[:middle] for name in node.makes]
+            try:
+                self.runner.run(self.runner.variant(flat, self.source, shapes=values), self.feeds)
+                runs = middle
+            except TrialFailed:
+                fails = middle
+        if not nodes:
+            raise CannotLocate("the runtime fails before any node")
+        return nodes[fails - 1]
+
+    def _branch_taken(self, flat: RunnableGraph, node: RunnableNode) -> bool | None:
+        """Which branch a failing `If` takes; None for other nodes."""
+        if node.op != "If" or node.domain or not node.makes:
+            return None
+        condition = node.inputs[0]
+        variant = self.runner.variant(flat, self.source, values=[condition])
+        numbers = self.runner.run(variant, self.feeds)[condition].values
+        return bool(numbers[0]) if numbers else None

@@ -1,0 +1,153 @@
+"""What was not checked, and why: preconditions of a run that are not met, and runs without a clear result."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvdoctor.analysis.completeness import find_unfilled
+from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.runs import UNDECIDED, Run
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
+from kvdoctor.report.wording.runs import describe_rounding
+
+REASONS = {
+    "skipped": "{reason}",
+    "died": "{reason}",
+    "inconclusive": "{reason}",
+    "ambiguous": "the difference of the logits is between noise and a fault",
+}
+"""Outcomes of the checked loop that leave open whether the model is healthy, and the reason reported for each."""
+
+COMPILED = "EPContext"
+"""The operator that holds a graph in the binary form of a device. Source: ONNX Runtime, EP context design."""
+
+
+def find_unmet_preconditions(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
+    """Why decode steps cannot be run on a stack; the first reason is the one to report."""
+    for file in stack.files.values():
+        if file.external_problems:
+            yield f"the external data of {file.name} cannot be read"
+    yield from _find_other_callers(stack, contract)
+    empty = {*find_unfilled(contract)}
+    if set(contract.missing) - empty or stack.kind == "unpaired" or not contract.slots:
+        yield "the cache contract is not complete"
+    yield from _find_undrivable(contract)
+    yield from _find_types_without_feed(contract)
+
+
+def _find_other_callers(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
+    """Why no decode loop of ours could call the graph, whatever its contract lacks."""
+    if any(COMPILED in file.view.operators for file in stack.files.values() if file.view is not None):
+        yield f"the graph was compiled for a device ({COMPILED}), and only the provider of that device can run it"
+    if stack.operator is not None:
+        yield f"the operator {stack.operator} contains the whole loop and its cache; there is nothing to feed back"
+    if contract.no_decoder is not None:
+        yield f"not a decoder with a KV cache: {contract.no_decoder}"
+    if any(slot.growth == "paged" for slot in contract.slots):
+        yield "a paged cache needs the block tables of the serving engine"
+
+
+def _find_undrivable(contract: CacheContract) -> Iterator[str]:
+    """What is understood and still cannot be run step by step."""
+    if contract.graph("decode").port("logits") is None:
+        yield "the decoder returns tokens and no logits, so there is nothing to compare with a reference run"
+    if any(find_unfilled(contract)):
+        yield "no present output fills one of the past inputs"
+    from kvdoctor.decode.experiments.lengths import can_be_filled
+
+    if contract.frozen_past is not None:
+        if reason := can_be_filled(contract):
+            yield reason
+    elif contract.new_tokens not in (None, 1):
+        yield f"the first step takes {contract.new_tokens} new tokens only, so there is no reference run"
+
+
+def _find_types_without_feed(contract: CacheContract) -> Iterator[str]:
+    """Inputs of an element type for which no synthetic feed exists."""
+    from kvdoctor.decode.calls import NUMPY_TYPES
+
+    unknown = {port.dtype for graph in contract.graphs.values() for port in graph.inputs} - set(NUMPY_TYPES)
+    if unknown:
+        yield f"there is no synthetic feed of element type {', '.join(sorted(unknown))}"
+
+
+def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = ()) -> Iterator[NotChecked]:
+    """Runs without a verdict. For the consumer's own loop that keeps the model from being called healthy.
+
+    What is rounding alone is left out where a finding tells of the rounding of the loop.
+    """
+    from kvdoctor.decode.experiments import load
+
+    loop, stack, new_tokens = context.checked_loop, context.stack.name, context.contract.new_tokens
+    told = (finding for finding in findings if finding.name == "cached-differs" and loop is not None)
+    explained = loop is not None and loop.by_rounding and any(f.where.endswith(f", {loop.experiment}") for f in told)
+    names = {experiment.name for experiment in load() if experiment.judged}
+    if loop and loop.outcome == "passed" and new_tokens is not None:
+        reason = (
+            f"the first step takes {new_tokens} new token only, so there is no call without a cache to compare with"
+        )
+        yield NotChecked(stack, "KV301", f"logits parity: {reason}", essential=True)
+    for run in context.runs:
+        if run.by_rounding and explained:
+            continue
+        unclear = run.outcome in UNDECIDED and run.experiment in names
+        if unclear or (run is loop and run.outcome in REASONS):
+            reason = REASONS[run.outcome].format(reason=run.reason)
+            if run.by_rounding:
+                reason += f"; {describe_rounding(run)}"
+            essential = run is loop and not run.by_rounding
+            yield NotChecked(stack, "KV301", f"logits parity of {run.experiment}: {reason}", essential)
+
+
+def find_undecided_steps(stack: str, findings: Iterable[Finding]) -> Iterator[NotChecked]:
+    """A step of the caller's loop that may break the contract, and may be meant: neither is health."""
+    for finding in findings:
+        if finding.name == "loop-breaks-contract" and finding.confidence == "suspected" and finding.severity != "note":
+            reason = f"whether the caller's loop is right there is not decided: {finding.effects[-1]}"
+            yield NotChecked(stack, finding.code, reason, essential=True)
+
+
+def find_unproved_uses(context: ContractContext, findings: Iterable[Finding]) -> Iterator[NotChecked]:
+    """Uses that must work, and that neither a run showed to work nor a finding denies."""
+    from kvdoctor.decode.experiments import uses
+
+    denied = {finding.use for finding in findings}
+    for required in context.required:
+        runs = [run for run in context.runs if run.experiment in uses() and uses()[run.experiment].required == required]
+        if required in denied or any(run.outcome == "passed" for run in runs):
+            continue
+        reason = next((run.reason for run in runs if run.reason), "it was not run")
+        yield NotChecked(context.stack.name, "KV2-KV3", f"required use {required}: {reason}", essential=True)
+
+
+def find_unexplained_loop(
+    context: ContractContext, selection: Selection, findings: Iterable[Finding]
+) -> Iterator[NotChecked]:
+    """A checked loop that is wrong, and that no finding explains: never health.
+
+    Where some checks were selected, one of the others may explain it; a user who ignores a check knows of its fault.
+    """
+    run = context.checked_loop
+    if run is None or run.outcome not in ("differs", "failed") or any(f.severity != "note" for f in findings):
+        return
+    loops = any(one.code.startswith(("KV2", "KV3")) and selection.takes(one.code, one.name) for one in all_checks())
+    if selection == Selection():
+        unnamed = "no check names the cause; please report it"
+    elif selection.select and loops and not selection.ignore:
+        unnamed = "no selected check names the cause"
+    else:
+        return
+    reason = f"the {run.experiment} {run.outcome} at step {run.failed_step}, and {unnamed}"
+    yield NotChecked(context.stack.name, "KV2-KV3", reason, essential=True)
+
+
+def find_idle_selection(selection: Selection, rounds: Iterable[Round], runs: Sequence[Run]) -> Iterator[NotChecked]:
+    """A selection of checks none of which could run: that nothing was found means nothing then."""
+    if not selection.select:
+        return
+    done = {run.experiment for run in runs if run.outcome != "skipped"}
+    taken = [one for one in all_checks() if selection.takes(one.code, one.name)]
+    if all(set(one.rounds).isdisjoint(rounds) or (one.needs and done.isdisjoint(one.needs)) for one in taken):
+        codes = ", ".join(one.code for one in taken)
+        reason = "none of the selected checks could run: they need a target, a trace, a checkpoint or --thorough"
+        yield NotChecked(None, codes, reason, essential=True)

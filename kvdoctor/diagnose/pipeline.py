@@ -1,0 +1,296 @@
+"""`step_test`: the diagnosis that runs a model. `inspection` has the one that only reads it.
+
+ModelFolder -> GraphView -> CacheContract -> Experiment -> Run -> checks -> Report
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.runs import REPLAY, Run
+from kvdoctor.decode.tolerances import list_loosened
+from kvdoctor.diagnose.context import (
+    CallerContext,
+    ContractContext,
+    RunContext,
+    TargetContext,
+    extend_context,
+)
+from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
+from kvdoctor.diagnose.facts import build_report, stack_facts
+from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
+from kvdoctor.diagnose.not_checked import (
+    find_idle_selection,
+    find_undecided_runs,
+    find_undecided_steps,
+    find_unexplained_loop,
+    find_unproved_uses,
+)
+from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.findings import Finding, NotChecked, Round
+from kvdoctor.options import Options
+from kvdoctor.report.document import TOTAL_SECONDS, Report
+from kvdoctor.report.facts import StackFacts
+from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.targets import Target, of_release
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.caller_trace.check import TraceCheck
+    from kvdoctor.diagnose.checkpoint import Checkpoint
+    from kvdoctor.runtime.targets.result import TargetResult
+
+NOT_STARTED = "not started"
+HAS_OWN_LOOP = "cross-cache-emptied"
+"""The fault of the contract that leaves a loop to check: the held one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """How a caller inside kvdoctor wants one diagnosis carried out; none of this is an option of the user.
+
+    `at` is where the model lies, if the path is only its name in the report. `logits` is a private folder that receives
+    the logits of each stack's experiments as `STACK.npz`. `stacks` names the stacks to run, None for all of them.
+    `locate` false skips the search for the first divergence, which takes as long as the experiments. `check_advice`
+    knows the repairs, which a diagnosis does not; without it the advice of each check stays as it is.
+    """
+
+    at: Path | None = None
+    logits: Path | None = None
+    stacks: frozenset[str] | None = None
+    locate: bool = True
+    check_advice: AdviceCheck | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StackDiagnosis:
+    """What the diagnosis of one stack brings to the report."""
+
+    facts: StackFacts
+    results: CheckResults
+    runs: tuple[Run, ...]
+    measured: dict[str, Any]
+    target_results: "tuple[TargetResult, ...]" = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """What all stacks of one step-test are diagnosed with."""
+
+    options: Options
+    plan: RunPlan
+    runtime: Runtime
+    checkpoint: "Checkpoint | None"
+
+    @property
+    def logits(self) -> Path | None:
+        """The folder that receives the logits of all stacks, if anybody reads them."""
+        return self.plan.logits or (self.checkpoint.scratch if self.checkpoint is not None else None)
+
+
+def step_test(
+    path: str,
+    options: Options | None = None,
+    runtime: Runtime | None = None,
+    plan: RunPlan | None = None,
+) -> Report:
+    """Run decode steps with and without the cache, and report their results.
+
+    Raises:
+        UsageError: there is nothing at the path, or the contract given does not fit it.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    options, plan = options or Options(), plan or RunPlan()
+    if runtime is None:
+        # The worker loads the runtime while this process reads the graphs.
+        with Runtime(options.limits) as fresh:
+            return step_test(path, options, fresh, plan)
+    began = time.perf_counter()
+    report = _test_steps(path, options, runtime, plan)
+    measured = {**report.measured, TOTAL_SECONDS: round(time.perf_counter() - began, 3)}
+    return replace(report, notes=(*report.notes, *list_loosened(options.tolerances)), measured=measured)
+
+
+def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) -> Report:
+    folder, contracts = _read_contracts(open_folder(path, plan.at), options)
+    results = check_files(folder, options)
+    session = _Session(_read_prompt(options, contracts), plan, runtime, _open_checkpoint(options))
+    traces = _check_trace(options.trace, contracts) if options.trace is not None else {}
+    if options.trace is not None and not any(_is_drivable(contract) for contract in contracts.values()):
+        reason = "the trace was not compared with a contract: none is complete"
+        results += CheckResults(not_checked=(NotChecked(None, "KV208", reason, essential=True),))
+
+    diagnoses: dict[str, StackDiagnosis] = {}
+    for stack in folder.stacks:
+        if plan.stacks is None or stack.name in plan.stacks:
+            context = build_context(folder, stack, contracts[stack.name], options)
+            diagnoses[stack.name] = _diagnose_stack(context, session, traces.get(stack.name))
+            results += diagnoses[stack.name].results
+
+    runs = tuple(run for diagnosis in diagnoses.values() for run in diagnosis.runs)
+    idle = find_idle_selection(options.selection, _list_rounds(options), runs)
+    results += CheckResults(not_checked=tuple(idle))
+    report = build_report("step-test", folder, session.options, results, [d.facts for d in diagnoses.values()])
+    notes = (*report.notes, *(note for diagnosis in diagnoses.values() for note in diagnosis.notes))
+    # A warm worker reports its version before it is needed; the report must not depend on who used it before.
+    version = runtime.versions.get("onnxruntime", NOT_STARTED) if runs else NOT_STARTED
+    environment = {"onnxruntime": version, **report.environment}
+    if session.checkpoint is not None:
+        session.checkpoint.close()
+        environment |= session.checkpoint.versions
+    measured = {name: diagnosis.measured for name, diagnosis in diagnoses.items()}
+    report = replace(report, notes=notes, environment=environment, runs=runs, measured=measured)
+    return add_targets(report, options, {name: d.target_results for name, d in diagnoses.items()})
+
+
+def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCheck | None") -> StackDiagnosis:
+    """Run one stack, and then the checks of all rounds that need one."""
+    stack, runtime, plan, selection = context.stack, session.runtime, session.plan, session.options.selection
+    options = session.options if trace is not None else replace(session.options, trace=None)
+    with TemporaryDirectory(prefix="kvdoctor-") as calls:
+        folder = session.logits or (Path(calls) if options.targets else None)
+        files = WorkerFiles(folder / f"{stack.name}.npz" if folder else None, Path(calls))
+        seen = examine(context, options, runtime, files)
+        tested = extend_context(
+            replace(context, contract=seen.contract, runs=seen.runs),
+            TargetContext,
+            refusals=seen.refusals,
+            local_runtime=_find_local_runtime(runtime),
+        )
+        tested, on_targets = _run_targets(tested, context.contract, options, runtime, files.logits)
+        tested, on_checkpoint, notes = _compare_with_checkpoint(tested, session.checkpoint, files.logits)
+        by_contract = run_checks(tested, "contract", selection)
+        errors = (finding.name for finding in by_contract.findings if finding.severity == "error")
+        after = extend_context(
+            tested,
+            RunContext,
+            runs=locate_faults(tested, options, runtime, files.calls) if plan.locate else tested.runs,
+            declared_faults=tuple(name for name in errors if name != HAS_OWN_LOOP),
+            timings=seen.timings,
+            thorough=options.thorough,
+        )
+        found = by_contract + _check_runs(after, by_contract.findings, options)
+        found += run_checks(after, "targets", selection)
+        found = correct_advice(found, after, plan.check_advice, options, runtime)
+    if trace is not None:
+        by_caller = run_checks(extend_context(after, CallerContext, trace_check=trace), "caller", selection)
+        found += by_caller + CheckResults(not_checked=tuple(find_undecided_steps(stack.name, by_caller.findings)))
+        notes = (_describe_trace(trace, after, options.trace or ""), *notes)
+    return StackDiagnosis(
+        facts=stack_facts(stack, after.contract, context.folder.side_cars),
+        results=CheckResults(not_checked=(*seen.not_checked, *on_targets, *on_checkpoint)) + found,
+        runs=after.runs,
+        measured=seen.measured,
+        target_results=after.target_results,
+        notes=notes,
+    )
+
+
+def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Options) -> CheckResults:
+    """Run the checks of the runs, and list what these leave open."""
+    found = run_checks(context, "runs", options.selection) if context.runs else CheckResults()
+    found = CheckResults(not_checked=tuple(find_undecided_runs(context, found.findings))) + found
+    findings = (*declared, *found.findings)
+    unproved = find_unproved_uses(context, findings)
+    unexplained = find_unexplained_loop(context, options.selection, findings)
+    return found + CheckResults(not_checked=(*unproved, *unexplained))
+
+
+def _list_rounds(options: Options) -> Iterable[Round]:
+    """The rounds of checks that a step-test has."""
+    yield from ("file", "contract", "runs")
+    if options.targets:
+        yield "targets"
+    if options.trace is not None:
+        yield "caller"
+
+
+def _read_contracts(folder: ModelFolder, options: Options) -> tuple[ModelFolder, dict[str, CacheContract]]:
+    """The contract of each stack, and the folder with the stacks that a contract file of the user describes."""
+    given: dict[str, CacheContract] = {}
+    if options.contract is not None:
+        from kvdoctor.analysis.contract_file import read_contract_file
+
+        described = read_contract_file(options.contract, folder)
+        stacks = {stack.name: stack for stack in (*folder.stacks, *(stack for stack, _ in described))}
+        folder = replace(folder, stacks=tuple(stacks.values()))
+        given = {stack.name: contract for stack, contract in described}
+    return folder, {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
+
+
+def _read_prompt(options: Options, contracts: dict[str, CacheContract]) -> Options:
+    """The options with the prompt that was given, directly or in a file, checked against the contracts."""
+    if not options.prompt_ids and options.inputs is None:
+        return options
+    from kvdoctor.decode.samples import read_samples
+
+    return replace(
+        options, prompt_ids=read_samples(options.prompt_ids, options.inputs, tuple(contracts.values())).prompt
+    )
+
+
+def _open_checkpoint(options: Options) -> "Checkpoint | None":
+    if options.reference is None:
+        return None
+    from kvdoctor.diagnose.checkpoint import Checkpoint
+
+    return Checkpoint(options.reference, options.offline)
+
+
+def _compare_with_checkpoint(
+    context: TargetContext, checkpoint: "Checkpoint | None", logits: Path | None
+) -> tuple[TargetContext, tuple[NotChecked, ...], tuple[str, ...]]:
+    """The context with runs compared with the checkpoint, if there is one; what was left open; notes."""
+    if checkpoint is None or logits is None:
+        return context, (), ()
+    from kvdoctor.diagnose.checkpoint import compare_with_checkpoint
+
+    compared = compare_with_checkpoint(context, checkpoint, logits)
+    return replace(context, runs=compared.runs), compared.not_checked, compared.notes
+
+
+def _find_local_runtime(runtime: Runtime) -> Target | None:
+    """The runtime of this Python, which made the runs; None where its worker has not answered."""
+    release = runtime.versions.get("onnxruntime")
+    if release is None:
+        return None
+    from kvdoctor.runtime.release_environments import measure_limits
+
+    return measure_limits(of_release(release), runtime)
+
+
+def _run_targets(
+    context: TargetContext, contract: CacheContract, options: Options, runtime: Runtime, logits: Path | None
+) -> tuple[TargetContext, tuple[NotChecked, ...]]:
+    """The context with what the model shows under the targets; none is tried where the model could not be run."""
+    if not (options.targets and context.runs):
+        return context, ()
+    from kvdoctor.diagnose.targets import LocalRun, find_open_targets, run_targets
+
+    results = run_targets(context, options, LocalRun(runtime, contract, logits))
+    context = replace(context, target_results=results)
+    return context, tuple(find_open_targets(context))
+
+
+def _is_drivable(contract: CacheContract) -> bool:
+    return bool(contract.slots) and not contract.missing
+
+
+def _check_trace(path: str, contracts: dict[str, CacheContract]) -> "dict[str, TraceCheck]":
+    """The caller's own steps, compared with the contract of the stack that they call."""
+    from kvdoctor.decode.caller_trace.check import check_trace
+
+    drivable = {name: contract for name, contract in contracts.items() if _is_drivable(contract)}
+    return check_trace(path, drivable) if drivable else {}
+
+
+def _describe_trace(trace: "TraceCheck", context: RunContext, path: str) -> str:
+    from kvdoctor.decode.caller_trace import describe
+
+    return describe.describe_trace(trace, context.find_run(REPLAY), path, context.stack.name)

@@ -1,0 +1,81 @@
+"""Runs the checks of one round, and returns what they found."""
+
+from dataclasses import dataclass, replace
+
+from kvdoctor.diagnose.context import ContractContext, FileContext
+from kvdoctor.findings import (
+    CannotCheck,
+    Check,
+    Fault,
+    Finding,
+    FindingOrigin,
+    NotChecked,
+    Round,
+    Selection,
+    checks_of,
+    make_finding,
+)
+
+Context = FileContext | ContractContext
+"""The context of any round; those of later rounds extend `ContractContext`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResults:
+    """What checks found, and what could not be checked; the results of several rounds add up."""
+
+    findings: tuple[Finding, ...] = ()
+    not_checked: tuple[NotChecked, ...] = ()
+
+    def __add__(self, other: "CheckResults") -> "CheckResults":
+        return CheckResults(self.findings + other.findings, self.not_checked + other.not_checked)
+
+
+def run_checks(context: Context, when: Round, selection: Selection) -> CheckResults:
+    """Run the selected checks of a round. A check that raises is reported as not checked.
+
+    What is no decoder with a KV cache has no cache contract to be checked.
+    """
+    found = CheckResults()
+    if when == "contract" and isinstance(context, ContractContext) and context.contract.no_decoder is not None:
+        return found
+    for one in checks_of(when):
+        if selection.takes(one.code, one.name):
+            found += _run_check(one, when, context)
+        elif one.incomplete:
+            found += _hide_findings(_run_check(one, when, context))
+    return found
+
+
+def _hide_findings(found: CheckResults) -> CheckResults:
+    """The results of a deselected check without which nothing was diagnosed: the model is not called healthy."""
+    return CheckResults(
+        not_checked=tuple(NotChecked(f.stack, f.code, f"{f.where}: {f.cause}", essential=True) for f in found.findings)
+    )
+
+
+def _run_check(one: Check, when: Round, context: Context) -> CheckResults:
+    stack, required = (None, ()) if isinstance(context, FileContext) else (context.stack.name, context.required)
+    findings: list[Finding] = []
+    skipped: tuple[NotChecked, ...] = ()
+    try:
+        for fault in one.functions[when](context):
+            counted = replace(fault, severity="error") if fault.use in required else fault
+            findings.append(make_finding(one, counted, _find_origin(fault, context)))
+    except CannotCheck as reason:
+        skipped = (NotChecked(stack, one.code, str(reason)),)
+    except Exception as error:  # one broken check must not hide what the others found
+        text = f"the check crashed ({type(error).__name__}: {error}); please report it"
+        skipped = (NotChecked(stack, one.code, text, essential=True),)
+    return CheckResults(tuple(findings), skipped)
+
+
+def _find_origin(fault: Fault, context: Context) -> FindingOrigin:
+    """The file that the fault names, else the file or the stack that was checked."""
+    if isinstance(context, FileContext):
+        stack, own, files = None, context.file, context.folder.files
+    else:
+        stack, own = context.stack, context.stack.main
+        files = (*context.folder.files, *context.stack.files.values())
+    named = next((file for file in files if file.name == fault.file), None)
+    return FindingOrigin(named or own, stack, tuple(files))

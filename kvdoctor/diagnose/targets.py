@@ -1,0 +1,199 @@
+"""Runs the experiments of a stack under a target, and compares the logits with those of the local runtime."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.parity import compare, judge
+from kvdoctor.decode.runs import WRONG, Run
+from kvdoctor.diagnose.context import TargetContext
+from kvdoctor.diagnose.examine import build_job, resolve_node_names
+from kvdoctor.diagnose.locate.search import LocateContext, locate_fault
+from kvdoctor.diagnose.not_checked import REASONS
+from kvdoctor.errors import KvdoctorError, WorkerDied
+from kvdoctor.findings import NotChecked
+from kvdoctor.options import Options
+from kvdoctor.report.facts import TargetFacts
+from kvdoctor.runtime.client import Runtime, StackResults
+from kvdoctor.runtime.environments import EnvironmentUnavailable, hide_home
+from kvdoctor.runtime.release_environments import measure_limits, prepare_environment
+from kvdoctor.runtime.targets import Target
+from kvdoctor.runtime.targets.result import LogitsGap, TargetResult
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Logits = np.ndarray[Any, np.dtype[Any]]
+    """float[values], those of all steps of a run in order."""
+
+BROKEN = "onnxruntime {} does not start on this machine; remove {} and try again, or name another release"
+UNCLEAR = "the difference to the logits of the installed runtime is between noise and a fault"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRun:
+    """The run under the runtime of this Python: its worker, the contract it was given, and the file with its logits."""
+
+    runtime: Runtime
+    contract: CacheContract
+    logits: Path | None
+
+
+def run_targets(context: TargetContext, options: Options, local: LocalRun) -> tuple[TargetResult, ...]:
+    """What the model shows under each target. Targets with the same runtime share its runs."""
+    by_runtime: dict[str, TargetResult] = {}
+    for target in options.targets:
+        if target.runtime not in by_runtime:
+            by_runtime[target.runtime] = _run_target(context, options, local, target)
+    found = ((target, by_runtime[target.runtime]) for target in options.targets)
+    return tuple(replace(one, target=replace(target, measured=one.target.measured)) for target, one in found)
+
+
+def _run_target(context: TargetContext, options: Options, local: LocalRun, target: Target) -> TargetResult:
+    own = context.local_runtime
+    if own is not None and own.onnxruntime == target.onnxruntime:
+        return TargetResult(replace(target, measured=own.measured), context.runs, context.refusals, is_local=True)
+    try:
+        python = prepare_environment(target.onnxruntime, offline=options.offline)
+        runtime = local.runtime.beside(str(python))
+        runtime.greet()
+        target = measure_limits(target, runtime)
+    except EnvironmentUnavailable as reason:
+        return TargetResult(target, not_run=str(reason))
+    except (KvdoctorError, WorkerDied):
+        return TargetResult(target, not_run=BROKEN.format(target.onnxruntime, hide_home(str(python.parent.parent))))
+    with TemporaryDirectory(prefix="kvdoctor-") as scratch:
+        logits, calls = Path(scratch, "logits.npz"), Path(scratch, "calls")
+        calls.mkdir()
+        job = build_job(replace(context, contract=local.contract), options)
+        job = replace(
+            job, experiments=_select_experiments(job.experiments), keep_logits=logits, keep_calls=calls, timed=False
+        )
+        results = runtime.examine(job, options.progress)
+        search = LocateContext(context.stack, context.contract, runtime, options.provider, calls, context.tolerance)
+        runs = tuple(_locate_fault(resolve_node_names(run, context), context, search) for run in results.runs)
+        refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in results.refusals)
+        gaps = _compare_logits(context, runs, local.logits, logits)
+    return TargetResult(target, runs, refusals, gaps, not_run=_explain_no_result(results))
+
+
+def _explain_no_result(results: StackResults) -> str | None:
+    """Why the runs under a target say nothing, or None."""
+    crash = next((text.strip().splitlines()[-1] for text in results.crashes), None)
+    if crash is not None:
+        return f"an experiment crashed under this target ({crash}); please report it"
+    return next(iter(results.reasons_not_run), None)
+
+
+def _select_experiments(asked: tuple[str, ...]) -> tuple[str, ...]:
+    """The experiments on which findings rest, but for those that look for a cause or measure a time."""
+    from kvdoctor.decode.experiments import load
+
+    return tuple(e.name for e in load() if e.name in asked and e.judged and not (e.explains or e.on_request))
+
+
+def _locate_fault(run: Run, context: TargetContext, search: LocateContext) -> Run:
+    """The run with its fault location, if it goes wrong under the target alone."""
+    own = context.find_run(run.experiment)
+    if run.outcome not in ("failed", "differs") or own is None or own.outcome in WRONG:
+        return run
+    return locate_fault(run, search)
+
+
+def _compare_logits(
+    context: TargetContext, runs: tuple[Run, ...], local: Path | None, target: Path
+) -> dict[str, LogitsGap]:
+    """Logits that differ between the local runtime and the target, of experiments that pass in both."""
+    if local is None or not (local.is_file() and target.is_file()):
+        return {}
+    import numpy as np
+
+    with np.load(local) as ours, np.load(target) as others:
+        found = {}
+        for run in runs:
+            if run.experiment in ours and run.experiment in others and run.outcome not in WRONG:
+                gap = _find_gap(context, run, ours[run.experiment], others[run.experiment])
+                if gap is not None:
+                    found[run.experiment] = gap
+    return found
+
+
+def _find_gap(context: TargetContext, run: Run, ours: "Logits", others: "Logits") -> LogitsGap | None:
+    """The first step whose logits differ from those of the local runtime; None where none do."""
+    if ours.size != others.size:
+        return LogitsGap(0, None, "fail")
+    start, unclear = 0, None  # LogitsGap | None
+    for step, shape in _list_logits_shapes(context.contract, run):
+        stop = start + math.prod(shape)
+        if len(shape) == 3 and stop > start:
+            difference = compare(others[start:stop].reshape(shape), ours[start:stop].reshape(shape), context.tolerance)
+            verdict = judge(difference, context.tolerance)
+            if verdict == "fail":
+                return LogitsGap(step, difference, verdict)
+            if verdict == "ambiguous" and unclear is None:
+                unclear = LogitsGap(step, difference, verdict)
+        start = stop
+    return unclear
+
+
+def _list_logits_shapes(contract: CacheContract, run: Run) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The shapes of the logits that a run kept, by step."""
+    for step in run.steps:
+        port = contract.graph("decode" if step.phase == "decode" else "prefill").port("logits")
+        if port is not None and port.name in step.returned:
+            yield step.step, step.returned[port.name].shape
+
+
+def find_open_targets(context: TargetContext) -> Iterator[NotChecked]:
+    """Targets under which nothing was run, or the checked loop gave no clear answer."""
+    stack, loop = context.stack.name, context.checked_loop
+    for result in context.target_results:
+        if result.not_run is not None:
+            yield NotChecked(stack, "KV404", f"{result.target.words}: {result.not_run}", essential=True)
+            continue
+        run = result.run(loop.experiment) if loop is not None else None
+        if loop is None or run is None or result.is_local:
+            continue
+        gap = result.gaps.get(run.experiment)
+        undecided = run.outcome in ("ambiguous", "inconclusive") and loop.outcome == "passed"
+        if undecided or (gap is not None and gap.verdict == "ambiguous"):
+            reason = REASONS[run.outcome].format(reason=run.reason) if undecided else UNCLEAR
+            text = f"{result.target.words}: {run.experiment}: {reason}"
+            yield NotChecked(stack, "KV405", text, essential=context.contract.exactness == "float")
+
+
+def list_target_runs(results: Mapping[str, tuple[TargetResult, ...]]) -> Iterator[Run]:
+    """The runs under other runtimes than the local one, each once."""
+    for of_stack in results.values():
+        listed = set()
+        for result in of_stack:
+            if not result.is_local and result.target.runtime not in listed:
+                listed.add(result.target.runtime)
+                yield from result.runs
+
+
+def target_facts(
+    targets: tuple[Target, ...], results: Mapping[str, tuple[TargetResult, ...]]
+) -> tuple[TargetFacts, ...]:
+    """The targets as the report shows them, with the result of every stack."""
+    return tuple(_describe_target(target, results) for target in targets)
+
+
+def _describe_target(target: Target, results: Mapping[str, tuple[TargetResult, ...]]) -> TargetFacts:
+    own = {name: result for name, found in results.items() for result in found if result.target == target}
+    refused = {name: tuple(file for file, _, at in result.refusals if at is None) for name, result in own.items()}
+    apart = {name: tuple(n for n, gap in result.gaps.items() if gap.verdict == "fail") for name, result in own.items()}
+    limits = next((result.target for result in own.values()), target).limits
+    return TargetFacts(
+        asked=target.asked,
+        onnxruntime=target.onnxruntime,
+        ir=limits.ir if limits else None,
+        opset=limits.opset if limits else None,
+        refused={name: files for name, files in refused.items() if files},
+        other_logits={name: names for name, names in apart.items() if names},
+        not_run={name: result.not_run for name, result in own.items() if result.not_run is not None},
+    )

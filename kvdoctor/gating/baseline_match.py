@@ -1,0 +1,276 @@
+"""Compares the findings of a gate with its baseline, and updates the baseline.
+
+An entry matches the finding with its fingerprint in its own model (`gating/baseline.py`). An entry is stale if its
+finding is gone; a model that was not diagnosed, or a check that was not requested, makes no entry stale.
+"""
+
+import datetime as dt
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from kvdoctor.findings import Finding, KnownFinding, Selection, find_check, means_incomplete
+from kvdoctor.gating.baseline import Baseline, BaselineEntry, sort_entries
+from kvdoctor.report.document import Report, counts, decide, is_open
+from kvdoctor.report.wording.finding import format_headline
+from kvdoctor.serialization import to_plain
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineStatus:
+    """A baseline after a gate.
+
+    Attributes:
+        file: the path of the baseline.
+        known: the number of findings that it covers.
+        stale: entries whose finding is gone, in models that were checked.
+        expired: entries whose finding is still found and counts again.
+        moved: entries whose model was found at another path, each with that path.
+    """
+
+    file: str
+    known: int = 0
+    stale: tuple[BaselineEntry, ...] = ()
+    expired: tuple[BaselineEntry, ...] = ()
+    moved: tuple[tuple[BaselineEntry, str], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The status as part of the gate's JSON document, without the digests of models."""
+        unmatched = {kind: [_to_dict(entry) for entry in getattr(self, kind)] for kind in ("stale", "expired")}
+        moved = [{**_to_dict(entry), "to": path} for entry, path in self.moved]
+        return {"file": self.file, "known": self.known, **unmatched, "moved": moved}
+
+    def lines(self) -> Iterator[str]:
+        """One line for each entry that needs attention."""
+        for entry in self.expired:
+            yield f"{entry.label} was known until {entry.until}; it counts again: repair it, or set another date"
+        for entry in self.stale:
+            yield f"{entry.label} is not found any more; `kvdoctor baseline --prune` removes it"
+        for entry, path in self.moved:
+            yield f"{entry.label} matches {path}, the same model; `kvdoctor baseline --prune` updates the path"
+
+
+def _to_dict(entry: BaselineEntry) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in REPORTED_KEYS}
+
+
+REPORTED_KEYS = ("model", "code", "where", "reason", "until", "fingerprint")
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedReports:
+    """Reports with their known findings marked, and the status of the baseline.
+
+    `used` are the entries whose findings are still found, including expired ones.
+    """
+
+    reports: tuple[Report, ...]
+    status: BaselineStatus
+    used: tuple[BaselineEntry, ...]
+
+
+def match_baseline(baseline: Baseline, reports: Sequence[Report], day: dt.date) -> MatchedReports:
+    """Mark the known findings in the reports of a gate, and decide each verdict again. `day` is the current date."""
+    paths = [model_path(report, baseline.folder) for report in reports]
+    moved = _find_moved(baseline, reports, paths)
+    used, stale, marked = dict[BaselineEntry, None](), dict[BaselineEntry, None](), []
+    for number, report in enumerate(reports):
+        own = [e for e in baseline.entries if belongs_to(e, paths[number]) or moved.get(e.model) == number]
+        known = {entry.fingerprint: entry for entry in reversed(own)}
+        found = {finding.fingerprint for finding in report.findings if not means_incomplete(finding.code)}
+        used |= {entry: None for fingerprint, entry in known.items() if fingerprint in found}
+        stale |= {entry: None for entry in own if _would_find(report, paths[number], entry)}
+        marked.append(_mark_known(report, known, day))
+    status = BaselineStatus(
+        file=baseline.file,
+        known=sum(finding.known is not None for report in marked for finding in report.findings),
+        stale=tuple(entry for entry in stale if entry not in used),
+        expired=tuple(entry for entry in used if entry.is_expired(day)),
+        moved=tuple((entry, paths[moved[entry.model]]) for entry in used if entry.model in moved),
+    )
+    return MatchedReports(tuple(marked), status, tuple(used))
+
+
+def model_path(report: Report, folder: Path) -> str:
+    """The path of a report's model, relative to a folder."""
+    path = os.path.abspath(report.model.path)  # noqa: PTH100 - links are not resolved: users know their names
+    try:
+        return PurePath(os.path.relpath(path, folder)).as_posix()
+    except ValueError:  # another drive of Windows
+        return PurePath(path).as_posix()
+
+
+def interface_digest(report: Report) -> str:
+    """A digest of the inputs and outputs of a model's files, without file names, file sizes and weights."""
+    files = sorted(json.dumps([to_plain(f.inputs), to_plain(f.outputs)], sort_keys=True) for f in report.model.files)
+    return hashlib.sha256("\n".join(files).encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def _find_moved(baseline: Baseline, reports: Sequence[Report], paths: list[str]) -> dict[str, int]:
+    """Models of the baseline whose path does not exist any more, each with the index of the report that matches it.
+
+    A match has the same interface and the same fault. A report matches one model at most, and none if the baseline has
+    entries for its own path.
+    """
+    models = dict.fromkeys(entry.model for entry in baseline.entries)
+    gone = [model for model in models if not os.path.lexists(baseline.folder / model)]
+    free = [n for n, path in enumerate(paths) if not any(belongs_to(entry, path) for entry in baseline.entries)]
+    moved: dict[str, int] = {}
+    for model in gone if free else ():
+        expected = {(entry.shape, entry.fingerprint) for entry in baseline.entries if entry.model == model}
+        shared = {n: len(expected & _traits(reports[n])) for n in free if n not in moved.values()}
+        best = max(shared, key=lambda n: shared[n], default=None)
+        if best is not None and shared[best]:
+            moved[model] = best
+    return moved
+
+
+def _traits(report: Report) -> set[tuple[str, str]]:
+    shape = interface_digest(report)
+    return {(shape, finding.fingerprint) for finding in report.findings}
+
+
+def belongs_to(entry: BaselineEntry, path: str) -> bool:
+    """Whether an entry is for the model at a path. A file in the folder of an export belongs to that model."""
+    return path == entry.model or _is_file_in(path, entry.model) or _is_file_in(entry.model, path)
+
+
+def _is_file_in(file: str, folder: str) -> bool:
+    parent = PurePath(file).parent
+    return file.endswith(".onnx") and folder in (parent.as_posix(), _above_onnx(parent))
+
+
+def _above_onnx(folder: PurePath) -> str | None:
+    """The parent of an `onnx/` folder: the repository."""
+    return folder.parent.as_posix() if folder.name == "onnx" else None
+
+
+def _mark_known(report: Report, known: dict[str, BaselineEntry], day: dt.date) -> Report:
+    findings = tuple(_with_known(finding, known.get(finding.fingerprint), day) for finding in report.findings)
+    if report.verdict != "unhealthy":
+        return replace(report, findings=findings)
+    command = report.command if report.runs else "inspect"
+    verdict = decide(command, findings, report.not_checked, report.arguments["fail_on"])
+    return replace(report, findings=findings, verdict=verdict)
+
+
+def _with_known(finding: Finding, entry: BaselineEntry | None, day: dt.date) -> Finding:
+    if entry is None or entry.is_expired(day) or means_incomplete(finding.code):
+        return finding
+    return replace(finding, known=KnownFinding(entry.reason, entry.until))
+
+
+def coverage_of(report: Report, code: str) -> tuple[str, ...]:
+    """The options that extended a run and affect a check. A thorough run includes the full context."""
+    arguments, check = report.arguments, find_check(code)
+    thorough = bool(arguments.get("thorough"))
+    whole = thorough or "full-context" in arguments.get("require", ())
+    targets = arguments.get("target", ()) if check is not None and "targets" in check.rounds else ()
+    extended = {"thorough": thorough, "full-context": whole}
+    return (*(word for word, so in extended.items() if so), *(f"target {target}" for target in targets))
+
+
+def _would_find(report: Report, path: str, entry: BaselineEntry) -> bool:
+    """Whether the run would have found the finding of an entry, if the model still had it."""
+    if is_open(report.findings, report.not_checked) or _is_file_in(path, entry.model):
+        return False
+    if not set(entry.found_with) <= set(coverage_of(report, entry.code)):
+        return False
+    check = find_check(entry.code)
+    if check is None:
+        return True  # the check was removed from kvdoctor, so the finding cannot come back
+    selection = Selection(tuple(report.arguments.get("select", ())), tuple(report.arguments.get("ignore", ())))
+    unchecked = (one.code.rstrip("*") for one in report.not_checked if "-" not in one.code)
+    if not selection.takes(check.code, check.name) or any(map(check.code.startswith, unchecked)):
+        return False
+    if "targets" in check.rounds:
+        return bool(report.targets)
+    return bool(report.runs) or bool({"file", "contract"} & set(check.rounds))
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineRequest:
+    """A change to a baseline. `reason` adds the findings that count, `until` a date; `prune` removes stale entries."""
+
+    reason: str | None = None
+    until: str | None = None
+    prune: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineUpdate:
+    """The new entries of a baseline.
+
+    Attributes:
+        entries: the entries to write.
+        changes: a line for each change.
+        left: a line for each finding that still counts, and each entry that is still stale or moved.
+        open: the models that could not be checked completely.
+    """
+
+    entries: tuple[BaselineEntry, ...]
+    changes: tuple[str, ...]
+    left: tuple[str, ...]
+    open: tuple[str, ...]
+
+
+def update_baseline(baseline: Baseline, found: MatchedReports, request: BaselineRequest) -> BaselineUpdate:
+    """Update a baseline after a gate. Reasons and dates of known findings do not change."""
+    entries = {(entry.model, entry.fingerprint): entry for entry in baseline.entries}
+    changes, left = [], []
+    moved = dict(found.status.moved)
+    for new, headline in _findings_that_count(baseline, found):
+        if request.reason is None:
+            left.append(f"counts: {new.model}: {headline}")
+            continue
+        replaced = [
+            e for e in found.used if e.fingerprint == new.fingerprint and (e in moved or belongs_to(e, new.model))
+        ]
+        for entry in replaced:
+            moved.pop(entry, None)
+            entries.pop((entry.model, entry.fingerprint), None)
+        entries[new.model, new.fingerprint] = replace(new, reason=request.reason, until=request.until)
+        changes.append(f"{'renewed' if replaced else 'added'}: {new.model}: {headline}")
+    for entry in (*found.status.stale, *_of_missing_models(baseline, found)):
+        line = f"{entry.label}: {'not found any more' if entry in found.status.stale else 'the model is gone'}"
+        if request.prune:
+            del entries[entry.model, entry.fingerprint]
+            changes.append(f"removed: {line}")
+        else:
+            left.append(f"stale: {line}")
+    for entry, path in moved.items():
+        if request.prune or request.reason is not None:
+            del entries[entry.model, entry.fingerprint]
+            entries[path, entry.fingerprint] = replace(entry, model=path)
+            changes.append(f"moved: {entry.label} to {path}")
+        else:
+            left.append(f"moved: {entry.label} is at {path} now")
+    incomplete = (report.model.path for report in found.reports if is_open(report.findings, report.not_checked))
+    return BaselineUpdate(sort_entries(entries.values()), tuple(changes), tuple(left), tuple(incomplete))
+
+
+def _findings_that_count(baseline: Baseline, found: MatchedReports) -> list[tuple[BaselineEntry, str]]:
+    """The findings that count, as entries without a reason, each with its headline."""
+    found_entries = []
+    for report in found.reports:
+        lowest = report.arguments["fail_on"]
+        for finding in report.findings:
+            if counts(finding, "error" if lowest == "never" else lowest) and not means_incomplete(finding.code):
+                model, shape = model_path(report, baseline.folder), interface_digest(report)
+                coverage = coverage_of(report, finding.code)
+                entry = BaselineEntry(
+                    model, finding.code, finding.where, "", None, finding.fingerprint, shape, coverage
+                )
+                found_entries.append((entry, format_headline(finding)))
+    return found_entries
+
+
+def _of_missing_models(baseline: Baseline, found: MatchedReports) -> list[BaselineEntry]:
+    """Entries whose model does not exist any more. A model with another entry that moved has moved as well."""
+    moved = {entry.model for entry, _ in found.status.moved}
+    current = {*found.used, *found.status.stale, *(entry for entry in baseline.entries if entry.model in moved)}
+    return [e for e in baseline.entries if e not in current and not os.path.lexists(baseline.folder / e.model)]

@@ -1,0 +1,193 @@
+"""The cache key of a report: a digest of the model's bytes, the options, the software and the machine."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvdoctor._version import __version__
+from kvdoctor.decode.messages import count_threads
+from kvdoctor.gating.file_digests import FileDigests
+from kvdoctor.gating.jobs import GateJob
+from kvdoctor.model.files import MODEL_SUFFIXES, looked_at
+from kvdoctor.options import Options
+from kvdoctor.report.document import SCHEMA, Report
+from kvdoctor.runtime.process import Limits
+from kvdoctor.serialization import to_plain
+
+GIB = 1 << 30
+FILE_OPTIONS = ("contract", "inputs", "trace")
+"""Options that name a file; its content is part of the key."""
+
+FileStates = dict[str, str | None]
+"""The digest of each file by its path relative to the model's folder; None for a file that does not exist."""
+
+
+def compute_key(job: GateJob, digests: FileDigests, remote: bool) -> str | None:
+    """The key of a job's report; None if the report must not be cached, since a dependency is unknown.
+
+    `remote`: it runs on other machines, of which only the software is known to be the same.
+    """
+    if job.options.reference is not None:
+        return None
+    try:
+        root, files = looked_at(job.location)
+        model = {_name(file, root): digests.digest(file) for file in files}
+        beside = sorted(entry.name for entry in os.scandir(root) if Path(entry.name).suffix in MODEL_SUFFIXES)
+        given = ((name, getattr(job.options, name)) for name in FILE_OPTIONS)
+        option_files = {name: digests.digest(Path(path)) for name, path in given if path}
+    except OSError:
+        return None
+    whole = {
+        "path": job.path,
+        "model": model,
+        "beside": beside,
+        "given": option_files,
+        "options": options_as_values(job.options),
+        "software": describe_software(),
+        "machine": None if remote else describe_machine(job.options),
+    }
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def digest_external_files(job: GateJob, report: Report, digests: FileDigests) -> FileStates:
+    """The digests of the external weight files that a report's model names.
+
+    Raises:
+        OSError: one of them cannot be read.
+    """
+    names = {_beside(file.path, name) for file in report.model.files for name in file.external}
+    return digest_files(job, sorted(names), digests)
+
+
+def digest_files(job: GateJob, names: list[str], digests: FileDigests) -> FileStates:
+    """The digests of files by their path relative to the model's folder, or to the folder that a model file links to.
+
+    Raises:
+        OSError: one of them cannot be read.
+        ValueError: a name is not a valid path.
+    """
+    return {name: digests.digest(path) for name, path in locate_files(job, names).items()}
+
+
+def locate_files(job: GateJob, names: list[str]) -> dict[str, Path]:
+    """The paths of files named relative to the model's folder, or to the folder that a model file links to."""
+    if not names:
+        return {}
+    homes = _homes(*looked_at(job.location))
+    root = homes[0]
+    return {name: next((home / name for home in homes if (home / name).exists()), root / name) for name in names}
+
+
+def list_nearby_files(job: GateJob) -> Iterator[Path]:
+    """Every file in the folders that contain the files of a model: its weights may be among them.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+    root, files = looked_at(job.location)
+    yield from files
+    for home in _homes(root, files):
+        yield from (home / entry.name for entry in os.scandir(home) if entry.is_file())
+
+
+def _homes(root: Path, files: Sequence[Path]) -> tuple[Path, ...]:
+    return tuple(dict.fromkeys((root, *(Path(os.path.realpath(file)).parent for file in files))))
+
+
+def options_as_values(options: Options) -> dict[str, Any]:
+    """The options as plain values, without the progress callback."""
+    plain = {one.name: getattr(options, one.name) for one in fields(options) if one.name != "progress"}
+    return {name: to_plain(value) for name, value in plain.items()}
+
+
+@cache
+def describe_software() -> dict[str, Any]:
+    """The versions of all software that affects a report; of kvdoctor, also a digest of its source."""
+    from importlib import metadata
+
+    return {
+        "kvdoctor": __version__,
+        "source": digest_source(),
+        "report": SCHEMA,
+        "python": platform.python_version(),
+        "numpy": metadata.version("numpy"),
+        "onnx": metadata.version("onnx"),
+        "onnxruntime": _runtime(),
+    }
+
+
+def describe_machine(options: Options) -> dict[str, Any]:
+    """The properties of the machine that affect numbers, and the memory, which limits the size of a model."""
+    return {
+        "platform": f"{sys.platform} {platform.machine()}",
+        "processor": _processor(),
+        "threads": count_threads(),
+        "memory": _memory(options.limits),
+        "settings": {name: value for name, value in os.environ.items() if name.startswith(("ORT_", "MLAS_"))},
+    }
+
+
+@cache
+def _memory(limits: Limits) -> int:
+    return limits.memory_limit() // GIB
+
+
+@cache
+def digest_source() -> str:
+    """The SHA-256 of kvdoctor's own files, so that an edited checkout counts as another version."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parent.parent
+    for name in sorted(_sources(str(package))):
+        content = Path(name).read_bytes()
+        digest.update(f"{name[len(str(package)) :]} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _sources(folder: str) -> Iterator[str]:
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            if entry.name != "__pycache__":
+                yield from _sources(entry.path)
+        elif entry.name.endswith((".py", ".json", ".toml")):
+            yield entry.path
+
+
+def _runtime() -> list[Any]:
+    """The onnxruntime of the workers, by its files: it must not be imported here, and several packages provide it."""
+    found = importlib.util.find_spec("onnxruntime")
+    if found is None or found.origin is None:
+        return []
+    home = Path(found.origin)
+    libraries = home.parent / "capi"
+    listed = os.scandir(libraries) if libraries.is_dir() else ()
+    sizes = sorted((entry.name, entry.stat().st_size) for entry in listed if entry.is_file())
+    return [hashlib.sha256(home.read_bytes()).hexdigest(), sizes]
+
+
+@cache
+def _processor() -> str:
+    """The first processor with its features, by which the runtime chooses its kernels."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    fields = ("model name", "flags", "Features", "CPU part", "microcode")
+    return "\n".join(line for line in first.splitlines() if line.startswith(fields))
+
+
+def _name(file: Path, root: Path) -> str:
+    return os.path.relpath(file, root).replace(os.sep, "/")
+
+
+def _beside(model: str, location: str) -> str:
+    """The path, relative to the folder, of a location that a model file names."""
+    return os.path.normpath(os.path.join(os.path.dirname(model), location)).replace(os.sep, "/")  # noqa: PTH118, PTH120

@@ -1,0 +1,239 @@
+"""Changes to a graph: values renamed and returned, nodes sorted, unused parts dropped.
+
+Every function here changes the graph that it is given. Names inside the subgraphs of a node are those of the graph
+around it, unless the subgraph defines a value of that name itself.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kvdoctor.model.proto import FunctionProto, GraphProto, ModelProto, NodeProto
+from kvdoctor.model.traverse import (
+    all_nodes,
+    graphs_in,
+    names_in,
+    needed_for,
+    node_lists,
+    nodes_in,
+    own_names,
+    producer,
+    stable_order,
+    subgraphs,
+    values_read,
+)
+from kvdoctor.model.view import GraphView
+
+
+def replace_all(items: Any, kept: Iterable[Any]) -> None:
+    """Give a repeated field new messages, which may be its own."""
+    copies = []
+    for item in kept:
+        copy = type(item)()
+        copy.CopyFrom(item)
+        copies.append(copy)
+    del items[:]
+    items.extend(copies)
+
+
+def keep_only(items: Any, keep: Callable[[Any], bool]) -> None:
+    """Drop all other messages from a repeated field."""
+    for index in reversed([index for index, item in enumerate(items) if not keep(item)]):
+        del items[index]
+
+
+def fresh_name(wanted: str, known: set[str]) -> str:
+    """A name like the one wanted that is not known yet; it is added to the known ones."""
+    name, number = wanted, 0
+    while name in known:
+        number += 1
+        name = f"{wanted}_{number}"
+    known.add(name)
+    return name
+
+
+def new_name(model: ModelProto, wanted: str) -> str:
+    """A name like the one wanted that no value or node of the model has."""
+    return fresh_name(wanted, names_in(model))
+
+
+def rename_reads(graph: GraphProto, names: Mapping[str, str], where: Callable[[NodeProto], bool] | None = None) -> None:
+    """Let nodes read other values, all at once: `{a: b, b: a}` swaps two. Outputs of this graph stay."""
+    if not names:
+        return
+    for node in graph.node:
+        if (where is None or where(node)) and not names.keys().isdisjoint(node.input):
+            node.input[:] = [names.get(name, name) for name in node.input]
+        for body in subgraphs(node):
+            own = own_names(body)
+            inner = {old: new for old, new in names.items() if old not in own}
+            rename_reads(body, inner, where)
+            for value in body.output:
+                # The output of a body is named like the value that it returns.
+                value.name = inner.get(value.name, value.name)
+
+
+def rename_values(graph: GraphProto, names: Mapping[str, str]) -> None:
+    """Rename values of this graph, for their makers and all readers; its own inputs and outputs stay."""
+    rename_reads(graph, names)
+    for node in graph.node:
+        if not names.keys().isdisjoint(node.output):
+            node.output[:] = [names.get(name, name) for name in node.output]
+    for value in graph.value_info:
+        value.name = names.get(value.name, value.name)
+
+
+def rename_all(graph: GraphProto, names: Mapping[str, str]) -> None:
+    """Rename values of a graph wherever it or a subgraph names them, its inputs and outputs included.
+
+    The new names must be fresh at every depth: nothing else is checked.
+    """
+    if not names:
+        return
+    rename_values(graph, names)
+    for value in (*graph.input, *graph.output, *graph.initializer, *(s.values for s in graph.sparse_initializer)):
+        value.name = names.get(value.name, value.name)
+    for annotation in graph.quantization_annotation:
+        annotation.tensor_name = names.get(annotation.tensor_name, annotation.tensor_name)
+        for entry in annotation.quant_parameter_tensor_names:
+            entry.value = names.get(entry.value, entry.value)
+
+
+def rename_banned(graph: GraphProto, banned: set[str], known: set[str]) -> None:
+    """Rename the values of a graph and its subgraphs that have a banned name; the new names become known."""
+    rename_all(graph, {name: fresh_name(name, known) for name in sorted(own_names(graph) & banned)})
+    for node in graph.node:
+        for body in subgraphs(node):
+            rename_banned(body, banned, known)
+
+
+def return_value(model: ModelProto, graph: GraphProto, output: str, value: str) -> None:
+    """Return another value of the graph as an output, and drop what only the old one needed."""
+    maker = producer(graph, output)
+    if maker is None:
+        raise ValueError(f"{output!r} is not made by a node of this graph")
+    old = new_name(model, f"{output}.unrepaired")
+    rename_values(graph, {output: old})
+    value = old if value == output else value
+    node = NodeProto(op_type="Identity", name=new_name(model, f"{output}.repaired"), input=[value], output=[output])
+    graph.node.append(node)
+    drop_unused(graph, old)
+
+
+def drop_unused(graph: GraphProto, name: str) -> None:
+    """Drop the node that makes a value, and those that only it needs, where nothing reads them any more."""
+    waiting = [name]
+    while waiting:
+        value = waiting.pop()
+        node = producer(graph, value)
+        if node is None or any(_is_used(graph, made) for made in node.output if made):
+            continue
+        waiting += [read for read in node.input if read]
+        graph.node.remove(node)
+
+
+def _is_used(graph: GraphProto, name: str) -> bool:
+    return any(value.name == name for value in graph.output) or any(name in values_read(n) for n in graph.node)
+
+
+def prune(model: ModelProto) -> list[str]:
+    """Drop nodes, weights, inputs and functions that no output depends on, and outputs of an `If` that nothing reads.
+
+    Returns:
+        The names of the inputs that were dropped.
+    """
+    graph = model.graph
+    needed = _prune_graph(graph, [value.name for value in graph.output])
+    dropped = [value.name for value in graph.input if value.name not in needed]
+    keep_only(graph.input, lambda value: value.name in needed)
+    keep_only(graph.quantization_annotation, lambda entry: entry.tensor_name in needed)
+    _drop_uncalled_functions(model)
+    return dropped
+
+
+def _prune_graph(graph: GraphProto, wanted: list[str]) -> set[str]:
+    """Keep what some values of a graph depend on; returns the names of those values."""
+    needed = needed_for(graph, wanted)
+    keep_only(graph.node, lambda node: not needed.isdisjoint(node.output))
+    for node in graph.node:
+        if node.op_type == "If" and not needed.issuperset(node.output):
+            _prune_if(node, needed)
+    if needed_for(graph, wanted) != needed:  # branches may have lost what they captured
+        return _prune_graph(graph, wanted)
+    keep_only(graph.initializer, lambda tensor: tensor.name in needed)
+    keep_only(graph.sparse_initializer, lambda sparse: sparse.values.name in needed)
+    keep_only(graph.value_info, lambda value: value.name in needed)
+    return needed
+
+
+def _prune_if(node: NodeProto, needed: set[str]) -> None:
+    """Drop the outputs of an `If` that are not needed, in both branches."""
+    kept = [index for index, name in enumerate(node.output) if name in needed]
+    node.output[:] = [node.output[index] for index in kept]
+    for body in subgraphs(node):
+        replace_all(body.output, [body.output[index] for index in kept if index < len(body.output)])
+        _prune_graph(body, [value.name for value in body.output])
+
+
+def _drop_uncalled_functions(model: ModelProto) -> None:
+    """Drop the functions that no node calls, at any depth and through other functions."""
+    functions = {_function_key(function): function for function in model.functions}
+    used, waiting = set[tuple[str, str, str]](), [nodes_in(model.graph.node)]
+    while waiting:
+        for node in waiting.pop():
+            key = (node.domain, node.op_type, getattr(node, "overload", ""))
+            if key in functions and key not in used:
+                used.add(key)
+                waiting.append(nodes_in(functions[key].node))
+    keep_only(model.functions, lambda function: _function_key(function) in used)
+
+
+def _function_key(function: FunctionProto) -> tuple[str, str, str]:
+    return function.domain, function.name, getattr(function, "overload", "")
+
+
+def drop_unread_constants(model: ModelProto, names: set[str]) -> None:
+    """Drop the constants of these names that nothing reads: a runtime would warn of each."""
+    graphs = list(graphs_in(model.graph))
+    read = {name for node in all_nodes(model) for name in node.input}
+    read |= {value.name for graph in graphs for value in (*graph.output, *graph.input)}
+    unread = names - read - {name for function in model.functions for name in function.output}
+    if not unread:
+        return
+    for graph in graphs:
+        keep_only(graph.initializer, lambda tensor: tensor.name not in unread)
+    for nodes in list(node_lists(model)):
+        keep_only(nodes, lambda node: node.op_type != "Constant" or not unread.issuperset(node.output))
+
+
+def node_order(nodes: Iterable[NodeProto]) -> list[int] | None:
+    """The indices of nodes, each after those that it needs and otherwise as they are; None for a cycle."""
+    listed = list(nodes)
+    order, cyclic = stable_order([values_read(node) for node in listed], [node.output for node in listed])
+    return None if cyclic else order
+
+
+def sort_nodes(graph: GraphProto) -> bool:
+    """Sort the nodes of one graph topologically; False where they are sorted already or form a cycle."""
+    order = node_order(graph.node)
+    if order is None or order == list(range(len(graph.node))):
+        return False
+    nodes = list(graph.node)
+    replace_all(graph.node, [nodes[index] for index in order])
+    return True
+
+
+def describe_graph(view: GraphView, graph: GraphProto) -> str:
+    """A graph as reports call it: the main one, or a branch of a merged decoder."""
+    if view.branches is not None:
+        for word, branch in (("cached", view.branches[1].cached), ("no-past", view.branches[1].no_past)):
+            if branch.graph is graph:
+                return f'If "{view.branches[1].node.name}", {word} branch'
+    return "main graph"
+
+
+def describe_maker(graph: GraphProto, name: str) -> str:
+    """The node that makes a value as reports call it: operator, inputs and name."""
+    node = producer(graph, name)
+    if node is None:
+        return name
+    return f"{node.op_type}({', '.join(node.input)})" + (f' "{node.name}"' if node.name else "")

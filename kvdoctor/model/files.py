@@ -1,0 +1,72 @@
+"""Files that can belong to a model, found by their names alone, and the digest of a file."""
+
+import hashlib
+import re
+from pathlib import Path
+
+from kvdoctor.errors import UsageError
+
+MODEL_SUFFIXES = {".onnx", ".ort"}
+SIDE_CARS = ("config.json", "genai_config.json", "export.json")
+STEM = re.compile(
+    r"(?P<stem>encoder_model|decoder_model_merged|decoder_with_past_model|decoder_model|model)(?P<suffix>_\w+)?",
+    re.ASCII,
+)
+
+
+def refuse_nothing(shown: str, path: Path) -> None:
+    """Refuse a path at which there is nothing.
+
+    Raises:
+        UsageError: there is nothing at the path, or it is `-`.
+    """
+    if shown == "-":
+        raise UsageError("a model cannot be read from standard input, its external data needs a path; give the path")
+    if not shown:
+        raise UsageError("the path of a model is empty; give an .onnx file or the folder of an export")
+    if not path.exists():
+        raise UsageError(f"{shown!r} does not exist; give an .onnx file or the folder of an export")
+
+
+def looked_at(path: Path) -> tuple[Path, tuple[Path, ...]]:
+    """The folder of the model at a path, and every file that `open_folder` reads there, as far as it exists.
+
+    What the models name as external data is not among them.
+    """
+    root, names = candidates(path)
+    beside = side_car_folder(root)
+    return root, (*names, *(beside / name for name in SIDE_CARS if (beside / name).exists()))
+
+
+def candidates(path: Path) -> tuple[Path, list[Path]]:
+    """The folder of a model, and the files that can belong to it."""
+    if not path.is_dir():
+        siblings = (p for p in path.parent.iterdir() if p.suffix in MODEL_SUFFIXES and _could_belong(path, p))
+        return path.parent, sorted({path, *siblings})
+    names = sorted(p for p in path.iterdir() if p.suffix in MODEL_SUFFIXES)
+    if not names and (path / "onnx").is_dir():
+        names = sorted(p for p in (path / "onnx").iterdir() if p.suffix in MODEL_SUFFIXES)
+    return path, names
+
+
+def side_car_folder(root: Path) -> Path:
+    """Where the side-cars of the models in a folder lie."""
+    return root.parent if root.name == "onnx" and not (root / "config.json").exists() else root
+
+
+def _could_belong(chosen: Path, other: Path) -> bool:
+    """Of the files beside a chosen one, only those with Optimum's names can belong to its stack."""
+    return bool(STEM.fullmatch(chosen.stem) and STEM.fullmatch(other.stem))
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

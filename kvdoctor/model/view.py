@@ -1,0 +1,271 @@
+"""GraphView: read-only questions to a graph, its subgraphs and its functions. No weights, no runtime."""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from kvdoctor.contract import Dim
+from kvdoctor.model.proto import (
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    TensorShapeProto,
+    ValueInfoProto,
+)
+from kvdoctor.model.traverse import bodies_of, constant_tensor, nodes_in, normalize_domain
+
+ELEMENT_TYPES = {number: name.lower() for name, number in TensorProto.DataType.items()}
+"""ONNX words for element types: float, float16, int64, bool, ..."""
+
+PASSES_ON = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape"}
+"""Operators through which a flag stays the same flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A tensor as the file declares it. `shape` is None where the file gives no shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...] | None
+
+    def like(self, other: "Declared") -> bool:
+        """Whether it may hold what the other holds: the same element type and rank, and no other size."""
+        if self.shape is None or other.shape is None or len(self.shape) != len(other.shape):
+            return False
+        pairs = zip(self.shape, other.shape, strict=True)
+        fits = all(one == size for one, size in pairs if isinstance(one, int) and isinstance(size, int))
+        return fits and self.dtype == other.dtype
+
+
+SWITCH = "use_cache_branch"
+"""Optimum's name of the switch, which says that the cache is used."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A graph, a subgraph or a function body, with the scope around it. `path` is for people."""
+
+    graph: GraphProto
+    path: str
+    outer: "Scope | None" = None
+
+    @cached_property
+    def producers(self) -> dict[str, NodeProto]:
+        """The node that makes each value of this scope."""
+        return {name: node for node in self.graph.node for name in node.output if name}
+
+    @cached_property
+    def initializers(self) -> dict[str, TensorProto]:
+        """Initializers of this scope by name."""
+        return {tensor.name: tensor for tensor in self.graph.initializer}
+
+    def constant(self, name: str) -> TensorProto | None:
+        """The tensor behind a value that is a constant or an initializer, in this scope or one around it.
+
+        Values that only pass through Identity count. An initializer that is also a graph input is no constant.
+        """
+        name = self.through(name, {"Identity"})
+        node = self.producers.get(name)
+        if node is not None:
+            if node.op_type != "Constant":
+                return None
+            return constant_tensor(node)
+        if name in self.initializers:
+            return self.initializers[name]
+        return self.outer.constant(name) if self.outer else None
+
+    def through(self, name: str, operators: set[str]) -> str:
+        """Walk back over nodes of the given operators, by their first input; a loop in a damaged graph ends it."""
+        for _ in range(len(self.graph.node)):
+            node = self.producers.get(name)
+            if node is None or node.op_type not in operators or not node.input:
+                break
+            name = node.input[0]
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The `If` of a merged decoder: its node, the body that uses the cache and the other one.
+
+    `on` is the value of the switch for which the cache is used: false where the switch says that it is the first step.
+    """
+
+    node: NodeProto
+    cached: Scope
+    no_past: Scope
+    on: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class GraphView:
+    """Questions to one model. Whoever holds it must not change the model."""
+
+    model: ModelProto
+    main: Scope = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "main", Scope(self.model.graph, "graph"))
+
+    @cached_property
+    def inputs(self) -> dict[str, Declared]:
+        """Graph inputs by name; those that initializers give a value to are left out."""
+        given = {*self.main.initializers, *(tensor.values.name for tensor in self.model.graph.sparse_initializer)}
+        return {v.name: declared(v) for v in self.model.graph.input if v.name not in given}
+
+    @cached_property
+    def outputs(self) -> dict[str, Declared]:
+        """Graph outputs by name."""
+        return {value.name: declared(value) for value in self.model.graph.output}
+
+    @cached_property
+    def opsets(self) -> dict[str, int]:
+        """Opset version by domain; the standard domain is the empty name."""
+        return {normalize_domain(o.domain): o.version for o in self.model.opset_import}
+
+    @property
+    def producer(self) -> str:
+        """Name and version of the program that wrote the file."""
+        return f"{self.model.producer_name} {self.model.producer_version}".strip()
+
+    def scopes(self) -> tuple[Scope, ...]:
+        """The main graph and every subgraph, outer ones first. Function bodies hold no graph values of their own."""
+        return self._scopes
+
+    @cached_property
+    def _scopes(self) -> tuple[Scope, ...]:
+        return tuple(_scopes_below(self.main))
+
+    @cached_property
+    def operators(self) -> dict[str, int]:
+        """How often each operator occurs, at any depth and in functions."""
+        counts: dict[str, int] = {}
+        bodies = [scope.graph.node for scope in self.scopes()] + [function.node for function in self.model.functions]
+        for nodes in bodies:
+            for node in nodes:
+                counts[node.op_type] = counts.get(node.op_type, 0) + 1
+        return counts
+
+    def node(self, name: str) -> NodeProto | None:
+        """The node of that name, at any depth."""
+        return self._named_nodes.get(name)
+
+    @cached_property
+    def _named_nodes(self) -> dict[str, NodeProto]:
+        return {node.name: node for scope in self.scopes() for node in scope.graph.node if node.name}
+
+    @cached_property
+    def branches(self) -> tuple[str, Branches] | None:
+        """The switch input and the `If` it decides: found by its condition, never by being the only node."""
+        flags = {name for name, port in self.inputs.items() if port.dtype == "bool"}
+        for node in self.model.graph.node:
+            if node.op_type == "If" and node.input:
+                switch, holds = self._condition(node.input[0])
+                bodies = {a.name: Scope(a.g, f"If {node.name!r}, {a.name}", self.main) for a in node.attribute}
+                if switch in flags and {"then_branch", "else_branch"} <= set(bodies):
+                    chosen, other = bodies["then_branch"], bodies["else_branch"]
+                    chosen, other = (chosen, other) if holds else (other, chosen)
+                    if switch == SWITCH or self._reads_alone(chosen, other):
+                        turned = switch != SWITCH and self._reads_more(other, chosen)
+                        return switch, Branches(node, *((other, chosen) if turned else (chosen, other)), on=not turned)
+        return None
+
+    def _own_reads(self, one: Scope, other: Scope) -> tuple[set[str], set[str]]:
+        """Inputs that may be a past, and that one body of two reads alone."""
+        may_be = {name for name, port in self.inputs.items() if "float" in port.dtype and len(port.shape or ()) >= 3}
+        mine, others = (
+            may_be & {name for node in nodes_in(scope.graph.node) for name in node.input} for scope in (one, other)
+        )
+        return mine - others, others - mine
+
+    def _reads_alone(self, one: Scope, other: Scope) -> bool:
+        """Whether two bodies differ in what they read of the cache: else their `If` chooses something else."""
+        return any(self._own_reads(one, other))
+
+    def _reads_more(self, one: Scope, other: Scope) -> bool:
+        """Whether a body reads several inputs that may be a past, and the other one fewer of its own."""
+        mine, others = self._own_reads(one, other)
+        return len(mine) > max(1, len(others))
+
+    def behind(self, output: str, cached: bool = True) -> "tuple[Scope, str]":
+        """Where a graph output comes from: the scope that makes it and the name of the value there.
+
+        In a merged decoder that is the cached branch, or the other one; elsewhere the main graph.
+        """
+        if self.branches is None:
+            return self.main, output
+        branches = self.branches[1]
+        body = branches.cached if cached else branches.no_past
+        made, name = list(branches.node.output), self.main.through(output, {"Identity"})
+        if name not in made or made.index(name) >= len(body.graph.output):
+            return self.main, output
+        return body, str(body.graph.output[made.index(name)].name)
+
+    def emptied(self, output: str) -> tuple[int, ...] | None:
+        """The shape of the constant without elements that stands behind an output when the cache is used, or None."""
+        scope, name = self.behind(output)
+        tensor = scope.constant(name)
+        shape = tuple(tensor.dims) if tensor is not None else _filled_shape(scope, name)
+        return shape if shape is not None and 0 in shape else None
+
+    def _condition(self, name: str) -> tuple[str, bool]:
+        """Walk from the condition of an `If` back to the value that decides it; False when it was negated."""
+        holds = True
+        for _ in range(len(self.model.graph.node)):
+            name = self.main.through(name, PASSES_ON)
+            node = self.main.producers.get(name)
+            if node is None or node.op_type != "Not":
+                break
+            name, holds = node.input[0], not holds
+        return name, holds
+
+
+def integers(tensor: TensorProto) -> tuple[int, ...] | None:
+    """The numbers of a short tensor of integers; None of any other."""
+    if tensor.data_type not in (TensorProto.INT64, TensorProto.INT32) or prod(tensor.dims) > 64:
+        return None
+    wide = tensor.data_type == TensorProto.INT64
+    if tensor.raw_data:
+        width = 8 if wide else 4
+        count = len(tensor.raw_data) // width
+        return struct.unpack(f"<{count}{'q' if wide else 'i'}", tensor.raw_data[: count * width])
+    return tuple(tensor.int64_data if wide else tensor.int32_data)
+
+
+def _filled_shape(scope: Scope, name: str) -> tuple[int, ...] | None:
+    """The shape that a ConstantOfShape makes from a constant."""
+    node = scope.producers.get(scope.through(name, {"Identity"}))
+    if node is None or node.op_type != "ConstantOfShape" or not node.input:
+        return None
+    sizes = scope.constant(node.input[0])
+    return integers(sizes) if sizes is not None and sizes.data_type == TensorProto.INT64 else None
+
+
+def declared(value: ValueInfoProto) -> Declared:
+    """Read a value's declared type; an empty dtype where it has none or is no tensor."""
+    if not value.type.HasField("tensor_type"):
+        return Declared(value.name, "", None)
+    tensor = value.type.tensor_type
+    dtype = ELEMENT_TYPES.get(tensor.elem_type, "")
+    if not tensor.HasField("shape"):
+        return Declared(value.name, "" if dtype == "undefined" else dtype, None)
+    return Declared(value.name, dtype, tuple(_dim(dim) for dim in tensor.shape.dim))
+
+
+def _dim(dim: TensorShapeProto.Dimension) -> Dim:
+    if dim.HasField("dim_value"):
+        # ONNX Runtime takes any size for a number below 0, as older exporters write it.
+        return int(dim.dim_value) if dim.dim_value >= 0 else None
+    return str(dim.dim_param) if dim.dim_param else None
+
+
+def _scopes_below(scope: Scope) -> Iterator[Scope]:
+    yield scope
+    for node in scope.graph.node:
+        for attribute in node.attribute:
+            for body in bodies_of(attribute):
+                yield from _scopes_below(Scope(body, f"{node.op_type} {node.name!r}, {attribute.name}", scope))

@@ -1,0 +1,118 @@
+"""Writes a changed model, with the weights that were left out of it copied from the file they lie in.
+
+The changed graph is small and is serialized; the payloads go from file to file without being held. Around each payload
+the lengths of the messages are counted anew, as protobuf wants them.
+"""
+
+import io
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from kvdoctor.errors import UsageError
+from kvdoctor.model.proto import ModelProto, TensorProto
+from kvdoctor.model.skeleton import NESTED
+from kvdoctor.model.wire import LEN, MAX_FILE, FileWindow, encode_varint
+
+PORTION = 1 << 20
+RAW_DATA = 9
+PLAIN = {4 << 3 | LEN, RAW_DATA << 3 | LEN, 10 << 3 | LEN}
+"""Tags of float_data, raw_data and double_data, whose bytes are the values."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBytes:
+    """Bytes of the source file."""
+
+    start: int
+    length: int
+
+
+Piece = bytes | SourceBytes
+
+
+@dataclass
+class _Writing:
+    """One model on its way: `pieces` in the order in which they are written."""
+
+    graph: FileWindow
+    weights: FileWindow
+    location: bytes
+    pieces: list[Piece] = field(default_factory=list)
+
+    def message(self, name: str, start: int, end: int) -> list[Piece]:
+        """The pieces of a message, payloads put back where they belong."""
+        nested, pieces, copied = NESTED[name], list[Piece](), start
+        for tag, at, value, stop in self.graph.fields(start, end):
+            kind = nested.get(tag >> 3) if tag & 7 == LEN else None
+            # What does not name the file anywhere holds no tensor that points into it.
+            if kind is None or self.location not in self.graph.read(value, stop):
+                continue
+            pieces.append(self.graph.read(copied, at))
+            inner = self.tensor(value, stop) if kind == "TensorProto" else self.message(kind, value, stop)
+            pieces += [encode_varint(tag) + encode_varint(_size(inner)), *inner]
+            copied = stop
+        return [*pieces, self.graph.read(copied, end)]
+
+    def tensor(self, start: int, end: int) -> list[Piece]:
+        """The pieces of a tensor: its pointer into the file replaced by the bytes it points to."""
+        content = self.graph.read(start, end)
+        tensor = TensorProto.FromString(content)
+        facts = {entry.key: entry.value for entry in tensor.external_data}
+        if tensor.data_location != TensorProto.EXTERNAL or facts.get("location", "").encode() != self.location:
+            return [content]
+        span = SourceBytes(int(facts.get("offset") or 0), int(facts.get("length") or 0))
+        if span.start + span.length > self.weights.size:
+            raise UsageError(f"the weights of {tensor.name!r} are no longer where they were; was the model changed?")
+        tensor.ClearField("external_data")
+        tensor.ClearField("data_location")
+        head = encode_varint(self._tag_before(span)) + encode_varint(span.length)
+        return [tensor.SerializeToString(), head, span]
+
+    def _tag_before(self, span: SourceBytes) -> int:
+        """The field that the payload had in the source: values may lie in float_data or in raw_data."""
+        at = span.start - len(encode_varint(span.length)) - 1
+        tag = self.weights.read(at, at + 1)[0] if at >= 0 else 0
+        return tag if tag in PLAIN else RAW_DATA << 3 | LEN
+
+
+def write_model(model: ModelProto, source: Path, target: Path) -> None:
+    """Write a changed model beside OUT's other files; `source` is the file it was read from, without its weights.
+
+    Raises:
+        UsageError: the result would be larger than a protobuf message can be.
+        OSError: it cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    with source.open("rb") as weights, partial.open("wb") as out:
+        content = model.SerializeToString()
+        writing = _Writing(FileWindow(io.BytesIO(content)), FileWindow(weights), source.name.encode())
+        pieces = writing.message("ModelProto", 0, len(content))
+        if _size(pieces) > MAX_FILE:
+            raise UsageError(
+                f"{source.name!r} would take {_size(pieces):,} bytes after the repair, more than the 2 GiB that an "
+                "ONNX file can hold; save it with its weights as external data first"
+            )
+        for piece in pieces:
+            if isinstance(piece, SourceBytes):
+                _copy(weights, piece, out)
+            else:
+                out.write(piece)
+    os.replace(partial, target)  # noqa: PTH105 - of one folder
+
+
+def _copy(weights: BinaryIO, span: SourceBytes, out: BinaryIO) -> None:
+    weights.seek(span.start)
+    left = span.length
+    while left:
+        part = weights.read(min(PORTION, left))
+        if not part:
+            raise UsageError("the model became shorter while it was copied; wait until it is written completely")
+        out.write(part)
+        left -= len(part)
+
+
+def _size(pieces: list[Piece]) -> int:
+    return sum(piece.length if isinstance(piece, SourceBytes) else len(piece) for piece in pieces)

@@ -1,0 +1,77 @@
+"""Checks whether a repair of the graph would work before the advice of a finding names it.
+
+The advice of a check says what usually repairs its fault. Here the repairs that it leads to are tried on a copy in
+memory: if none of them would change the graph, the advice becomes another export; if the order or names of nodes are
+the fault, it becomes a repair. A repair that cannot be tried here (an inspection has no runtime) stays advised.
+"""
+
+import shlex
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Advice, Finding
+from kvdoctor.options import Options
+from kvdoctor.repair.repairs.registry import Repair, load_for_check
+from kvdoctor.repair.workspace import CannotRepair, NoRuntime, RepairContext, WorkingCopy
+
+if TYPE_CHECKING:
+    from kvdoctor.runtime.client import Runtime
+
+FROM_CHECKPOINT = " --from CHECKPOINT"
+
+Answer = Literal["changes", "declines", "not tried"]
+
+
+def check_advice(
+    context: ContractContext, findings: tuple[Finding, ...], options: Options, runtime: "Runtime | None"
+) -> tuple[Finding, ...]:
+    """The findings of a stack, with advice that names a repair only if it would not decline."""
+    copy = WorkingCopy(context.folder)
+    trial = RepairContext(context.stack, context.contract, findings, context.runs, copy, runtime, options)
+    advised = tuple(_check_finding(finding, trial) for finding in trial.findings)
+    if not any(map(_cannot_be_repaired, advised)):
+        return advised
+    return tuple(_advise_export(f) if f.repair.kind == "graph" and f.severity == "error" else f for f in advised)
+
+
+def _cannot_be_repaired(finding: Finding) -> bool:
+    """Whether a loop stays wrong after all repairs of the graph: then no copy can be proved."""
+    loop = finding.code.startswith(("KV2", "KV3")) and finding.use is None
+    return loop and finding.severity == "error" and finding.repair.kind == "re-export"
+
+
+def _check_finding(finding: Finding, trial: RepairContext) -> Finding:
+    if finding.severity == "note":
+        return finding
+    leading = load_for_check(finding.name)
+    if finding.repair.kind == "graph" and leading:
+        declined = all(_try_repair(repair, trial) == "declines" for repair in leading)
+        return _advise_export(finding) if declined else finding
+    file = any(repair.stage == "file" and _try_repair(repair, trial) == "changes" for repair in leading)
+    return _advise_repair(finding, trial) if file else finding
+
+
+def _try_repair(repair: Repair, trial: RepairContext) -> Answer:
+    """Try a repair and restore the copy."""
+    saved = trial.copy.snapshot()
+    try:
+        return "changes" if repair.apply(trial) else "declines"
+    except NoRuntime:
+        return "not tried"
+    except CannotRepair:
+        return "declines"
+    except Exception:  # `re-export` reports it
+        return "not tried"
+    finally:
+        trial.copy.restore(saved)
+
+
+def _advise_repair(finding: Finding, trial: RepairContext) -> Finding:
+    command = f"kvdoctor re-export {shlex.quote(trial.copy.folder.shown)} -o FIXED"
+    return replace(finding, repair=Advice("graph", f"or {finding.repair.text}", command))
+
+
+def _advise_export(finding: Finding) -> Finding:
+    command = (finding.repair.command or "").replace(" -o FIXED", f"{FROM_CHECKPOINT} -o FIXED", 1)
+    return replace(finding, repair=replace(finding.repair, kind="re-export", command=command or None))

@@ -1,0 +1,341 @@
+"""Another layout for a copy that may just have been repaired: converted, diagnosed once more, and proved.
+
+The weights of converted models are copied from file to file and written once.
+"""
+
+import shlex
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.parity import compare, judge
+from kvdoctor.decode.runs import LOOPS
+from kvdoctor.decode.tolerances import find_tolerance
+from kvdoctor.errors import UsageError
+from kvdoctor.model.output_folder import regular_files
+from kvdoctor.model.skeleton import read_skeleton
+from kvdoctor.model.write import write_model
+from kvdoctor.repair.apply import Applied
+from kvdoctor.repair.layouts.naming import axis_names, name_axes, port_axes
+from kvdoctor.repair.layouts.registry import (
+    Conversion,
+    ConvertedModels,
+    DoesNotFit,
+    Layout,
+    LayoutSource,
+    load,
+    new_name,
+)
+from kvdoctor.repair.lowering.limits import VersionLimit, exceeds
+from kvdoctor.repair.lowering.lower import lower_model
+from kvdoctor.repair.proof import SplitEncoder, equal, prove, prove_loops, prove_split_encoder
+from kvdoctor.repair.rediagnose import diagnose_copy
+from kvdoctor.repair.request import LayoutRequest
+from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
+from kvdoctor.repair.workspace import side_car_path
+from kvdoctor.report.repair_record import Change, Proof
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NEW = ".kvdoctor-layout"
+"""The folder in OUT in which new files are written before they replace the old ones."""
+
+
+REVEALED = {"sequence-axis-frozen": ("chunk-fails", "mask-not-offset", "positions-not-offset")}
+"""Findings that a merged decoder may show when it is run with several new tokens, instead of one that the source has.
+
+A merged decoder cannot declare an axis of one of its branches.
+"""
+
+
+@dataclass(frozen=True)
+class ConvertedStack:
+    """One stack in its new layout; its models are consumed when they are written to the `files`."""
+
+    stack: StackFiles
+    contract: CacheContract
+    layout: Layout
+    made: ConvertedModels
+    files: tuple[str, ...]
+
+
+def refuse_unknown_layout(request: LayoutRequest) -> None:
+    """Refuse a layout that does not exist.
+
+    Raises:
+        UsageError: with all of them.
+    """
+    known = {layout.name: layout.explains for layout in load()}
+    if request.layout is not None and request.layout not in known:
+        listed = "; ".join(f"{name}: {explains}" for name, explains in known.items())
+        raise UsageError(f"there is no layout {request.layout!r}; the layouts are {listed}")
+
+
+def refuse_impossible_layout(path: str, request: LayoutRequest) -> None:
+    """Refuse a layout that no stack at a path can have, before any work is done.
+
+    Raises:
+        UsageError: with the reason for each stack.
+    """
+    layout = _find_layout(request)
+    if layout is None:
+        return
+    folder = open_folder(path)
+    reasons = {
+        stack.name: _refuse_stack(layout, stack, read_contract(stack, folder.side_cars)) for stack in folder.stacks
+    }
+    if all(reasons.values()):
+        raise _report_refusals(folder, layout, {name: reason for name, reason in reasons.items() if reason})
+    _refuse_clashes(folder, layout, [stack for stack in folder.stacks if reasons[stack.name] is None])
+
+
+def _find_layout(request: LayoutRequest) -> Layout | None:
+    return next((layout for layout in load() if layout.name == request.layout), None)
+
+
+def _refuse_stack(layout: Layout, stack: StackFiles, contract: CacheContract | None) -> str | None:
+    if contract is None or not contract.slots:
+        return "its cache contract could not be read from the graph"
+    if contract.missing:
+        return f"its cache contract is incomplete ({contract.missing[0].subject}: {contract.missing[0].reason})"
+    return layout.refuse(stack, contract)
+
+
+def _report_refusals(folder: ModelFolder, layout: Layout, reasons: dict[str, str]) -> UsageError:
+    listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it holds no decoder with a cache"
+    return UsageError(f"{folder.shown!r} cannot be given the layout {layout.name!r}: {listed}")
+
+
+def convert_stacks(
+    folder: ModelFolder, contracts: dict[str, CacheContract | None], request: LayoutRequest
+) -> tuple[ConvertedStack, ...]:
+    """Convert the stacks of a folder in memory, without their weights; nothing if no layout is asked for.
+
+    Raises:
+        UsageError: no stack can have the layout, or the files of two would have one name; the message says why.
+    """
+    layout = _find_layout(request)
+    if layout is None:
+        return ()
+    reasons, done = {}, []
+    for stack in folder.stacks:
+        contract = contracts.get(stack.name)
+        reason = _refuse_stack(layout, stack, contract)
+        if reason is None and contract is not None:
+            try:
+                made = layout.make(LayoutSource(folder.root, stack, contract, request.readable))
+                done.append(ConvertedStack(stack, contract, layout, made, tuple(made.models)))
+            except DoesNotFit as error:
+                reason = str(error)
+        if reason is not None:
+            reasons[stack.name] = reason
+    if not done:
+        raise _report_refusals(folder, layout, reasons)
+    return tuple(done)
+
+
+def _refuse_clashes(folder: ModelFolder, layout: Layout, stacks: list[StackFiles]) -> None:
+    """Refuse to overwrite decoders that are not converted."""
+    theirs = {file.name for stack in stacks for file in stack.files.values()}
+    there = {file.name for file in folder.files} - theirs
+    for stack in stacks:
+        new = [new_name(folder.root, stack, stem) for stem in layout.writes]
+        taken = next((name for name in new if name in there), None)
+        if taken is not None:
+            place, main = Path(folder.shown) / stack.main.name, stack.main.name
+            raise UsageError(
+                f"{folder.shown!r} already holds {taken!r} beside {main!r}; to replace it by a conversion of that one, "
+                f"give the file: kvdoctor re-export {shlex.quote(str(place))} --layout {layout.name} -o OUT"
+            )
+
+
+def find_replaced_files(folder: ModelFolder, done: Iterable[ConvertedStack]) -> frozenset[Path]:
+    """The files of an export that the new ones replace.
+
+    Models, weights that no other model uses, and the list of graphs that the exporter of transformers writes.
+    """
+    gone = {name for one in done for name in one.made.replaces}
+    listing = side_car_path(folder, "export.json")
+    stale = {listing} if gone and listing is not None else set()
+    stay = {data.path for file in folder.files if file.name not in gone for data in file.external}
+    data = {data.path for file in folder.files if file.name in gone for data in file.external}
+    return frozenset({folder.root / name for name in gone} | (data - stay) | stale)
+
+
+def put_in_place(done: Iterable[ConvertedStack], root: Path, out: Path, gone: Iterable[Path]) -> None:
+    """Write the new models, whose weights lie below `root`, into a folder; `gone` are files there to remove.
+
+    Raises:
+        OSError: something cannot be read or written.
+    """
+    for one in done:
+        one.made.write(root, out / NEW)
+    for path in gone:
+        if path.is_relative_to(out):  # a config above the models' folder may lie outside, and is the user's
+            path.unlink(missing_ok=True)
+    for path in [*regular_files(out / NEW)]:
+        place = out / path.relative_to(out / NEW)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)
+    shutil.rmtree(out / NEW, ignore_errors=True)
+
+
+def name_axes_readably(folder: ModelFolder, contracts: dict[str, CacheContract | None]) -> dict[str, list[Change]]:
+    """Give the axes of every stack readable names, in place in the copy; gives the changes by stack.
+
+    Raises:
+        OSError: something cannot be read or written.
+    """
+    changes: dict[str, list[Change]] = {}
+    named = set[str]()
+    for stack in folder.stacks:
+        contract = contracts.get(stack.name)
+        for file in stack.files.values() if contract is not None else ():
+            if file.name in named or contract is None:
+                continue
+            named.add(file.name)
+            model = read_skeleton(file.path, located=True).model
+            axes = port_axes(contract, file.name)
+            done = name_axes(model.graph, axes, axis_names(contract))
+            if done:
+                changes.setdefault(stack.name, []).append(Change(file.name, "axes", "", "; ".join(done)))
+                write_model(model, file.path, file.path)
+    return changes
+
+
+LOWERED = Conversion("lowered", "IR version and opset are lowered to the numbers asked for.")
+
+
+def lower_copy(folder: ModelFolder, want: VersionLimit) -> list[Applied]:
+    """Lower the files of every stack, in place in the copy; gives the changes.
+
+    Raises:
+        CannotLower: something that a model uses needs more.
+        OSError: a file cannot be written.
+    """
+    done, applied = set[str](), []
+    for stack in folder.stacks:
+        changes: list[Change] = []
+        for file in stack.files.values():
+            if file.name in done or file.view is None or not exceeds(file.view, want):
+                continue
+            done.add(file.name)
+            model = read_skeleton(file.path, located=True).model
+            changes += lower_model(model, want, file.name)
+            write_model(model, file.path, file.path)
+        if changes:
+            applied.append(Applied(stack.name, LOWERED, tuple(changes)))
+    return applied
+
+
+def apply_layout(
+    session: RepairSession,
+    request: LayoutRequest,
+    outcome: Outcome,
+    ready: tuple[ConvertedStack, ...] = (),
+) -> Outcome:
+    """Give the copy its layout, diagnose it and prove it; an unproved copy stays as it is.
+
+    `ready` are the stacks of the original in the new layout, where nothing was repaired before.
+
+    Raises:
+        UsageError: no stack can have the layout, or no axis is left to rename.
+        CannotLower: the model needs a newer IR version or opset.
+    """
+    if not request.is_asked or (outcome.applied and not outcome.holds):
+        return outcome
+    if request.layout is not None:
+        outcome = _convert(session, request, outcome, ready)
+    elif request.readable:
+        outcome = _rename_axes(session, outcome)
+    return _lower(session, request, outcome) if request.lowers else outcome
+
+
+def _convert(
+    session: RepairSession, request: LayoutRequest, outcome: Outcome, ready: tuple[ConvertedStack, ...]
+) -> Outcome:
+    if ready:
+        put_in_place(ready, session.folder.root, session.at, ())
+    else:
+        copy = session.open_copy()
+        ready = convert_stacks(copy, outcome.after.contracts, request)
+        put_in_place(ready, copy.root, copy.root, find_replaced_files(copy, ready))
+    after = diagnose_copy(session)
+    proof = [entry for one in ready for entry in _prove_conversion(session, one, outcome.after, after)]
+    applied = [Applied(one.stack.name, one.layout.conversion(one.made), tuple(one.made.changes)) for one in ready]
+    return _extend(outcome, after, applied, proof)
+
+
+def _rename_axes(session: RepairSession, outcome: Outcome) -> Outcome:
+    """The copy with readable axes; files and names of inputs and outputs stay as they are."""
+    changes = name_axes_readably(session.open_copy(), outcome.after.contracts)
+    if not changes and not outcome.applied:
+        raise UsageError(f"the open axes of {session.folder.shown!r} already have the names that Optimum gives")
+    if not changes:
+        return outcome
+    conversion = Conversion("axes readable", "Open axes get the names that Optimum writes.")
+    applied = [Applied(stack, conversion, tuple(done)) for stack, done in changes.items()]
+    after = diagnose_copy(session, session.model)
+    return _extend(outcome, after, applied, prove(applied, outcome.after, after, {}))
+
+
+def _lower(session: RepairSession, request: LayoutRequest, outcome: Outcome) -> Outcome:
+    """The copy with the IR version and opset that are asked for."""
+    model = session.model if request.layout is None else "."
+    applied = lower_copy(session.open_copy(model), VersionLimit(request.ir_version, request.opset))
+    if not applied:
+        return outcome
+    after = diagnose_copy(session, model)
+    return _extend(outcome, after, applied, prove(applied, outcome.after, after, {}))
+
+
+def _extend(outcome: Outcome, after: DiagnosisSide, applied: Iterable[Applied], proof: Iterable[Proof]) -> Outcome:
+    return replace(outcome, after=after, applied=(*outcome.applied, *applied), proof=(*outcome.proof, *proof))
+
+
+def _prove_conversion(
+    session: RepairSession, one: ConvertedStack, before: DiagnosisSide, after: DiagnosisSide
+) -> Iterator[Proof]:
+    """The claims on the new files: their loops pass, no new finding appears, the numbers are those of the source."""
+    stack = next((s.name for s in after.report.stacks if set(s.files) & set(one.files)), None)
+    if stack is None:
+        yield Proof(one.stack.name, f"the layout {one.layout.name} is read as a stack", False, "no stack was found")
+        return
+    yield from prove_loops(stack, after)
+    known = {finding.name for finding in before.report.findings}
+    known |= {revealed for name in known for revealed in REVEALED.get(name, ())}
+    new = sorted({f.name for f in after.report.findings if f.severity != "note"} - known)
+    yield Proof(stack, "no finding that was not there before", not new, ", ".join(new))
+    if one.made.cut is None:
+        yield _compare_loops(one, stack, before, after)
+        return
+    source = session.folder.root / one.stack.files["decoder"].name
+    split = SplitEncoder(stack, one.made.cut, one.contract, source, encoder=one.files[0], decoder=one.files[1])
+    yield from prove_split_encoder(session, split)
+
+
+def _compare_loops(one: ConvertedStack, stack: str, before: DiagnosisSide, after: DiagnosisSide) -> Proof:
+    """Compare the logits of the source's loop with those of the new one, step by step."""
+    old, new = _read_loop_logits(before, one.stack.name), _read_loop_logits(after, stack)
+    claim = "the loop's logits are those of the source"
+    if old is None or new is None or old.shape != new.shape:
+        return Proof(stack, claim, False, "no logits to compare: one of the loops did not run to its end")
+    if equal(old, new):
+        return Proof(stack, f"{claim}, bit for bit", True, f"{old.size} numbers")
+    width = one.contract.vocabulary or old.size
+    limit = find_tolerance(one.contract.exactness, after.tolerances)
+    found = compare(new.reshape(1, -1, width), old.reshape(1, -1, width), limit)
+    text = f"off by {found.relative:.1e} standard deviations of the logits" if found.finite else "not finite"
+    return Proof(stack, claim, judge(found, limit) == "pass", text)
+
+
+def _read_loop_logits(side: DiagnosisSide, stack: str) -> "np.ndarray[Any, Any] | None":
+    """The logits of the held loop, or of the plain loop if there is no held one."""
+    return next((logits for name in reversed(LOOPS) if (logits := side.read_logits(stack, name)) is not None), None)

@@ -1,0 +1,167 @@
+"""Computes a checkpoint's logits for given feeds with PyTorch and transformers. Run as a script, never imported.
+
+The only argument is a JSON object: `checkpoint` (a folder, or a model of the hub) and `local`, whether nothing may be
+downloaded. Each line of standard input is a JSON object: `feeds` and `out`, the paths of .npz files, and `prefix` of
+the names in the first. Each answer is a JSON object: facts about what was computed, or `failed` with the reason.
+
+Fed: `tokens` int64[batch, total], `prompt` (tokens of the prefill), and what the encoder takes: `encoder_input`,
+`encoder_mask`, or `encoder_states` in place of an encoder. Left in `out`: `whole` float[batch, total, vocabulary], the
+whole sequence without a cache; `loop`, the same from the prefill and one token a step; `states` of the encoder.
+
+Code of a checkpoint is never run, and its weights are never unpickled.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel", "EncoderDecoderModel", "ForPreTraining")
+"""Endings of the names of classes that return logits over tokens."""
+ENCODED = (
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForVision2Seq",
+    "AutoModelForImageTextToText",
+)
+
+
+class CannotRun(Exception):
+    """A checkpoint cannot be run; the message says why."""
+
+
+def model_class(config: Any, has_encoder: bool) -> Any:
+    """The class of a checkpoint: the one it names, if that returns logits and has an encoder where one is needed."""
+    for name in getattr(config, "architectures", None) or ():
+        named = getattr(transformers, str(name), None)
+        fits = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+        if fits and str(name).endswith(HEADS) and bool(getattr(config, "is_encoder_decoder", False)) == has_encoder:
+            return named
+    for name in ENCODED if has_encoder else ("AutoModelForCausalLM",):
+        auto = getattr(transformers, name, None)
+        if auto is not None and type(config) in auto._model_mapping:
+            return auto
+    kind = "an encoder-decoder" if has_encoder else "a decoder"
+    raise CannotRun(f"transformers {transformers.__version__} has no class that runs {config.model_type!r} as {kind}")
+
+
+def load(checkpoint: str, local: bool, has_encoder: bool) -> Any:
+    """The model of a checkpoint in float32.
+
+    Raises:
+        CannotRun: it lacks weights, which would be made up, or transformers refuses it.
+    """
+    given: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    config = transformers.AutoConfig.from_pretrained(checkpoint, **given)
+    model, info = model_class(config, has_encoder).from_pretrained(
+        checkpoint, config=config, weights_only=True, output_loading_info=True, **given
+    )
+    lacking = sorted(info["missing_keys"])
+    if lacking or info["mismatched_keys"]:
+        named = ", ".join(map(str, (lacking or list(info["mismatched_keys"]))[:3]))
+        raise CannotRun(f"its weights do not fill {type(model).__name__}: {named} missing or of another shape")
+    return model.float().eval()
+
+
+def run(model: Any, feeds: dict[str, Any]) -> dict[str, Any]:
+    """The logits of the whole sequence and of the loop, as arrays."""
+    tokens, prompt = torch.from_numpy(feeds["tokens"]), int(feeds["prompt"])
+    encoder, name = encoder_feeds(model, feeds), "decoder_input_ids" if "encoder" in feeds else "input_ids"
+    out = model(**{name: tokens}, **encoder, use_cache=False)
+    found = {"whole": out.logits}
+    states = getattr(out, "encoder_last_hidden_state", None)
+    if states is not None:
+        found["states"] = states
+        mask = {"attention_mask": encoder["attention_mask"]} if "attention_mask" in encoder else {}
+        encoder = {"encoder_outputs": transformers.modeling_outputs.BaseModelOutput(last_hidden_state=states), **mask}
+    logits, past = [], None
+    for start, stop in spans(prompt, tokens.shape[1]):
+        out = model(**{name: tokens[:, start:stop]}, **encoder, past_key_values=past, use_cache=True)
+        past = getattr(out, "past_key_values", None)
+        if past is None:
+            break  # a state under another name: the whole sequence has to do
+        logits.append(out.logits)
+    else:
+        found["loop"] = torch.cat(logits, dim=1)
+    return {name: array.float().numpy() for name, array in found.items()}
+
+
+def spans(prompt: int, total: int) -> Iterator[tuple[int, int]]:
+    """Where the steps of the loop begin and end."""
+    yield 0, prompt
+    for start in range(prompt, total):
+        yield start, start + 1
+
+
+def encoder_feeds(model: Any, feeds: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of the encoder, by the names of the model's `forward`."""
+    found: dict[str, Any] = {}
+    if "encoder_input" in feeds:
+        given = torch.from_numpy(feeds["encoder_input"])
+        found[model.main_input_name] = given.float() if given.is_floating_point() else given.long()
+    elif "encoder_states" in feeds:
+        states = torch.from_numpy(feeds["encoder_states"]).float()
+        found["encoder_outputs"] = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=states)
+    if "encoder_mask" in feeds:
+        found["attention_mask"] = torch.from_numpy(feeds["encoder_mask"]).long()
+    return found
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # libraries print where they like
+
+    def tell(**facts: Any) -> None:
+        answers.write(json.dumps(facts) + "\n")
+        answers.flush()
+
+    asked = json.loads(sys.argv[1])
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    tell(**versions)
+    models: dict[bool, Any] = {}
+    for question in lines():
+        try:
+            with np.load(question["feeds"]) as file:  # allow_pickle is off
+                names = {name: name.removeprefix(question["prefix"]) for name in file.files}
+                feeds = {short: file[name] for name, short in names.items() if name.startswith(question["prefix"])}
+            has_encoder = "encoder" in feeds
+            if has_encoder not in models:
+                models[has_encoder] = load(asked["checkpoint"], asked["local"], has_encoder)
+            model = models[has_encoder]
+            with torch.inference_mode():
+                found = run(model, feeds)
+            np.savez(question["out"], **found)
+            tell(model=type(model).__name__, **versions)
+        except Exception as error:  # whatever a checkpoint makes these libraries raise is the answer
+            tell(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+
+
+def lines() -> Iterator[dict[str, Any]]:
+    """The requests. When standard input ends, with the parent, this process ends in the middle of one."""
+    waiting: list[str] = []
+    ready = threading.Condition()
+
+    def read() -> None:
+        for line in sys.stdin:
+            with ready:
+                waiting.append(line)
+                ready.notify()
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        with ready:
+            ready.wait_for(lambda: bool(waiting))
+            line = waiting.pop(0)
+        yield json.loads(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""The fix report: the changes, the proof, the cost, and the findings that remain."""
+
+import difflib
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.contract import describe
+from kvdoctor.findings import Finding
+from kvdoctor.model.files import sha256
+from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto, TensorProto
+from kvdoctor.model.skeleton import read_skeleton
+from kvdoctor.model.traverse import bodies_of
+from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope, declared
+from kvdoctor.repair.repairs.registry import find_repair, load
+from kvdoctor.repair.session import Outcome, RepairSession
+from kvdoctor.repair.workspace import source_of
+from kvdoctor.report.document import Report
+from kvdoctor.report.repair_record import AppliedRepair, ChangedFile, FileDiff, NotRepaired, RepairRecord, RepairSide
+
+
+def report_fix(session: RepairSession, outcome: Outcome, out: str | None) -> Report:
+    """The report of a repair; `out` is None if nothing is written, and then the verdict is that on the original."""
+    before = outcome.before.report
+    after = replace(outcome.after.report, findings=tuple(_update_advice(outcome, out)))
+    advice = dict.fromkeys(line for one in outcome.applied for line in one.repair.advice)
+    record = replace(
+        _make_record(outcome),
+        out=out,
+        after=RepairSide(after.verdict, after.findings),
+        advice=tuple(advice),
+        not_repaired=_explain_remaining(after, outcome.not_repaired),
+        diff=tuple(_list_diffs(session, outcome)),
+        files=tuple(_list_files(session, outcome)),
+        undo=_describe_undo(before.model.path, out),
+    )
+    measured = {"before": before.measured, "after": after.measured, "cost": _measure_cost(session, outcome)}
+    notes = list(after.notes)
+    if out is None:
+        notes.append("nothing was written: this shows the result of a run with -o OUT")
+    notes += [
+        f"{stack}: the original returns no logits to compare; the proof rests on the parity of the copy's own loops"
+        for stack in dict.fromkeys(one.stack for one in outcome.applied)
+        if not any(entry.stack == stack and "original" in entry.claim for entry in outcome.proof)
+    ]
+    if not outcome.holds:
+        notes.append(f"NOT PROVED; failed claims: {_describe_failed(outcome)}")
+    verdict = before.verdict if out is None else after.verdict
+    return replace(after, command="re-export", verdict=verdict, repair=record, measured=measured, notes=tuple(notes))
+
+
+def _update_advice(outcome: Outcome, out: str | None) -> Iterator[Finding]:
+    """The findings on the copy, with advice that leads on: a second repair of the graph would not help either."""
+    source = shlex.quote(outcome.before.report.model.path)
+    copy = source if out is None else shlex.quote(out)
+    for finding in outcome.after.report.findings:
+        command = finding.repair.command
+        if command is not None and command.startswith("kvdoctor re-export"):
+            again = f"kvdoctor re-export {copy} --from CHECKPOINT -o FIXED"
+            command = again if finding.severity != "note" else command.replace(f" {source} ", f" {copy} ")
+            yield replace(finding, repair=replace(finding.repair, command=command))
+        else:
+            yield finding
+
+
+def report_nothing_done(before: Report, not_repaired: tuple[NotRepaired, ...], fix: tuple[str, ...]) -> Report:
+    """The report if no repair changed anything."""
+    left = _explain_remaining(before, not_repaired)
+    text = "nothing to repair in the graph: no copy was written"
+    if fix:
+        calls = "; ".join(f"{name} repairs {', '.join(found.checks)}" for name in fix if (found := find_repair(name)))
+        text = f"none of the repairs asked for applies to the findings ({calls}): no copy was written"
+    elif before.verdict == "unhealthy":
+        text = "no repair of the graph is known for the findings: no copy was written"
+    record = RepairRecord(
+        before.model.path, None, (), RepairSide(before.verdict, before.findings), None, (), not_repaired=left
+    )
+    return replace(before, command="re-export", repair=record, notes=(*before.notes, text))
+
+
+def report_unproved(session: RepairSession, outcome: Outcome) -> Report:
+    """The report if the proof failed: nothing is written."""
+    before = outcome.before.report
+    note = (
+        f"the repair was not proved, so no copy was written; failed claims: {_describe_failed(outcome)}; "
+        "--keep-unproved writes it nevertheless"
+    )
+    tried = {name: one.repair.name for one in outcome.applied for name in one.because}
+    record = replace(
+        _make_record(outcome),
+        not_repaired=_explain_remaining(before, outcome.not_repaired, tried),
+        diff=tuple(_list_diffs(session, outcome)),
+    )
+    return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
+
+
+def _make_record(outcome: Outcome) -> RepairRecord:
+    before = outcome.before.report
+    return RepairRecord(
+        source=before.model.path,
+        out=None,
+        changes=tuple(change for one in outcome.applied for change in one.changes),
+        before=RepairSide(before.verdict, before.findings),
+        after=None,
+        proof=outcome.proof,
+        repairs=tuple(
+            AppliedRepair(one.stack, one.repair.name, one.because, one.repair.keeps, one.repair.summary)
+            for one in outcome.applied
+        ),
+        proved=outcome.holds,
+    )
+
+
+def _describe_failed(outcome: Outcome) -> str:
+    return "; ".join(f"{entry.claim} ({entry.detail or 'no'})" for entry in outcome.proof if not entry.holds)
+
+
+def _explain_others(report: Report, known: set[str], tried: Mapping[str, str]) -> Iterator[NotRepaired]:
+    """Why warnings and errors beyond those `known` remain, with the advice of their checks."""
+    for finding in report.findings:
+        if finding.severity != "note" and finding.name not in known:
+            known.add(finding.name)
+            if finding.name in tried:
+                reason = "the repair was tried, but the copy was not proved and is not kept"
+                yield NotRepaired(finding.stack, finding.name, tried[finding.name], reason)
+                continue
+            idle = [repair.name for repair in load() if finding.name in repair.checks]
+            reason = "the graph holds nothing that this repair changes" if idle else "no repair of the graph is known"
+            instead = f"{finding.repair.text}" + (f": {finding.repair.command}" if finding.repair.command else "")
+            yield NotRepaired(finding.stack, finding.name, ", ".join(idle), reason, instead)
+
+
+def _explain_remaining(
+    report: Report, declined: Iterable[NotRepaired], tried: Mapping[str, str] = MappingProxyType({})
+) -> tuple[NotRepaired, ...]:
+    """Why each remaining finding was not repaired: the reasons of repairs that declined, and of those without one."""
+    found = {finding.name for finding in report.findings}
+    reasons = tuple(dict.fromkeys(entry for entry in declined if entry.finding in found))
+    return (*reasons, *_explain_others(report, {entry.finding for entry in reasons}, tried))
+
+
+def _list_diffs(session: RepairSession, outcome: Outcome) -> Iterator[FileDiff]:
+    """The differences of each changed graph."""
+    for name in sorted(outcome.changed_files):
+        source = next((file.path for file in session.folder.files if file.name == name), None)
+        if source is not None and (session.at / name).is_file():
+            yield compare_models(name, read_skeleton(source).model, read_skeleton(session.at / name).model)
+
+
+def _list_files(session: RepairSession, outcome: Outcome) -> Iterator[ChangedFile]:
+    """The digests of each changed file and of its source."""
+    for name in sorted(outcome.changed_files):
+        source, made = source_of(session.folder, name), session.at / name
+        if source.is_file() and made.is_file():
+            yield ChangedFile(name, sha256(source), sha256(made))
+
+
+def _describe_undo(source: str, out: str | None) -> tuple[str, ...]:
+    if out is None:
+        return ()
+    return (
+        f"The original at {source} was only read.",
+        f"To undo, delete the copy: rm -r {shlex.quote(out)}",
+    )
+
+
+def _measure_cost(session: RepairSession, outcome: Outcome) -> dict[str, Any]:
+    """Bytes on disk of the models and their data, and seconds per step if one was timed, before and after."""
+    after = open_folder(session.shown, session.at)
+    before, now = outcome.before.report.measured, outcome.after.report.measured
+    seconds = {
+        stack: _pair_seconds(before.get(stack, {}), now.get(stack, {}))
+        for stack in dict.fromkeys(one.stack for one in outcome.applied)
+    }
+    return {"bytes_before": _count_bytes(session.folder), "bytes_after": _count_bytes(after), "step_seconds": seconds}
+
+
+def _count_bytes(folder: ModelFolder) -> int:
+    """Bytes of the models of a folder, with the files that hold their weights."""
+    sizes = {file.path: file.skeleton.bytes_on_disk for file in folder.files if file.skeleton}
+    return sum((sizes | {data.path: data.bytes or 0 for file in folder.files for data in file.external}).values())
+
+
+def _pair_seconds(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[float | None]]:
+    """Seconds of each timed call of a stack, before and after."""
+    old, new = before.get("step_seconds", {}), after.get("step_seconds", {})
+    return {label: [old.get(label), new.get(label)] for label in dict.fromkeys([*old, *new])}
+
+
+MOST_LINES = 400
+MOST_VALUES = 8
+LARGEST_MATCHED = 4000
+"""Nodes of a graph up to which lines are matched one by one; longer graphs are compared as sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a model that is compared by itself: its title, and one line for each entry."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+def compare_models(file: str, old: ModelProto, new: ModelProto) -> FileDiff:
+    """The lines that only one of two models has, under the title of their part."""
+    lines: list[str] = []
+    was, now = ({part.title: part.lines for part in _list_parts(model)} for model in (old, new))
+    for title in dict.fromkeys([*was, *now]):
+        found = list(_list_changes(was.get(title, ()), now.get(title, ())))
+        lines += [f"  {title}", *found] if found else []
+    return FileDiff(file, tuple(lines[:MOST_LINES]), max(len(lines) - MOST_LINES, 0))
+
+
+def _list_changes(old: tuple[str, ...], new: tuple[str, ...]) -> Iterator[str]:
+    if old == new:
+        return
+    if max(len(old), len(new)) > LARGEST_MATCHED:
+        before, after = set(old), set(new)
+        yield from (f"- {line}" for line in old if line not in after)
+        yield from (f"+ {line}" for line in new if line not in before)
+        return
+    for line in difflib.unified_diff(old, new, lineterm="", n=0):
+        if line[0] in "+-" and line[:3] not in ("+++", "---"):
+            yield f"{line[0]} {line[1:]}"
+
+
+def _list_parts(model: ModelProto) -> Iterator[_Part]:
+    opsets = tuple(f"opset {entry.domain or 'ai.onnx'} {entry.version}" for entry in model.opset_import)
+    yield _Part("model", (f"IR version {model.ir_version}", *opsets))
+    for scope in GraphView(model).scopes():
+        yield from _list_graph_parts(scope)
+    for function in model.functions:
+        yield _Part(f"function {function.name}", tuple(_describe_node(node) for node in function.node))
+
+
+def _list_graph_parts(scope: Scope) -> Iterator[_Part]:
+    graph, path = scope.graph, scope.path
+    for title, values in (("inputs", graph.input), ("outputs", graph.output), ("declared inside", graph.value_info)):
+        found = (declared(value) for value in values)
+        yield _Part(f"{path}, {title}", tuple(f"{d.name} {describe(d.dtype, d.shape)}" for d in found))
+    yield _Part(f"{path}, initializers", tuple(sorted(_describe_tensor(tensor) for tensor in graph.initializer)))
+    yield _Part(f"{path}, nodes", tuple(_describe_node(node) for node in graph.node))
+
+
+def _describe_node(node: NodeProto) -> str:
+    kind = f"{node.domain}.{node.op_type}" if node.domain else str(node.op_type)
+    attributes = ", ".join(filter(None, (_describe_attribute(attribute) for attribute in node.attribute)))
+    text = f"{', '.join(node.output)} = {kind}({', '.join(node.input)}" + (f"; {attributes}" if attributes else "")
+    return f"{text})" + (f'  "{node.name}"' if node.name else "")
+
+
+def _describe_attribute(attribute: AttributeProto) -> str:
+    if any(True for _ in bodies_of(attribute)):
+        return ""  # a part of its own
+    if attribute.HasField("t"):
+        return f"{attribute.name}={_describe_tensor(attribute.t)}"
+    for values in ([attribute.i] if attribute.HasField("i") else [], attribute.ints, attribute.floats):
+        if values:
+            return f"{attribute.name}={list(values)[:MOST_VALUES]}"
+    if attribute.HasField("f"):
+        return f"{attribute.name}={attribute.f:g}"
+    return f"{attribute.name}={attribute.s[:60]!r}" if attribute.HasField("s") else str(attribute.name)
+
+
+def _describe_tensor(tensor: TensorProto) -> str:
+    dtype = ELEMENT_TYPES.get(tensor.data_type, "?")
+    size = 1
+    for dim in tensor.dims:
+        size *= dim
+    values = ""
+    if size <= MOST_VALUES and tensor.data_location != TensorProto.EXTERNAL and tensor.data_type != TensorProto.STRING:
+        from onnx import numpy_helper
+
+        try:
+            values = f" = {numpy_helper.to_array(tensor).tolist()}"
+        except (ValueError, TypeError):
+            values = " = (damaged)"
+    return f"{tensor.name} {describe(dtype, tuple(tensor.dims))}{values}".strip()

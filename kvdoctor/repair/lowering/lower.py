@@ -1,0 +1,127 @@
+"""Lowers a model to an older IR version and opset, without attributes that an older runtime does not know.
+
+Every node is lowered by itself, so weights need not be loaded and everything else stays as it was. Whatever cannot be
+lowered is named, and then nothing is changed. Attributes beyond the ONNX standard are dropped if they only say what the
+operator does without them: newer exporters write them all, and an older runtime refuses an attribute that it does not
+know, and inputs beyond those that it knows even if they are empty.
+
+Source: the operator schemas of ONNX Runtime 1.31 (docs/ContribOperators.md).
+"""
+
+from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto
+from kvdoctor.model.traverse import STANDARD, all_nodes
+from kvdoctor.repair.lowering.limits import CannotLower, VersionLimit, find_oldest_ir
+from kvdoctor.repair.lowering.opset import lower_nodes, replace_nodes
+from kvdoctor.report.repair_record import Change
+from kvdoctor.runtime.targets.demands import CONTRIB_IN_STANDARD
+from kvdoctor.runtime.targets.limits import INPUTS, describe_feature, tested_operators
+
+NO_OTHER_FORM = (
+    "there is no older form of it: export again without it, for example "
+    "kvdoctor re-export MODEL --from CHECKPOINT -o OUT --exporter optimum"
+)
+
+MS = "com.microsoft"
+SILENT: dict[str, dict[str, object]] = {
+    "GroupQueryAttention": {
+        "softcap": 0.0,
+        "smooth_softmax": (-1, 0),
+        "local_window_size": -1,
+        "do_rotary": 0,
+        "rotary_interleaved": 0,
+        "qk_output": 0,
+        "k_quant_type": b"NONE",
+        "v_quant_type": b"NONE",
+        "kv_cache_bit_width": 0,
+    },
+    "MultiHeadAttention": {"unidirectional": 0},
+    "RotaryEmbedding": {"is_packed_batching": 0, "num_heads": 0, "rotary_embedding_dim": 0},
+    "MatMulNBits": {"accuracy_level": 0, "weight_prepacked": 0},
+    "Attention": {"do_rotary": 0, "rotary_embedding_dim": 0},
+}
+"""By operator of com.microsoft and attribute: the values that have the same meaning as no attribute."""
+
+
+def find_unsupported(model: ModelProto, unsupported: frozenset[str]) -> tuple[str, ...]:
+    """Features beyond the ONNX standard that the targets lack and that cannot be left out, as text."""
+    found: dict[str, int] = {}
+    for node in all_nodes(model):
+        attributes = {attribute.name for attribute in node.attribute if not _is_silent(node, attribute)}
+        domain = node.domain if node.domain not in STANDARD else CONTRIB_IN_STANDARD
+        features = [
+            f for f in tested_operators().other(domain, node.op_type, attributes, _filled(node)) if f in unsupported
+        ]
+        for feature in features[:1]:
+            found[feature] = found.get(feature, 0) + 1
+    return tuple(
+        f"{describe_feature(feature)} is not supported by the target ({count} x)" for feature, count in found.items()
+    )
+
+
+def drop_silent_attributes(model: ModelProto, unsupported: frozenset[str], file: str) -> list[Change]:
+    """Drop attributes with the default meaning that a target does not know. Changes the model."""
+    dropped: dict[str, int] = {}
+    for node in all_nodes(model) if unsupported else ():
+        if node.domain != MS:
+            continue
+        for index in reversed(range(len(node.attribute))):
+            attribute = node.attribute[index]
+            feature = f"{MS}:{node.op_type}.{attribute.name}"
+            if feature in unsupported and _is_silent(node, attribute):
+                dropped[feature] = dropped.get(feature, 0) + 1
+                del node.attribute[index]
+        while f"{MS}:{node.op_type}.{INPUTS}{len(node.input)}" in unsupported and not node.input[-1]:
+            label = f"empty input of {node.op_type}"
+            dropped[label] = dropped.get(label, 0) + 1
+            del node.input[-1]
+    return [
+        Change(file, f"{count} x {feature.rpartition(':')[2]}", "has the default meaning", "removed")
+        for feature, count in dropped.items()
+    ]
+
+
+def _filled(node: NodeProto) -> int:
+    """The number of inputs up to the last that is not empty."""
+    return max((number for number, name in enumerate(node.input, 1) if name), default=0)
+
+
+def _is_silent(node: NodeProto, attribute: AttributeProto) -> bool:
+    default = SILENT.get(node.op_type, {}).get(attribute.name)
+    value = {1: attribute.f, 2: attribute.i, 3: attribute.s}.get(attribute.type)
+    return default is not None and (value in default if isinstance(default, tuple) else value == default)
+
+
+def lower_model(model: ModelProto, want: VersionLimit, file: str) -> tuple[Change, ...]:
+    """Lower a model in place to a limit; nothing is changed if it is within the limit.
+
+    `file` is the name in the changes. External data need not be loaded.
+
+    Raises:
+        CannotLower: something that the model uses needs more; the model is as it was.
+    """
+    if left := find_unsupported(model, want.unsupported):
+        raise CannotLower(left, NO_OTHER_FORM)
+    replaced = lower_nodes(model, want.opset) if want.opset is not None else []
+    least = find_oldest_ir(model)
+    if want.ir is not None and model.ir_version > want.ir and least[0] > want.ir:
+        raise CannotLower((f"{least[1]} needs IR version {least[0]}",), f"IR version {want.ir} has no form for it")
+    changes = [*replace_nodes(model, replaced, file), *_lower_imports(model, want, file)]
+    changes += drop_silent_attributes(model, want.unsupported, file)
+    if want.ir is not None and model.ir_version > want.ir:
+        changes.append(Change(file, "IR version", str(model.ir_version), str(want.ir)))
+        model.ir_version = want.ir
+    return tuple(changes)
+
+
+def _lower_imports(model: ModelProto, want: VersionLimit, file: str) -> list[Change]:
+    changes = []
+    places = [
+        ("opset", model.opset_import),
+        *((f"opset of function {f.name}", f.opset_import) for f in model.functions),
+    ]
+    for where, imports in places:
+        for entry in imports:
+            if want.opset is not None and entry.domain in STANDARD and entry.version > want.opset:
+                changes.append(Change(file, where, str(entry.version), str(want.opset)))
+                entry.version = want.opset
+    return changes

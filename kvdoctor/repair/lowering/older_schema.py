@@ -1,0 +1,108 @@
+"""Decides whether a node has the same meaning under an older schema of its operator.
+
+Most new versions of operators allow further types, or have a further attribute whose default keeps the earlier meaning.
+A node that uses neither stays as it is, or loses an attribute that has its default.
+
+Source: onnx.defs, the schemas of all versions; `OTHER_MEANING` from their changelogs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx
+from onnx import defs, helper
+
+OTHER_MEANING = {
+    "Softmax": (13,),
+    "LogSoftmax": (13,),
+    "Hardmax": (13,),
+    "BatchNormalization": (14,),
+    "RoiAlign": (16,),
+    "Resize": (13, 18, 19),
+    "GroupNormalization": (21,),
+    "GridSample": (20,),
+    "Attention": (24,),
+}
+"""Versions that give the same signature another meaning."""
+
+LENGTHS = ("Split", "num_outputs")
+"""Without it and without lengths, an older Split makes as many equal parts as it has outputs."""
+
+
+def fit_to_older_schema(
+    node: onnx.NodeProto, newer: int, older: int, types: Sequence[onnx.TypeProto | None]
+) -> onnx.NodeProto | None:
+    """The node as the older schema allows it; None if its meaning would differ or is unknown.
+
+    `newer` and `older` are opsets, `types` those of the inputs as far as they are known.
+    """
+    now, then = (defs.get_schema(node.op_type, version, "") for version in (newer, older))
+    if any(older < version <= newer for version in OTHER_MEANING.get(node.op_type, ())):
+        return None
+    if not _same_ports(node, now, then) or not _types_allowed(then, types):
+        return None
+    if any(
+        _default(schema) != _default_of(then, name)
+        for name, schema in now.attributes.items()
+        if name in then.attributes
+    ):
+        return None
+    fitting = drop_default_attributes(node, newer, older)
+    return fitting if all(attribute.name in then.attributes for attribute in fitting.attribute) else None
+
+
+def drop_default_attributes(node: onnx.NodeProto, newer: int, older: int) -> onnx.NodeProto:
+    """The node without attributes that the older schema does not know and that have their default meaning."""
+    now, then = (defs.get_schema(node.op_type, version, "") for version in (newer, older))
+    bare = onnx.NodeProto()
+    bare.CopyFrom(node)
+    del bare.attribute[:]
+    bare.attribute.extend(
+        attribute
+        for attribute in node.attribute
+        if attribute.name in then.attributes or not _has_default_meaning(node, attribute, now)
+    )
+    return bare
+
+
+def _same_ports(node: onnx.NodeProto, now: defs.OpSchema, then: defs.OpSchema) -> bool:
+    """Whether the inputs and outputs that the node has are the same ones under both schemas."""
+    used = max((i + 1 for i, name in enumerate(node.input) if name), default=0)
+    if not then.min_input <= used <= then.max_input or not then.min_output <= len(node.output) <= then.max_output:
+        return False
+    pairs = [(now.inputs, then.inputs, used), (now.outputs, then.outputs, len(node.output))]
+    return all(_name(new, i) == _name(old, i) for new, old, count in pairs for i in range(count))
+
+
+def _name(ports: Sequence[defs.OpSchema.FormalParameter], index: int) -> str:
+    """The name of a port; the last one may stand for all that follow."""
+    return str(ports[min(index, len(ports) - 1)].name).lower()
+
+
+def _types_allowed(then: defs.OpSchema, types: Sequence[onnx.TypeProto | None]) -> bool:
+    for index, kind in enumerate(types):
+        if kind is None or kind.WhichOneof("value") != "tensor_type" or not kind.tensor_type.elem_type:
+            continue
+        name = helper.tensor_dtype_to_string(kind.tensor_type.elem_type).rpartition(".")[2].lower()
+        allowed = then.inputs[min(index, len(then.inputs) - 1)].types
+        if f"tensor({name})" not in allowed:
+            return False
+    return True
+
+
+def _has_default_meaning(node: onnx.NodeProto, attribute: onnx.AttributeProto, now: defs.OpSchema) -> bool:
+    """Whether an attribute that the older schema does not know has its default, which keeps the earlier meaning."""
+    if (node.op_type, attribute.name) == LENGTHS:
+        return bool(attribute.i == len(node.output))
+    default = _default(now.attributes[attribute.name]) if attribute.name in now.attributes else None
+    return default is not None and not attribute.ref_attr_name and helper.get_attribute_value(attribute) == default
+
+
+def _default_of(schema: defs.OpSchema, name: str) -> Any:
+    return _default(schema.attributes[name])
+
+
+def _default(attribute: defs.OpSchema.Attribute) -> Any:
+    """The default of an attribute, None where it has none."""
+    value = attribute.default_value
+    return helper.get_attribute_value(value) if value.name else None

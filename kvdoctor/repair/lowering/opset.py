@@ -1,0 +1,304 @@
+"""Rewrites nodes for an older opset.
+
+A node that is valid under the older schema of its operator stays (see older_schema.py). The others are given to onnx's
+converter, one at a time, with the constants that feed them: it either has an adapter for the operator or reports that
+it has none. Its result is checked against the schemas of the older opset.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx
+from onnx import checker, defs, helper, shape_inference, version_converter
+
+from kvdoctor.model.edit import drop_unread_constants
+from kvdoctor.model.traverse import STANDARD, bodies_of, opset_version
+from kvdoctor.model.view import GraphView, Scope
+from kvdoctor.repair.lowering.limits import CannotLower
+from kvdoctor.repair.lowering.older_schema import drop_default_attributes, fit_to_older_schema
+from kvdoctor.report.repair_record import Change
+from kvdoctor.report.wording.units import shorten_names
+
+Types = dict[tuple[int, str], onnx.TypeProto]
+"""By the identity of the graph and the name; under 0 the values of the main graph, which its bodies see."""
+MOST_BYTES = 1024
+"""A constant of more bytes is not a shape."""
+CONTROL_FLOW = ("If", "Loop", "Scan")
+CONTROL_FLOW_SINCE = 13
+"""From this opset on only their supported types have changed."""
+MOST_CONSTANT = 1024
+"""Largest number of elements of a constant that the converter needs: axes, splits, sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredNode:
+    """A node, the equivalent nodes of the older opset, and its location."""
+
+    body: "onnx.GraphProto | onnx.FunctionProto"
+    node: onnx.NodeProto
+    by: tuple[onnx.NodeProto, ...]
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """The surroundings of a node: its graph or function, the opset, and the constants and types of its values."""
+
+    body: "onnx.GraphProto | onnx.FunctionProto"
+    place: str
+    opset: int
+    scope: Scope | None
+    types: Types
+
+    def type_of(self, name: str) -> onnx.TypeProto | None:
+        """The type of a value, None if it is unknown."""
+        return self.types.get((id(self.body), name)) or self.types.get((0, name))
+
+
+def lower_nodes(model: onnx.ModelProto, opset: int) -> list[LoweredNode]:
+    """The nodes that have another form in an older opset.
+
+    Raises:
+        CannotLower: some nodes have no older form; all of them are named.
+    """
+    replaced, blocks = [], dict[str, list[str]]()
+    if opset_version(model.opset_import) > defs.onnx_opset_version():
+        raise CannotLower(
+            (f"opset {opset_version(model.opset_import)} is newer than onnx {onnx.__version__} knows",),
+            "pip install -U onnx",
+        )
+    for site, node in _sites(model, opset):
+        try:
+            by = _lower_node(node, site, opset)
+        except _Blocked as reason:
+            blocks.setdefault(str(reason), []).append(node.name)
+            continue
+        if by is not None:
+            replaced.append(LoweredNode(site.body, node, by, site.place))
+    if blocks:
+        raise CannotLower(
+            tuple(f"{reason} (node {shorten_names(tuple(nodes))})" for reason, nodes in blocks.items()),
+            f"export again at that opset: kvdoctor re-export MODEL --from CHECKPOINT -o OUT --opset {opset}",
+        )
+    return replaced
+
+
+def replace_nodes(model: onnx.ModelProto, replaced: list[LoweredNode], file: str) -> Iterator[Change]:
+    """Replace the old nodes by the new ones, and remove the constants that only the old ones needed."""
+    counts: dict[tuple[str, str, str], int] = {}
+    left = {name for one in replaced for name in one.node.input} - {
+        name for one in replaced for node in one.by for name in node.input
+    }
+    for one in replaced:
+        before, after = _describe_node(one.node), " -> ".join(_describe_node(node) for node in one.by)
+        index = next(i for i, node in enumerate(one.body.node) if node is one.node)
+        del one.body.node[index]
+        for offset, node in enumerate(one.by):
+            one.body.node.insert(index + offset, node)
+        if before != after:
+            counts[one.place, before, after] = counts.get((one.place, before, after), 0) + 1
+    for (place, before, after), count in counts.items():
+        yield Change(file, f"{count} x {before.partition(' ')[0]}, {place}", before, after)
+    drop_unread_constants(model, left)
+
+
+class _Blocked(Exception):
+    """A node cannot be written in the older opset."""
+
+
+def _sites(model: onnx.ModelProto, opset: int) -> Iterator[tuple[_Site, onnx.NodeProto]]:
+    """Every node of a newer opset that differs in the older one, at any depth and in functions."""
+    own = {(function.domain, function.name) for function in model.functions}
+    version = opset_version(model.opset_import)
+    if version > opset:
+        types: Types | None = None
+        for scope in GraphView(model).scopes():
+            for node in scope.graph.node:
+                if (node.domain, node.op_type) not in own and _differs_between(node, version, opset):
+                    types = types if types is not None else infer_types(model)
+                    yield _Site(scope.graph, scope.path, version, scope, types), node
+    for function in model.functions:
+        version = opset_version(function.opset_import)
+        for node in function.node if version > opset else ():
+            if (node.domain, node.op_type) not in own and _differs_between(node, version, opset):
+                yield _Site(function, f"function {function.name}", version, None, {}), node
+
+
+def _differs_between(node: onnx.NodeProto, version: int, opset: int) -> bool:
+    """Whether a standard operator differs in the older opset. Operators unknown to ONNX belong to the runtime."""
+    if node.domain not in STANDARD or not defs.has(node.op_type):
+        return False
+    return _since(node.op_type, version) != _since(node.op_type, opset)
+
+
+def _since(operator: str, version: int) -> int | None:
+    """The opset that last changed an operator up to a version; None if it did not exist."""
+    try:
+        return int(defs.get_schema(operator, version, "").since_version)
+    except defs.SchemaError:
+        return None
+
+
+def _lower_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.NodeProto, ...] | None:
+    """The equivalent nodes of the older opset; None if the node itself is valid there.
+
+    Raises:
+        _Blocked: there are none.
+    """
+    if _since(node.op_type, opset) is None:
+        first = min(s.since_version for s in defs.get_all_schemas_with_history() if _is(s, node.op_type))
+        raise _Blocked(f"{node.op_type} needs opset {first}")
+    if node.op_type in CONTROL_FLOW:
+        if opset < CONTROL_FLOW_SINCE:
+            raise _Blocked(f"{node.op_type} has another schema before opset {CONTROL_FLOW_SINCE}")
+        return None
+    fitting = fit_to_older_schema(node, site.opset, opset, [site.type_of(name) for name in node.input])
+    if fitting is not None:
+        return None if fitting == node else (fitting,)
+    if any(attribute.ref_attr_name for attribute in node.attribute):
+        raise _Blocked(f"{node.op_type} takes an attribute of its function")
+    return _convert_node(node, site, opset)
+
+
+def _is(schema: defs.OpSchema, operator: str) -> bool:
+    return bool(schema.name == operator and schema.domain == "")
+
+
+def _convert_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.NodeProto, ...]:
+    alone = _isolate_node(drop_default_attributes(node, site.opset, opset), site)
+    try:
+        made = version_converter.convert_version(alone, opset)
+        made.ir_version = alone.ir_version
+        if all(value.type.HasField("tensor_type") for value in made.graph.input):
+            checker.check_model(made)
+            shape_inference.infer_shapes(made, check_type=True, strict_mode=True)
+    except Exception:  # the converter and the checks raise many types; each means that the node cannot be converted
+        since = _since(node.op_type, site.opset)
+        raise _Blocked(f"{node.op_type} of opset {since} has no older form that onnx can convert it to") from None
+    return tuple(_rename_converted(node, made))
+
+
+def _isolate_node(node: onnx.NodeProto, site: _Site) -> onnx.ModelProto:
+    """A model of one node, the constants that feed it, and its other inputs with their known types."""
+    constants, inputs = [], []
+    for name in dict.fromkeys(name for name in node.input if name):
+        tensor = site.scope.constant(name) if site.scope is not None else None
+        if tensor is not None and _is_small(tensor):
+            kept = onnx.TensorProto()
+            kept.CopyFrom(tensor)
+            kept.name = name
+            constants.append(kept)
+        else:
+            inputs.append(_declare_value(name, site))
+    outputs = [_declare_value(name, site) for name in node.output if name]
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    graph = helper.make_graph([copy], "one node", inputs, outputs, constants)
+    imports = [helper.make_opsetid("", site.opset)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+def _is_small(tensor: onnx.TensorProto) -> bool:
+    count = 1
+    for size in tensor.dims:
+        count *= size
+    return count <= MOST_CONSTANT and tensor.data_location != onnx.TensorProto.EXTERNAL
+
+
+def _declare_value(name: str, site: _Site) -> onnx.ValueInfoProto:
+    value = onnx.ValueInfoProto(name=name)
+    known = site.type_of(name)
+    if known is not None:
+        value.type.CopyFrom(known)
+    return value
+
+
+def _rename_converted(node: onnx.NodeProto, made: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """The converted nodes under unused names; constants of the converter become nodes."""
+    outer = {*node.input, *node.output, ""}
+    stem = next((name for name in node.output if name), node.name)
+    renamed: dict[str, str] = {}
+    for tensor in made.graph.initializer:
+        if tensor.name not in outer:
+            renamed[tensor.name] = f"{stem}.lowered.{len(renamed)}"
+            yield helper.make_node("Constant", [], [renamed[tensor.name]], value=tensor)
+    for one in made.graph.node:
+        for name in one.output:
+            if name not in outer:
+                renamed.setdefault(name, f"{stem}.lowered.{len(renamed)}")
+        names = [renamed.get(name, name) for name in one.input], [renamed.get(name, name) for name in one.output]
+        del one.input[:], one.output[:]
+        one.input.extend(names[0])
+        one.output.extend(names[1])
+        one.name = node.name if one.op_type == node.op_type else f"{node.name}.{one.op_type}"
+        yield one
+
+
+def _describe_node(node: onnx.NodeProto) -> str:
+    attributes = ", ".join(sorted(attribute.name for attribute in node.attribute))
+    return f"{node.op_type} ({len(node.input)} inputs{'; ' + attributes if attributes else ''})"
+
+
+def infer_types(model: onnx.ModelProto) -> Types:
+    """The types of all values; the declared ones if the inference fails."""
+    bare = onnx.ModelProto(ir_version=model.ir_version)
+    bare.opset_import.extend(model.opset_import)
+    bare.functions.extend(model.functions)
+    bare.graph.CopyFrom(_without_weights(model.graph))
+    try:
+        inferred = shape_inference.infer_shapes(bare, data_prop=False)
+    except Exception:  # an operator that onnx cannot infer: the declared types are used
+        inferred = bare
+    types: Types = {}
+    _collect_types(model.graph, inferred.graph, types, outermost=True)
+    return types
+
+
+def _collect_types(graph: onnx.GraphProto, known: onnx.GraphProto, types: Types, outermost: bool = False) -> None:
+    """Note the types of a graph and its bodies; `known` is the same graph with inferred types."""
+    found = {value.name: value.type for value in (*known.input, *known.output, *known.value_info)}
+    for tensor in known.initializer:
+        found.setdefault(tensor.name, helper.make_tensor_type_proto(tensor.data_type, tensor.dims))
+    for name, kind in found.items():
+        if kind.WhichOneof("value") is not None:
+            types[id(graph), name] = kind
+            if outermost:
+                types[0, name] = kind
+    for mine, theirs in zip(graph.node, known.node, strict=True):
+        for attribute, other in zip(mine.attribute, theirs.attribute, strict=True):
+            for body, inner in zip(bodies_of(attribute), bodies_of(other), strict=True):
+                _collect_types(body, inner, types)
+
+
+def _without_weights(graph: onnx.GraphProto) -> onnx.GraphProto:
+    """A copy in which inputs stand for the large initializers, and large constants have lost their values."""
+    bare = onnx.GraphProto(name=graph.name)
+    bare.input.extend(graph.input)
+    bare.output.extend(graph.output)
+    bare.value_info.extend(graph.value_info)
+    for tensor in graph.initializer:
+        if tensor.ByteSize() <= MOST_BYTES and tensor.data_location != onnx.TensorProto.EXTERNAL:
+            bare.initializer.append(tensor)
+        else:
+            bare.value_info.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    for node in graph.node:
+        copy = bare.node.add()
+        copy.op_type, copy.domain, copy.name = node.op_type, node.domain, node.name
+        copy.input.extend(node.input)
+        copy.output.extend(node.output)
+        for attribute in node.attribute:
+            _add_attribute(copy, attribute)
+    return bare
+
+
+def _add_attribute(node: onnx.NodeProto, attribute: onnx.AttributeProto) -> None:
+    mine = node.attribute.add()
+    if attribute.HasField("g"):
+        mine.name, mine.type = attribute.name, attribute.type
+        mine.g.CopyFrom(_without_weights(attribute.g))
+    elif attribute.HasField("t") and attribute.t.ByteSize() > MOST_BYTES:
+        mine.name, mine.type = attribute.name, attribute.type
+        mine.t.data_type = attribute.t.data_type
+        mine.t.dims.extend(attribute.t.dims)
+    else:
+        mine.CopyFrom(attribute)

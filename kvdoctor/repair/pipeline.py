@@ -1,0 +1,92 @@
+"""`re-export`: diagnose, copy, repair in rounds, convert, diagnose again, prove, and write a whole copy or none."""
+
+import tempfile
+from pathlib import Path
+
+from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.diagnose.pipeline import RunPlan, step_test
+from kvdoctor.errors import UsageError
+from kvdoctor.model.output_folder import refuse_unfit, whole_folder
+from kvdoctor.options import Options
+from kvdoctor.repair.apply import RepairChoice, RepairedFiles, apply_repairs
+from kvdoctor.repair.check_advice import check_advice
+from kvdoctor.repair.convert_layout import (
+    apply_layout,
+    convert_stacks,
+    find_replaced_files,
+    refuse_impossible_layout,
+    refuse_unknown_layout,
+)
+from kvdoctor.repair.fix_report import report_fix, report_nothing_done, report_unproved
+from kvdoctor.repair.output import copy_export, write_reports
+from kvdoctor.repair.repairs.registry import refuse_unknown_repairs
+from kvdoctor.repair.request import RepairRequest
+from kvdoctor.repair.rounds import accept_unrepaired, repair_and_prove
+from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
+from kvdoctor.report.document import Report
+from kvdoctor.runtime.client import Runtime
+
+
+def re_export(request: RepairRequest, options: Options) -> Report:
+    """Repair the model at a path into OUT and diagnose the result again.
+
+    Raises:
+        UsageError: there is nothing at the path, a repair is unknown, or OUT must not be written; nothing was written.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    path = _refuse_impossible(request)
+    with (
+        Runtime(options.limits) as runtime,
+        tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch,
+    ):
+        before = _diagnose(path, options, runtime, Path(scratch, "before"))
+        folder, choice = open_folder(path), RepairChoice(request.fix)
+        first = apply_repairs(folder, before.report, choice, runtime, options)
+        if not (first.applied or request.layout.is_asked):
+            return report_nothing_done(before.report, first.not_repaired, request.fix)
+        with whole_folder(Path(request.out or Path(scratch, "out"))) as pending:
+            shown, model = request.out or path, "." if Path(path).is_dir() else Path(path).name
+            session = RepairSession(options, runtime, Path(scratch), folder, before, shown, pending.path, model)
+            outcome = _make_copy(session, request, first)
+            if not outcome.applied:
+                return report_nothing_done(before.report, first.not_repaired, request.fix)
+            if not (outcome.holds or request.keep_unproved):
+                return report_unproved(session, outcome)
+            report = report_fix(session, outcome, request.out)
+            if request.out is not None:
+                write_reports(pending.path, report)
+                pending.kept = True
+        return report
+
+
+def _refuse_impossible(request: RepairRequest) -> str:
+    """Refuse what cannot be done, before any work; gives the path.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    if request.path is None:
+        raise UsageError("give the path of a model to repair")
+    refuse_unknown_repairs(request.fix)
+    refuse_unknown_layout(request.layout)
+    refuse_impossible_layout(request.path, request.layout)
+    if request.out is not None and Path(request.path).exists():
+        refuse_unfit(Path(request.out), Path(request.path), request.force)
+    return request.path
+
+
+def _diagnose(path: str, options: Options, runtime: Runtime, logits: Path) -> DiagnosisSide:
+    logits.mkdir()
+    return DiagnosisSide(step_test(path, options, runtime, RunPlan(logits=logits, check_advice=check_advice)), logits)
+
+
+def _make_copy(session: RepairSession, request: RepairRequest, first: RepairedFiles) -> Outcome:
+    """Copy the export, repair it and give it the layout that is asked for."""
+    if first.applied:
+        copy_export(session.folder, session.at)
+        outcome = repair_and_prove(session, first, RepairChoice(request.fix))
+        return apply_layout(session, request.layout, outcome)
+    # The files that a layout replaces need not be copied first.
+    ready = convert_stacks(session.folder, session.before.contracts, request.layout)
+    copy_export(session.folder, session.at, find_replaced_files(session.folder, ready))
+    return apply_layout(session, request.layout, accept_unrepaired(session.before, first), ready)

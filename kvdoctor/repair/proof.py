@@ -1,0 +1,341 @@
+"""The proof of a repaired stack: the finding is gone, no new one appears, the loops pass, the numbers are kept."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvdoctor.contract import CacheContract, Dim
+from kvdoctor.decode.calls import save_call
+from kvdoctor.decode.messages import CompareJob, TrialDone, TrialModel, ValuePair
+from kvdoctor.decode.parity import compare, judge
+from kvdoctor.decode.runs import HELD_LOOP, LOOPS, UNDECIDED, Run
+from kvdoctor.decode.tolerances import find_tolerance
+from kvdoctor.errors import WorkerDied
+from kvdoctor.findings import Finding
+from kvdoctor.model.proto import ValueInfoProto
+from kvdoctor.model.skeleton import read_skeleton
+from kvdoctor.model.view import Declared, GraphView
+from kvdoctor.repair.apply import Applied, concerns
+from kvdoctor.repair.layouts.encoders import RESULT, STATES
+from kvdoctor.repair.layouts.registry import Cut
+from kvdoctor.repair.repairs.registry import Keeps
+from kvdoctor.repair.session import DiagnosisSide, RepairSession
+from kvdoctor.report.document import Report
+from kvdoctor.report.facts import TargetFacts
+from kvdoctor.report.repair_record import Proof
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.calls import Array
+
+ENDED = ("passed", "ambiguous", "inconclusive", "differs")
+"""Outcomes of a loop that ran to its end."""
+STRICTEST: tuple[Keeps, ...] = ("sizes", "own", "reference", "first-step", "bits")
+
+
+def prove(
+    applied: Iterable[Applied], before: DiagnosisSide, after: DiagnosisSide, instead: dict[str, Proof]
+) -> Iterator[Proof]:
+    """The claims on each repaired stack, and whether they hold.
+
+    `instead` replaces the comparison of numbers for stacks that were run without graph optimization.
+    """
+    by_stack: dict[str, list[Applied]] = {}
+    for one in applied:
+        by_stack.setdefault(one.stack, []).append(one)
+    for stack, mine in by_stack.items():
+        yield from _prove_findings(stack, mine, before, after.report)
+        yield from prove_loops(stack, after, before)
+        yield from _prove_targets(stack, after.report)
+        yield from [instead[stack]] if stack in instead else _prove_numbers(stack, mine, before, after)
+
+
+def find_unhelpful(applied: Iterable[Applied], before: Report, after: Report) -> Iterator[Applied]:
+    """The repairs whose finding is still there."""
+    for one in applied:
+        if _find_remaining(one.stack, before, after).intersection(one.because):
+            yield one
+
+
+def _find_remaining(stack: str, before: Report, after: Report) -> set[str]:
+    """Findings of a stack that are still there.
+
+    A note beside a graver finding of the same check does not count: it calls for no repair (one new token in a graph
+    for decode steps).
+    """
+    files = next((known.files for known in before.stacks if known.name == stack), ())
+    grave = {f.name for f in before.findings if concerns(f, stack, files) and f.severity != "note"}
+    return {
+        f.name for f in after.findings if concerns(f, stack, files) and (f.severity != "note" or f.name not in grave)
+    }
+
+
+def _prove_findings(stack: str, applied: list[Applied], before: DiagnosisSide, after: Report) -> Iterator[Proof]:
+    known, mine = _names_of_stack(before.report, stack), _names_of_stack(after, stack)
+    repaired = {name for one in applied for name in one.because}
+    for name in sorted(repaired):
+        yield Proof(stack, f"{name} is gone", name not in _find_remaining(stack, before.report, after))
+    fresh = [
+        finding.name
+        for finding in after.findings
+        if finding.name in mine - known
+        and finding.severity != "note"
+        and finding.stack in (stack, None)
+        and not _shows_under_target_only(finding)
+        and _could_show_before(finding, stack, before)
+    ]
+    yield Proof(stack, "no finding that was not there before", not fresh, ", ".join(fresh))
+
+
+def _could_show_before(finding: Finding, stack: str, before: DiagnosisSide) -> bool:
+    """Whether the original would have shown the same finding if it had the fault.
+
+    If no loop passes, findings on further uses are not reported: then its own run of the same use decides.
+    """
+    passed = any(run.shows == "passed" for name in LOOPS if (run := before.run(stack, name)))
+    if finding.severity == "error" or passed:
+        return True
+    run = before.run(stack, finding.where.rpartition(", ")[2])
+    return run is not None and run.shows == "passed"
+
+
+def _names_of_stack(report: Report, stack: str) -> set[str]:
+    files = next((known.files for known in report.stacks if known.name == stack), ())
+    return {finding.name for finding in report.findings if concerns(finding, stack, files)}
+
+
+def prove_loops(stack: str, after: DiagnosisSide, before: DiagnosisSide | None = None) -> Iterator[Proof]:
+    """The claims that the loops of a stack pass.
+
+    Where the numbers decide for neither model, a loop may equal the held loop of the original `before` the repair.
+    """
+    ran = False
+    for experiment in LOOPS:
+        run = after.run(stack, experiment)
+        if run is not None and run.outcome != "skipped":
+            ran = True
+            if run.shows in UNDECIDED and before is not None and _repeats_held_loop(stack, experiment, before, after):
+                claim = f"{experiment} logits equal to those of the original's held loop, bit for bit"
+                yield Proof(stack, claim, True, f"whether these are right is undecided: {run.outcome}")
+                continue
+            seen = [step.difference for step in run.steps if step.difference]
+            worst = max((difference.relative for difference in seen), default=0.0)
+            within = f"logits off by at most {worst:.1e} standard deviations from {run.yardstick}"
+            within = within if all(difference.finite for difference in seen) else "logits that are not finite"
+            text = f"{len(run.steps)} steps, {within}"
+            yield Proof(stack, f"{experiment} passes", run.shows == "passed", text)
+    if not ran:
+        yield Proof(stack, "plain-loop passes", False, "no loop could be run on the repaired model")
+
+
+def _repeats_held_loop(stack: str, experiment: str, before: DiagnosisSide, after: DiagnosisSide) -> bool:
+    """Whether a loop computes what the held loop of the original did, whose own result is undecided."""
+    original = before.run(stack, HELD_LOOP)
+    undecided = original is not None and original.shows in UNDECIDED
+    return undecided and equal(before.read_logits(stack, HELD_LOOP), after.read_logits(stack, experiment))
+
+
+def _prove_numbers(stack: str, applied: list[Applied], before: DiagnosisSide, after: DiagnosisSide) -> Iterator[Proof]:
+    """The comparison with the numbers of the original, as strict as the least strict of the repairs."""
+    keeps = min((one.repair.keeps for one in applied), key=STRICTEST.index)
+    if keeps == "sizes":
+        yield Proof(stack, "outputs equal to the original's at the sizes that it accepts, bit for bit", True)
+        runs = [run for name in LOOPS if (run := after.run(stack, name))]
+        held = any(step.difference for run in runs for step in run.steps)
+        held = held or any(equal(before.read_logits(stack, name), after.read_logits(stack, name)) for name in LOOPS)
+        why = (
+            ""
+            if held
+            else "no call takes several tokens without a cache: lengths other than the traced ones are unproved"
+        )
+        yield Proof(stack, "the loop is compared with a reference run or with the original's own loop", held, why)
+        return
+    if keeps == "bits":
+        untouched = [name for name in LOOPS if _ended(before.run(stack, name), name)]
+        for experiment in untouched:
+            claim = f"{experiment} logits equal to the original's, bit for bit"
+            yield Proof(
+                stack, claim, equal(before.read_logits(stack, experiment), after.read_logits(stack, experiment))
+            )
+        if untouched:
+            return
+    for experiment in LOOPS if keeps != "own" else ():
+        old, new = before.first_step(stack, experiment), after.first_step(stack, experiment)
+        if old is not None:
+            yield _prove_first_step(stack, keeps, old, new, after)
+            return
+
+
+def _ended(run: Run | None, experiment: str) -> bool:
+    """Whether the original's loop ran to its end with logits that a repair must keep."""
+    ended = ("passed", "ambiguous") if experiment == "plain-loop" else ENDED
+    return run is not None and run.outcome in ended
+
+
+def _prove_first_step(stack: str, keeps: Keeps, old: Any, new: Any, after: DiagnosisSide) -> Proof:
+    if keeps != "reference":
+        return Proof(stack, "logits of the first step equal to the original's, bit for bit", equal(old, new))
+    claim = "logits of the first step are those of the original"
+    contract = after.contract(stack)
+    if new is None or contract is None or new.shape != old.shape:
+        return Proof(stack, claim, False, "no logits of that shape")
+    limit = find_tolerance(contract.exactness, after.tolerances)
+    found = compare(new, old, limit)
+    text = f"off by {found.relative:.1e} standard deviations of the logits" if found.finite else "not finite"
+    return Proof(stack, claim, judge(found, limit) == "pass", text)
+
+
+def equal(old: Any, new: Any) -> bool:
+    """Whether both arrays exist and are equal bit for bit."""
+    import numpy as np
+
+    return old is not None and new is not None and bool(np.array_equal(old, new, equal_nan=True))
+
+
+def _prove_targets(stack: str, after: Report) -> Iterator[Proof]:
+    """The claims that the loops that ran locally pass under every target that could be run."""
+    for target in after.targets:
+        for experiment in LOOPS if stack not in target.not_run else ():
+            local, *others = _find_runs(after, stack, experiment) or (None,)
+            run = next((run for run in others if run.target == target.runtime), None)
+            if local is not None and local.target == target.runtime:
+                run = local
+            if run is not None and local is not None and local.outcome != "skipped":
+                yield _prove_target_run(stack, experiment, run, target)
+
+
+def _shows_under_target_only(finding: Finding) -> bool:
+    """Whether a finding is about a use under a target: it could not show while the target refused the file."""
+    return finding.severity == "warning" and finding.name in ("target-fails", "target-differs")
+
+
+def _prove_target_run(stack: str, experiment: str, run: Run, target: TargetFacts) -> Proof:
+    differs = experiment in target.other_logits.get(stack, ())
+    detail = (
+        "the logits differ from the local ones" if differs else run.error or run.reason or f"{len(run.steps)} steps"
+    )
+    return Proof(stack, f"{experiment} passes under {target.asked}", run.shows == "passed" and not differs, detail)
+
+
+def _find_runs(report: Report, stack: str, experiment: str) -> list[Run]:
+    """The runs of an experiment, that of the local runtime first."""
+    return [run for run in report.runs if run.stack == stack and run.experiment == experiment]
+
+
+BATCH, NEW, SOURCE, PADDED = 2, 3, 7, 2
+"""Sequences, new tokens, length of an encoder's input if the graph leaves it open, and its padding, in tokens."""
+
+INTEGERS = ("int64", "int32")
+
+
+@dataclass(frozen=True)
+class SplitEncoder:
+    """An encoder that was cut out of the first step of a source: where, and the names of the new files."""
+
+    stack: str
+    cut: Cut
+    contract: CacheContract
+    source: Path
+    encoder: str
+    decoder: str
+
+
+def prove_split_encoder(session: RepairSession, split: SplitEncoder) -> Iterator[Proof]:
+    """Compare the new encoder and the new first decoder with the first step of the source, one call each.
+
+    The loops of source and copy cannot be compared: the source's first step takes the inputs of its encoder. So one
+    call of the source is made, and the same tokens and features are fed to its parts.
+    """
+    cut, contract, source = split.cut, split.contract, split.source
+    model = read_skeleton(source, located=True).model
+    if cut.states not in {value.name for value in model.graph.output}:
+        model.graph.output.append(ValueInfoProto(name=cut.states))
+    whole = session.scratch / "whole.onnx"
+    whole.write_bytes(model.SerializeToString())
+    given = _synthesize_call(GraphView(model).inputs, contract, cut)
+    right = _describe_side(session, whole, given, source.parent)
+    logits = contract.graph("prefill").port("logits")
+    encoder = {name.removeprefix("input."): array for name, array in given.items()}
+    left = _describe_side(session, session.at / split.encoder, encoder)
+    claim = f"{split.encoder} returns the encoder states that the first step of the source computes"
+    job = CompareJob(left, right, (ValuePair(RESULT, cut.states),), provider=session.options.provider)
+    yield _compare(session, Proof(split.stack, claim, False), contract, job)
+    if logits is None:
+        return
+    view = GraphView(read_skeleton(session.at / split.decoder).model)
+    left = _describe_side(session, session.at / split.decoder, _decoder_call(view, contract, given, cut))
+    pairs, inject = (ValuePair("logits", logits.name),), (ValuePair(STATES, cut.states),)
+    job = CompareJob(left, right, pairs, inject, session.options.provider)
+    claim = "the logits of the first step are those of the source"
+    yield _compare(session, Proof(split.stack, claim, False), contract, job)
+
+
+def _compare(session: RepairSession, claim: Proof, contract: CacheContract, job: CompareJob) -> Proof:
+    try:
+        result = session.runtime.trial(job)
+    except WorkerDied as crash:
+        result = TrialDone(error=crash.how)
+    pair = next(iter(result.differences), None)
+    if pair is None:
+        return replace(claim, detail=f"could not be compared: {(result.error or 'the shapes differ')[:200]}")
+    difference = pair.relative
+    text = f"off by {difference:.1e} standard deviations" if difference > 0 else "not finite"
+    text = "bit for bit" if difference == 0 else text
+    return replace(
+        claim,
+        holds=0 <= difference <= find_tolerance(contract.exactness, session.options.tolerances).passes,
+        detail=text,
+    )
+
+
+def _describe_side(
+    session: RepairSession, path: Path, feeds: "Mapping[str, Array]", root: Path | None = None
+) -> TrialModel:
+    """One model and its call, as the worker reads it."""
+    call = session.scratch / f"call-{path.stem}.npz"
+    save_call(call, feeds)
+    return TrialModel(path.absolute(), None if root is None else root.absolute(), call, "all")
+
+
+def _synthesize_call(ports: dict[str, Declared], contract: CacheContract, cut: Cut) -> "dict[str, Array]":
+    """Synthetic feeds of the source: token ids, masks that hide the end of the second sequence, random features."""
+    import numpy as np
+
+    rng, words = np.random.default_rng(0), max(contract.vocabulary or 8, 8)
+    later = {port.name: port.role for port in contract.graph("decode").inputs}
+    feeds: dict[str, Array] = {}
+    for name, port in ports.items():
+        shape = _choose_sizes(port.shape or (), NEW if name not in cut.inputs else SOURCE)
+        if "mask" in name or later.get(name) == "encoder_mask":
+            feeds[name] = np.ones(shape, np.int64)
+            feeds[name][1:, SOURCE - PADDED :] = 0
+        elif port.dtype in INTEGERS:
+            feeds[name] = rng.integers(words // 4, words - words // 4, shape).astype(port.dtype)
+        else:
+            feeds[name] = rng.standard_normal(shape).astype(np.float16 if port.dtype == "float16" else np.float32)
+    return feeds
+
+
+def _choose_sizes(shape: tuple[Dim, ...], length: int) -> tuple[int, ...]:
+    sizes = [int(str(dim)) if str(dim).isdigit() else length for dim in shape]
+    return (BATCH, *sizes[1:])
+
+
+def _decoder_call(
+    view: GraphView, contract: CacheContract, given: "Mapping[str, Array]", cut: Cut
+) -> "dict[str, Array]":
+    """The same call for the first decoder; its encoder states are taken from the run of the source."""
+    import numpy as np
+
+    later = {port.name: port.role for port in contract.graph("decode").inputs}
+    feeds: dict[str, Array] = {"use_cache_branch": np.array([False])}
+    for name, array in given.items():
+        if later.get(name) == "encoder_mask":
+            feeds["encoder_attention_mask"] = array
+        elif name not in cut.only:
+            feeds["input_ids"] = array
+    for name, port in view.inputs.items():
+        if name.startswith("past_key_values."):
+            sizes = [dim if isinstance(dim, int) else 0 for dim in port.shape or ()]
+            feeds[name] = np.zeros((BATCH, *sizes[1:]), np.float16 if port.dtype == "float16" else np.float32)
+    return feeds

@@ -1,0 +1,71 @@
+"""Gives different lengths different symbolic names.
+
+Requires: a growing slot whose present has the axis name of its past, or shapes inside the graph that make the runtime
+plan its memory wrongly.
+Ensures: the length of such a present is named `past + new`, by the names of the two; if a step failed because of them,
+the shapes declared inside the graph are removed, which no runtime needs. The computation is unchanged.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.contract import Slot, describe
+from kvdoctor.model.edit import describe_graph
+from kvdoctor.model.proto import ValueInfoProto
+from kvdoctor.model.traverse import graphs_in
+from kvdoctor.model.view import GraphView, declared
+from kvdoctor.repair.repairs.registry import Repair
+from kvdoctor.repair.workspace import RepairContext
+from kvdoctor.report.repair_record import Change
+
+
+def apply(context: RepairContext) -> tuple[Change, ...]:
+    """Rename the axes of the presents; drop inner declarations if the finding is an error."""
+    file = context.file_of("decode")
+    view, changes = context.view(file), list[Change]()
+    new = name_of_new_axis(context)
+    for slot in context.drivable.growing:
+        if slot.present is not None and slot.growth == "grow":
+            changes += _rename_axis(view, slot, new, file)
+    if any(finding.severity == "error" for finding in context.found("axis-name-collision")):
+        dropped = 0
+        for graph in graphs_in(view.model.graph):
+            dropped += len(graph.value_info)
+            del graph.value_info[:]
+        if dropped:
+            changes.append(Change(file, "shapes declared inside the graphs", f"{dropped} declarations", "none"))
+    return tuple(changes)
+
+
+def name_of_new_axis(context: RepairContext) -> str:
+    """The name of the axis of new tokens in the decode graph."""
+    graph = context.drivable.graph("decode")
+    port = graph.port("token_ids") or graph.port("embeddings")
+    if port is not None and port.shape is not None and "new" in port.axes:
+        return str(port.shape[port.axes.index("new")] or "sequence_length")
+    return "sequence_length"
+
+
+def _rename_axis(view: GraphView, slot: Slot, new: str, file: str) -> Iterator[Change]:
+    axis = slot.axes.index("past")
+    past = next(value for value in view.model.graph.input if value.name == slot.past)
+    output = next((value for value in view.model.graph.output if value.name == slot.present), None)
+    if output is None or (name := _axis_name(past, axis)) is None:
+        return
+    scope, inner_name = view.behind(output.name)
+    graph = scope.graph
+    inner = next((value for value in graph.output if value.name == inner_name), output)
+    for place, value in {"main graph": output, describe_graph(view, graph): inner}.items():
+        if _axis_name(value, axis) == name:
+            before = describe(declared(value).dtype, declared(value).shape)
+            value.type.tensor_type.shape.dim[axis].dim_param = f"{name} + {new}"
+            after = describe(declared(value).dtype, declared(value).shape)
+            yield Change(file, f"{place}, output {value.name!r}", before, after)
+
+
+def _axis_name(value: ValueInfoProto, axis: int) -> str | None:
+    """The symbolic name of an axis."""
+    dims = value.type.tensor_type.shape.dim
+    return str(dims[axis].dim_param) or None if axis < len(dims) else None
+
+
+REPAIR = Repair(name="axis-names", checks=("axis-name-collision",), stage="names", keeps="bits", apply=apply)

@@ -1,0 +1,101 @@
+"""Copies scales and weights of quantized MatMuls into the branch that uses them.
+
+Requires: a DequantizeLinear in a branch whose scale or weight is an initializer of the enclosing graph, and whose
+output reaches a MatMul directly or through a Transpose; and a runtime that does not load the file.
+Ensures: each such branch has a copy of the scale, and of the weight if no Transpose is in between; all other values,
+nodes and names stay as they are. Copies of weights inside the file make it larger; copies of external weights share the
+bytes.
+
+ONNX Runtime 1.25 to 1.31 fuse such pairs and look up the scale only in the graph of the node ("Missing required
+scale").
+Source: onnxruntime issue 28306 and pull request 28326.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.model.edit import fresh_name
+from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
+from kvdoctor.model.traverse import own_names, readers
+from kvdoctor.model.view import Scope
+from kvdoctor.repair.repairs.registry import Repair
+from kvdoctor.repair.workspace import RepairContext
+from kvdoctor.report.repair_record import Change
+
+SCALE, WEIGHT, ZERO_POINT = 1, 0, 2
+
+
+def apply(context: RepairContext) -> tuple[Change, ...]:
+    """Search every branch of the files that the runtime does not load."""
+    changes: list[Change] = []
+    for file in dict.fromkeys(finding.file for finding in context.found("session-refused") if finding.file):
+        if file in context.files:
+            for scope in list(context.view(file).scopes()):
+                if scope.outer is not None:
+                    changes += _copy_scales(scope, file)
+    if not changes:
+        context.cannot("no quantized MatMul takes its scale from outside its branch: the runtime has another reason")
+    return tuple(changes)
+
+
+def _copy_scales(scope: Scope, file: str) -> Iterator[Change]:
+    copied: dict[str, str] = {}
+    for node in scope.graph.node:
+        if node.op_type != "DequantizeLinear" or (way := _find_matmul(scope.graph, node)) is None:
+            continue
+        wanted = (SCALE, ZERO_POINT) if way == "Transpose" else (SCALE, ZERO_POINT, WEIGHT)
+        for at in wanted:
+            tensor = _find_outer(scope, node.input[at]) if at < len(node.input) else None
+            if tensor is None:
+                continue
+            if tensor.name not in copied:
+                copied[tensor.name] = _copy_tensor(scope.graph, tensor)
+            before = node.input[at]
+            node.input[at] = copied[tensor.name]
+            word = {SCALE: "scale", WEIGHT: "weight", ZERO_POINT: "zero point"}[at]
+            title = f'{scope.path}, DequantizeLinear "{node.name or node.output[0]}", {word}'
+            yield Change(
+                file, title, f"{before}, of the enclosing graph", f"{copied[tensor.name]}, a copy in the branch"
+            )
+
+
+def _find_matmul(graph: GraphProto, node: NodeProto) -> str | None:
+    """The operator between a node and a MatMul: `Transpose`, or empty if there is none; None without a MatMul."""
+    found = set()
+    for reader, _ in readers(graph, node.output[0]):
+        if reader.op_type in ("MatMul", "Gemm"):
+            found.add("")
+        elif reader.op_type == "Transpose":
+            further = readers(graph, reader.output[0])
+            found |= {"Transpose"} if any(each.op_type in ("MatMul", "Gemm") for each, _ in further) else set()
+    return None if not found else "" if "" in found else "Transpose"
+
+
+def _find_outer(scope: Scope, name: str) -> TensorProto | None:
+    """The initializer of an enclosing graph that a name refers to."""
+    if name in own_names(scope.graph):
+        return None
+    around = scope.outer
+    while around is not None:
+        if name in around.initializers:
+            return around.initializers[name]
+        if name in own_names(around.graph):
+            return None
+        around = around.outer
+    return None
+
+
+def _copy_tensor(graph: GraphProto, tensor: TensorProto) -> str:
+    copy = graph.initializer.add()
+    copy.CopyFrom(tensor)
+    copy.name = fresh_name(f"{tensor.name}.branch", own_names(graph))
+    return str(copy.name)
+
+
+REPAIR = Repair(
+    name="branch-scales",
+    checks=("session-refused",),
+    stage="session",
+    keeps="bits",
+    apply=apply,
+    advice=("Load the session at the optimization level basic, if it loads there.",),
+)

@@ -1,0 +1,100 @@
+"""Corrects values in a config that the graph contradicts.
+
+Requires: a key of config.json or genai_config.json whose right value the graph shows beyond doubt.
+Ensures: those keys, and no others, have the values of the graph. Keys with several possible values are left and
+reported.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvdoctor.analysis.configs import DECODER_PARTS
+from kvdoctor.diagnose.checks.side_cars.config_json import config_json
+from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement
+from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.repair.repairs.registry import Repair
+from kvdoctor.repair.workspace import RepairContext
+from kvdoctor.report.repair_record import Change
+
+COMPARED: dict[str, Callable[[ContractContext], list[Disagreement]]] = {
+    "config.json": config_json,
+    "genai_config.json": genai_config,
+}
+
+
+NO_WINDOW = "no window"
+"""The right value that the comparison gives if the graph has no window."""
+
+
+def apply(context: RepairContext) -> tuple[Change, ...]:
+    """Correct every config that the findings name."""
+    checked = ContractContext(folder=context.copy.folder, stack=context.stack, contract=context.drivable)
+    changes: list[Change] = []
+    for finding in context.found("config-disagrees"):
+        name = finding.file or ""
+        content = context.copy.side_car(name)
+        if name not in COMPARED or not isinstance(content, dict):
+            context.cannot(f"{name} describes how the graph was traced, which the graph does not show", "export again")
+        changes += _correct_keys(name, content, COMPARED[name](checked))
+    if not changes:
+        context.cannot("the graph does not show the right value", "correct the config by hand, or export again")
+    return tuple(changes)
+
+
+def _correct_keys(name: str, content: dict[str, Any], found: list[Disagreement]) -> Iterator[Change]:
+    for one in found:
+        holder, key = _find_holder(name, content, one.key)
+        if one.right == NO_WINDOW:
+            yield from _remove_entry(name, *_find_holder(name, content, one.key.rpartition(".")[0]), one)
+            continue
+        value = _parse_value(one.right)
+        if holder is None or value is None or key not in holder or holder[key] == value:
+            continue
+        before = holder[key]
+        holder[key] = value
+        yield Change(name, one.key, json.dumps(before), f"{json.dumps(value)}, since the graph shows {one.observed}")
+
+
+def _remove_entry(name: str, holder: dict[str, Any] | None, key: str, one: Disagreement) -> Iterator[Change]:
+    """Remove an entry from a config."""
+    if holder is not None and key in holder:
+        yield Change(name, one.key, json.dumps(holder.pop(key)), f"removed, since the graph shows {one.observed}")
+
+
+def _find_holder(name: str, content: dict[str, Any], path: str) -> tuple[dict[str, Any] | None, str]:
+    """The object that holds a key: by its path, or the part of config.json for the decoder."""
+    *parts, key = path.split(".")
+    if name == "config.json":
+        parts = [part for part in DECODER_PARTS if isinstance(content.get(part), dict)][:1]
+    holder: Any = content
+    for part in parts:
+        holder = holder.get(part) if isinstance(holder, dict) else None
+    return (holder if isinstance(holder, dict) else None), key
+
+
+def _parse_value(right: str) -> int | bool | str | None:
+    """A right value as JSON; None if it is described in words or may be one of several."""
+    if match := re.fullmatch(r"(\d+)( at most)?", right):
+        return int(match[1])
+    if right in ("true", "false"):
+        return right == "true"
+    if right.startswith('"'):
+        try:
+            text = json.loads(right)
+        except ValueError:
+            return None
+        return text if isinstance(text, str) else None
+    return None
+
+
+REPAIR = Repair(
+    name="config-values",
+    checks=("config-disagrees",),
+    stage="side-cars",
+    keeps="bits",
+    apply=apply,
+    advice=("Take names and sizes from the graph (`kvdoctor contract MODEL`), not from the config.",),
+)

@@ -1,0 +1,181 @@
+"""Counts the rows of a causal mask, or positions, from the length of the past on.
+
+Requires: for the mask, `mask-not-offset`, or `chunk-fails` if the mask has a column for each new token alone; and a
+graph that takes the first rows of a square table, counts rows from 0 to compare them with columns, or cuts a triangle
+from the first column on, while its columns are those of the whole cache. For the positions, `positions-not-offset`, and
+a graph that numbers its new tokens by a Range from 0, or takes the first rows of a table of positions.
+Ensures: rows and positions are counted from the length of the past on. Without a past that changes nothing, so the run
+without a cache keeps its logits, and the steps can be compared with it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvdoctor.contract import Graph
+from kvdoctor.model.proto import ModelProto, NodeProto
+from kvdoctor.model.view import GraphView
+from kvdoctor.repair.repairs.registry import Repair
+from kvdoctor.repair.shapes.agreement import EXPORT_AGAIN, find_graph, list_changes
+from kvdoctor.repair.shapes.facts import ConstantUse, Dims, GraphScope, NodeInputs
+from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, describe_node, read_declared_sizes
+from kvdoctor.repair.shapes.terms import Term, read_lengths, symbol, whole
+from kvdoctor.repair.shapes.writing import Writer
+from kvdoctor.repair.workspace import CannotRepair, RepairContext
+from kvdoctor.report.repair_record import Change
+
+PAST, NEW = symbol("past"), symbol("new")
+TOTAL = PAST + NEW
+COMPARING = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal"}
+NUMBERING = {"Gather", "Cos", "Sin", "Mul", "MatMul", "Einsum", "Sub", "Add"}
+MOST_STEPS = 12
+BEFORE = {"Range": "0 to new", "Slice": "0 to new", "Trilu": "the diagonal at 0"}
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """The changes to one model: those of the mask if `of_mask`, otherwise those of the positions."""
+
+    reading: AxisFreeing
+    writer: Writer
+    of_mask: bool
+
+    def edits(self, skipped: GraphScope | None) -> Iterator[Edit]:
+        """Make the changes; `skipped` is the branch without a past."""
+        for counted in self.reading.walk.notes.counting:
+            edit = None if counted.scope is skipped else self._edit(counted)
+            if edit is not None:
+                yield edit
+
+    def _edit(self, r: NodeInputs) -> Edit | None:
+        changed = {"Range": self._range, "Slice": self._slice, "Trilu": self._trilu}[r.node.op_type](r)
+        return Edit(describe_node(r.node, r.scope.path), BEFORE[r.node.op_type], changed) if changed else None
+
+    def _numbers(self, r: NodeInputs, index: int) -> list[Term] | None:
+        numbers: Dims | None = r.at(index).numbers
+        if numbers is None or None in numbers:
+            return None
+        return [self.reading.settled(term) for term in numbers if term is not None]
+
+    def _range(self, r: NodeInputs) -> str | None:
+        """A Range from 0 to the number of new tokens."""
+        start, end = self._numbers(r, 0), self._numbers(r, 1)
+        if start != [whole(0)] or end != [NEW] or self._compared(r.node) != self.of_mask:
+            return None
+        r.node.input[0] = self._scalar(PAST, r)
+        r.node.input[1] = self._scalar(TOTAL, r)
+        return "past to past + new"
+
+    def _scalar(self, term: Term, r: NodeInputs) -> str:
+        dims = tuple(r.at(0).shape or ())
+        return self.writer.shaped([term], [1] * len(dims), 7)
+
+    def _slice(self, r: NodeInputs) -> str | None:
+        """The first rows of a square table of zeros and ones, or of a table of positions."""
+        data, starts, ends = r.at(0), self._numbers(r, 1), self._numbers(r, 2)
+        if data.table is None or data.shape is None or starts is None or ends is None:
+            return None
+        axes = r.facts.known_numbers(r.at(3)) if r.has(3) else tuple(range(len(starts)))
+        rank, done = len(data.shape), list[str]()
+        for at, axis in enumerate(axes or ()):
+            if starts[at] != whole(0) or ends[at] != NEW:
+                continue
+            if axis % rank == rank - 2 and self._is_square(data.table) == self.of_mask:
+                starts[at], ends[at] = PAST, TOTAL
+                done.append("rows past to past + new")
+            elif axis % rank == rank - 1 and self.of_mask and self._is_square(data.table):
+                ends[at] = TOTAL
+                done.append("columns 0 to past + new")
+        if done:
+            for index, terms in ((1, starts), (2, ends)):
+                r.node.input[index] = self.writer.vector([n if (n := t.number) is not None else t for t in terms])
+        return " and ".join(done) or None
+
+    @staticmethod
+    def _is_square(table: ConstantUse) -> bool:
+        dims = tuple(table.tensor.dims)
+        return len(dims) >= 2 and dims[-1] == dims[-2]
+
+    def _trilu(self, r: NodeInputs) -> str | None:
+        """A triangle from the first column on, over more columns than rows."""
+        shape = r.at(0).shape
+        if not self.of_mask or r.number("upper", 1) or r.has(1) or shape is None or len(shape) < 2:
+            return None
+        sizes = [None if term is None else self.reading.settled(term) for term in shape[-2:]]
+        if sizes != [NEW, TOTAL]:
+            return None
+        del r.node.input[1:]
+        r.node.input.append(self.writer.shaped([PAST], [], 7))
+        return "the diagonal at the past length"
+
+    def _compared(self, node: NodeProto) -> bool:
+        """Whether the output of a node ends in a comparison, as a mask does, before it is used as a position."""
+        readers, front = self._readers(), list(node.output)
+        for _ in range(MOST_STEPS):
+            following = [reader for name in front for reader in readers.get(name, ())]
+            if any(reader.op_type in COMPARING for reader in following):
+                return True
+            front = [name for reader in following if reader.op_type not in NUMBERING for name in reader.output]
+        return False
+
+    def _readers(self) -> dict[str, list[NodeProto]]:
+        found = dict[str, list[NodeProto]]()
+        for node in self.reading.walk.keep:
+            for name in node.input:
+                found.setdefault(name, []).append(node)
+        return found
+
+
+def offset(model: ModelProto, graph: Graph, of_mask: bool, only_clashing: bool = False) -> tuple[Edit, ...]:
+    """Count from the past on, in place, instead of from 0; with `only_clashing` only if sizes conflict."""
+    lengths = read_lengths(graph, read_declared_sizes(model))
+    if not {"past", "new"} <= set(lengths.traced):
+        return ()
+    reading = AxisFreeing(model, lengths)
+    if only_clashing and not reading.conflicts:
+        return ()
+    writer = Writer(model, lengths)
+    branches = GraphView(model).branches
+    skipped = None if branches is None else reading.walk.scopes.get(id(branches[1].no_past.graph))
+    edits = tuple(Offsets(reading, writer, of_mask).edits(skipped))
+    writer.done()
+    return edits
+
+
+def offset_mask(context: RepairContext) -> tuple[Change, ...]:
+    """Count the rows of the mask from the past on, in the graph that decodes."""
+    file = context.file_of("decode")
+    failing = not context.found("mask-not-offset")
+    edits = offset(context.model(file), find_graph(context, file), of_mask=True, only_clashing=failing)
+    if not edits:
+        raise CannotRepair("no node of the graph counts the rows of a mask from 0", EXPORT_AGAIN)
+    return list_changes(file, edits)
+
+
+def offset_positions(context: RepairContext) -> tuple[Change, ...]:
+    """Number the new tokens from the past on, in the graph that decodes."""
+    file = context.file_of("decode")
+    edits = offset(context.model(file), find_graph(context, file), of_mask=False)
+    if not edits:
+        raise CannotRepair("no node of the graph counts positions from 0", EXPORT_AGAIN)
+    return list_changes(file, edits)
+
+
+REPAIRS = (
+    Repair(
+        name="offset-mask",
+        checks=("mask-not-offset", "chunk-fails"),
+        stage="values",
+        keeps="first-step",
+        apply=offset_mask,
+        advice=("Without a change to the model: after the first step, feed one new token at a time.",),
+        title="Counts the rows of a causal mask from the length of the past on.",
+    ),
+    Repair(
+        name="offset-positions",
+        checks=("positions-not-offset",),
+        stage="values",
+        keeps="first-step",
+        apply=offset_positions,
+        title="Counts positions from the length of the past on.",
+    ),
+)

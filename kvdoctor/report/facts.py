@@ -1,0 +1,117 @@
+"""What a report says of a model: its files, its graphs, its stacks, and the targets that were asked about."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvdoctor.analysis.memory import MemoryPlan
+from kvdoctor.contract import CacheContract
+
+Verdict = Literal["healthy", "unhealthy", "incomplete", "nothing-found"]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """The contents of a graph, subgraphs and functions included.
+
+    Attributes:
+        nodes: the number of nodes.
+        operators: the number of nodes by operator, with its domain where that is not the standard one.
+        initializers: the number of initializers.
+        initializer_bytes: their size in bytes, by their declared shapes.
+    """
+
+    nodes: int
+    operators: dict[str, int]
+    initializers: int
+    initializer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """One file as it is on disk.
+
+    Attributes:
+        path: the path of the file, relative to the model's folder.
+        role: what the file is for, such as decoder-merged or encoder.
+        bytes: its size in bytes, without external data.
+        sha256: its SHA-256 digest; null if it was not computed.
+        ir_version: the version of the ONNX format; null if the file cannot be read.
+        opsets: the version of each operator set, by its domain.
+        producer: the tool that wrote the file, as the file says.
+        external: the files that hold its weights.
+        inputs: name, dtype and shape of each input.
+        outputs: name, dtype and shape of each output.
+        graph: the contents of its graph; null if it cannot be read.
+    """
+
+    path: str
+    role: str
+    bytes: int
+    sha256: str | None = None
+    ir_version: int | None = None
+    opsets: dict[str, int] = field(default_factory=dict)
+    producer: str | None = None
+    external: tuple[str, ...] = ()
+    inputs: tuple[dict[str, Any], ...] = ()
+    outputs: tuple[dict[str, Any], ...] = ()
+    graph: GraphFacts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The model.
+
+    Attributes:
+        path: the path as the user gave it.
+        files: its files.
+    """
+
+    path: str
+    files: tuple[FileFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StackFacts:
+    """One stack: the files that decode together.
+
+    Attributes:
+        name: the name that findings and runs refer to.
+        layout: the layout of the export, such as optimum-merged.
+        files: the paths of its files.
+        contract: its cache contract; null if none could be read.
+        cache: the memory plan of its cache.
+    """
+
+    name: str
+    layout: str
+    files: tuple[str, ...]
+    contract: CacheContract | None
+    cache: MemoryPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """A target runtime, and its results for each stack that differ from those of the local runtime.
+
+    Attributes:
+        asked: the target as the user gave it.
+        onnxruntime: the release of onnxruntime that it stands for.
+        ir: the highest IR version that it supports; null if the release is too new to have been measured.
+        opset: the highest opset that it supports; null if the release is too new to have been measured.
+        refused: the files that it does not load, by stack.
+        other_logits: the experiments whose logits differ from those of the local runtime, by stack.
+        not_run: the reason why nothing was run on it, by stack.
+    """
+
+    asked: str
+    onnxruntime: str
+    ir: int | None
+    opset: int | None
+    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    other_logits: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def runtime(self) -> str:
+        """The name of the runtime in runs."""
+        return f"onnxruntime=={self.onnxruntime}"

@@ -1,0 +1,126 @@
+"""What stands around the stacks of a report: the verdict first; environment, files and notes last."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from kvdoctor.choices import FAIL_ON, FailOn
+from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code
+from kvdoctor.report.page.blocks import (
+    KINDS,
+    PagePosition,
+    bullets,
+    chip,
+    code,
+    fold,
+    label_list,
+    more_line,
+    table,
+)
+from kvdoctor.report.page.markup import Content, Element, h
+from kvdoctor.report.wording.contract import list_file_facts, list_ports
+from kvdoctor.report.wording.repair import format_copy
+from kvdoctor.report.wording.summary import format_reproducer
+from kvdoctor.report.wording.targets import list_target_limits
+from kvdoctor.report.wording.units import format_count
+
+MEANS = {
+    "healthy": "Decode steps were run with and without the cache, and their logits agree.",
+    "unhealthy": "At least one finding counts as a failure. Findings are listed below, the worst first.",
+    "incomplete": "A check could not run that is essential for the verdict. The model may or may not be healthy.",
+    "nothing-found": "Nothing was found in the files. The model was not run; step-test runs decode steps.",
+}
+EXITS = {
+    EXIT_HEALTHY: "every check ran as requested, and no finding counts as a failure",
+    EXIT_FINDINGS: "at least one finding counts as a failure",
+    EXIT_INCOMPLETE: "the diagnosis could not be completed, which is not the same as healthy",
+}
+MARKS = {"healthy": "\u2713", "unhealthy": "\u2715", "incomplete": "?", "nothing-found": "\u2013"}
+MOST_FILES, MOST_PORTS, MOST_NOTES = 100, 200, 100
+
+
+def fail_on(report: Report) -> FailOn:
+    """The lowest severity that counts as a failure."""
+    asked = report.arguments.get("fail_on", "error")
+    return next((level for level in FAIL_ON if level == asked), "error")
+
+
+def count_chips(report: Report) -> list[Element]:
+    """The number of findings of each severity, and of checks that could not run."""
+    found = Counter(finding.severity for finding in report.findings)
+    made = [chip(format_count(number, word), word) for word in ("error", "warning", "note") if (number := found[word])]
+    if report.not_checked:
+        made.append(chip(f"{len(report.not_checked)} not checked", "open"))
+    return made
+
+
+def banner(verdict: str, meaning: Content, *content: Content) -> Element:
+    """The verdict in large letters, with its meaning."""
+    mark = h("span", MARKS[verdict], class_="mark", aria_hidden="true")
+    return h(
+        "div",
+        h("p", mark, verdict.replace("-", " "), class_="verdict"),
+        h("p", meaning, class_="meaning"),
+        content,
+        class_=f"banner {KINDS[verdict]}",
+    )
+
+
+def verdict_header(report: Report, place: PagePosition) -> Element:
+    """The command, the model, and the verdict on it."""
+    code_number = exit_code(report, fail_on(report))
+    threshold = f" (--fail-on {fail_on(report)})" if code_number != EXIT_INCOMPLETE else ""
+    lines: list[Content] = []
+    if report.findings or report.not_checked:
+        lines.append(h("div", count_chips(report), class_="chips"))
+    lines.append(h("p", "Exit code ", h("strong", code_number), f": {EXITS[code_number]}{threshold}.", class_="exit"))
+    if report.repair is not None:
+        lines.append(h("p", format_copy(report.repair)))
+    if made := format_reproducer(report):
+        lines.append(h("p", made))
+    return h(
+        "header",
+        h("p", f"kvdoctor {report.command}", class_="eyebrow"),
+        place.heading(code(report.model.path, 600) or "(no path)", id_=place.id("name")),
+        banner(report.verdict, MEANS[report.verdict], lines),
+        class_="report-head",
+    )
+
+
+def show_environment(report: Report) -> Iterator[Content]:
+    """Versions, and the options of the run."""
+    yield label_list(report.environment.items())
+    options = [
+        (name.replace("_", "-"), _option(value)) for name, value in sorted(report.arguments.items()) if value != []
+    ]
+    yield label_list([*options, ("seed", str(report.seed))])
+    if limits := list(list_target_limits(report)):
+        yield bullets(limits)
+
+
+def _option(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def show_files(report: Report, place: PagePosition) -> Iterator[Content]:
+    """The files of the model; of those that were inspected inputs and outputs too."""
+    header = ("file", "role", "size", "IR", "opsets", "producer")
+    rows = [(code(row[0]), *row[1:]) for row in map(list_file_facts, report.model.files[:MOST_FILES])]
+    yield table(place.id("files-table"), "Files", header, rows)
+    yield more_line(len(report.model.files) - MOST_FILES, "file")
+    if digests := [(code(f.path), code(f.sha256)) for f in report.model.files[:MOST_FILES] if f.sha256]:
+        yield table(place.id("hashes"), "SHA-256 of the files", ("file", "SHA-256"), digests)
+    for number, file in enumerate(report.model.files[:MOST_FILES]):
+        if file.inputs or file.outputs:
+            ports = list(list_ports(file, everything=False))
+            rows = [(code(name), direction, code(typed)) for direction, name, typed in ports[:MOST_PORTS]]
+            name, caption = place.id(f"ports-{number}"), f"Inputs and outputs of {file.path}"
+            made = table(name, caption, ("name", "direction", "type"), rows)
+            yield fold(("Inputs and outputs of ", code(file.path)), made, more_line(len(ports) - MOST_PORTS, "port"))
+
+
+def show_notes(report: Report) -> Iterator[Content]:
+    """The notes of the report."""
+    yield bullets(report.notes[:MOST_NOTES])
+    yield more_line(len(report.notes) - MOST_NOTES, "note")

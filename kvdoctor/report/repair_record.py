@@ -1,0 +1,223 @@
+"""What a report says of a repair or an export: the changes, the proof, and what could not be repaired."""
+
+from dataclasses import dataclass
+
+from kvdoctor.findings import Finding
+from kvdoctor.report.facts import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change that a repair made.
+
+    Attributes:
+        file: the changed file.
+        where: the location in its graph.
+        before: the value before the repair.
+        after: the value after the repair.
+    """
+
+    file: str
+    where: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A claim about a repaired stack, and whether it holds.
+
+    Attributes:
+        stack: the stack.
+        claim: the claim.
+        holds: whether it holds.
+        detail: the figures behind it.
+    """
+
+    stack: str
+    claim: str
+    holds: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RepairSide:
+    """The verdict and the findings before a repair, or after it."""
+
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedRepair:
+    """A repair that changed something.
+
+    Attributes:
+        stack: the stack that was repaired.
+        name: the name of the repair.
+        checks: the names of the checks whose findings it was applied for.
+        keeps: how close the logits of the copy must be to the original's.
+        summary: what the repair does.
+    """
+
+    stack: str
+    name: str
+    checks: tuple[str, ...]
+    keeps: str
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotRepaired:
+    """A finding that was not repaired in the graph.
+
+    Attributes:
+        stack: the stack of the finding.
+        finding: the name of its check.
+        repair: the repairs that could not be applied; empty if there is none for it.
+        reason: why it could not be applied.
+        instead: what to do instead.
+    """
+
+    stack: str | None
+    finding: str
+    repair: str
+    reason: str
+    instead: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FileDiff:
+    """The changed lines of a graph.
+
+    Attributes:
+        file: the changed file.
+        lines: the lines; `-` begins a removed line, `+` an added one.
+        left_out: the number of further lines that are not listed.
+    """
+
+    file: str
+    lines: tuple[str, ...]
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedFile:
+    """A file of the copy that differs from the source.
+
+    Attributes:
+        path: its path in the output folder.
+        before: the SHA-256 digest of the source file.
+        after: the SHA-256 digest of the file in the output folder.
+    """
+
+    path: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExportChoice:
+    """A setting of a new export, and its reason.
+
+    Attributes:
+        what: the setting.
+        value: its value.
+        because: what the value was derived from.
+    """
+
+    what: str
+    value: str
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class PortChange:
+    """An input or output that differs from the replaced model.
+
+    Attributes:
+        file: the file.
+        name: the name of the input or output.
+        before: its type in the replaced model; null if it is new.
+        after: its type in the new export; null if it was removed.
+    """
+
+    file: str
+    name: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRecord:
+    """How a model was exported again from its checkpoint.
+
+    Attributes:
+        checkpoint: the checkpoint.
+        exporter: the exporter that was used.
+        way: how its Python environment was made.
+        requirements: the packages that it needs, with their versions.
+        versions: the versions of the packages that were used.
+        choices: the settings of the export, with reasons.
+        failures: the attempts that failed before.
+        findings: the findings on the new export before any repair.
+        ports: inputs and outputs that differ from the replaced model.
+        left_out: files that the exporter wrote and that the replaced model does not have.
+        recipe: the folder in OUT with scripts, pinned versions, command and log.
+    """
+
+    checkpoint: str
+    exporter: str
+    way: str
+    requirements: tuple[str, ...]
+    versions: dict[str, str]
+    choices: tuple[ExportChoice, ...]
+    failures: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    ports: tuple[PortChange, ...] = ()
+    left_out: tuple[str, ...] = ()
+    recipe: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RepairRecord:
+    """What `re-export` did.
+
+    Attributes:
+        source: the path of the model.
+        out: the output folder; null if nothing was written.
+        changes: every change of a graph.
+        before: verdict and findings before the repair.
+        after: verdict and findings on the copy; null if there is none.
+        proof: the claims about the copy.
+        advice: what a loop must do that cannot use the copy.
+        repairs: the repairs that changed something.
+        not_repaired: the findings that were not repaired.
+        diff: the changed lines of each graph.
+        files: the files that differ from the source.
+        undo: how to undo the repair.
+        proved: whether there is a proof, and all of it holds.
+        export: how the model was exported again; null if it was not.
+        contents: the files of OUT that kvdoctor wrote, relative to it; it never replaces others.
+    """
+
+    source: str
+    out: str | None
+    changes: tuple[Change, ...]
+    before: RepairSide
+    after: RepairSide | None
+    proof: tuple[Proof, ...]
+    advice: tuple[str, ...] = ()
+    repairs: tuple[AppliedRepair, ...] = ()
+    not_repaired: tuple[NotRepaired, ...] = ()
+    diff: tuple[FileDiff, ...] = ()
+    files: tuple[ChangedFile, ...] = ()
+    undo: tuple[str, ...] = ()
+    proved: bool = False
+    export: ExportRecord | None = None
+    contents: tuple[str, ...] = ()
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a repaired copy was diagnosed and not kept, as in a dry run: the original is all there is."""
+        return self.out is None and self.after is not None and self.export is None

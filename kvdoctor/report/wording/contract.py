@@ -1,0 +1,287 @@
+"""What the files of a model declare, in words: the files, their ports, and the cache contract of a stack."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from kvdoctor.contract import CacheContract, Carry, First, Growth, Port, Slot, describe
+from kvdoctor.report.facts import FileFacts, StackFacts
+from kvdoctor.report.wording.units import format_bytes, format_count, shorten_names
+
+GROWTH_WORDS: dict[Growth, str] = {
+    "grow": "grows by the new tokens",
+    "static": "a buffer of fixed capacity, written in place",
+    "shared": "grows, or stays a fixed buffer if it is fed as one",
+    "ring": "a window of fixed capacity; the oldest entries drop out",
+    "delta": "only the new entries are returned",
+    "replace": "a state of fixed size, replaced by each step",
+    "constant": "does not change after the first step",
+    "paged": "blocks of a pool, addressed by the block table",
+}
+
+CARRY_WORDS: dict[Carry, tuple[str, str]] = {
+    "feed-back": ("feed back", "{present} -> {past}"),
+    "hold": ("keep", "{filled_by} -> {past} at every later step"),
+    "append": ("append", "next {past} = {past} followed by {present}"),
+    "write": ("write", "{present} into {past} at the past length"),
+    "shift": ("shift", "next {past} = {past} without its oldest rows, followed by {present}"),
+    "drop-oldest": ("feed back", "{present} without its first row -> {past}"),
+    "extend": ("feed back", "{present} followed by one row of zeros -> {past}"),
+}
+
+FIRST_WORDS: dict[First, str] = {
+    "empty": "a past of length 0",
+    "dummy": "a past of length 1, masked out",
+    "zeros": "zeros",
+    "encoder": "the encoder's output",
+    "prefill": "filled by {prefill}, which takes no past",
+    "ignored": "any length (ignored by the graph; usually 0)",
+}
+
+STATES = {"hidden-memory": "hidden memory", "encoder-states": "encoder states", "conv-state": "convolution state"}
+MOST_NUMBERED = 6
+MOST_SLOTS = 8
+MOST_MISSING = 6
+
+
+def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
+    """The cache contract of a stack as label and text; a label that repeats is left out."""
+    contract = stack.contract
+    if contract is None:
+        return
+    yield "layout", f"{stack.layout}: {', '.join(stack.files)}"
+    label = "cache"
+    for group in _group_alike(contract.slots):
+        yield label, _slots(group)
+        label = ""
+    yield "axes", _axes(contract)
+    yield "first step", _first_step(contract)
+    yield "feed", _fed(contract)
+    for carry, (verb, rule) in CARRY_WORDS.items():
+        for slots in _group_by_source([slot for slot in contract.slots if slot.carry == carry]):
+            yield verb, _carry_rule(slots, rule)
+    yield from _memory(stack)
+    for part in contract.missing[:MOST_MISSING]:
+        yield "missing", f"{part.subject}: {part.reason}"
+
+
+OUTLINED = ("layout", "cache", "first step", "memory", "missing")
+
+
+def outline_contracts(stacks: Sequence[StackFacts]) -> Iterator[tuple[str, str]]:
+    """The cache contracts in short: what is the same once, else with its stack. Names are left out."""
+    found: dict[str, dict[str, list[str]]] = {label: {} for label in OUTLINED}
+    for stack in stacks:
+        label = ""
+        for title, text in describe_contract(stack):
+            label = title or label
+            if label in found:
+                found[label].setdefault(text, []).append(stack.name)
+    for label, texts in found.items():
+        for number, (text, names) in enumerate(texts.items()):
+            whose = "" if len(names) == len(stacks) else f" ({', '.join(names)})"
+            yield label if number == 0 else "", text + whose
+
+
+def format_files(files: Sequence[FileFacts]) -> str:
+    """`4 files, 881.9 KiB: IR 8, 9; opset ai.onnx 18; pytorch 2.13.0, optimum-onnx`."""
+    size = format_bytes(sum(file.bytes for file in files))
+    ir = dict.fromkeys(str(file.ir_version) for file in files if file.ir_version is not None)
+    opsets = dict.fromkeys(
+        f"{domain or 'ai.onnx'} {number}" for file in files for domain, number in file.opsets.items()
+    )
+    producers = dict.fromkeys(file.producer for file in files if file.producer)
+    facts = (f"IR {', '.join(ir)}" if ir else "", f"opset {', '.join(opsets)}" if opsets else "", ", ".join(producers))
+    known = "; ".join(filter(None, facts))
+    return f"{format_count(len(files), 'file')}, {size}" + (f": {known}" if known else "")
+
+
+def list_slots(contract: CacheContract) -> Iterator[list[str]]:
+    """Every slot: past, type with the meaning of its axes, growth, carry, present."""
+    for slot in contract.slots:
+        present = slot.present or f"({slot.filled_by or 'nothing'})"
+        yield [slot.past, format_slot_type(slot), slot.growth, slot.carry, present]
+
+
+def format_layers(slots: Sequence[Slot]) -> str:
+    """`layers 0 to 11`."""
+    numbers = sorted({slot.layer for slot in slots if slot.layer is not None})
+    if not numbers:
+        return "all layers in one tensor"
+    if len(numbers) == 1:
+        return f"layer {numbers[0]}"
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"layers {numbers[0]} to {numbers[-1]}"
+    more = f" and {len(numbers) - MOST_NUMBERED} more" if len(numbers) > MOST_NUMBERED else ""
+    return f"layers {', '.join(map(str, numbers[:MOST_NUMBERED]))}{more}"
+
+
+def format_slot_type(slot: Slot) -> str:
+    """`float[batch, 4 kv_heads, past, 8 head_dim]`: the meaning of each axis, and its size where it is a number."""
+    known = ("fixed", "state")
+    written = [
+        (str(size) if axis in known else f"{size} {axis}") if isinstance(size, int) else axis
+        for size, axis in zip(slot.shape, slot.axes, strict=True)
+    ]
+    return f"{slot.dtype}[{', '.join(written)}]"
+
+
+def fixed_axes(slot: Slot) -> tuple[object, ...]:
+    """Axes with their sizes where these are numbers: names of axes may differ from slot to slot."""
+    numbers = (size if isinstance(size, int) else None for size in slot.shape)
+    return tuple(zip(slot.axes, numbers, strict=True))
+
+
+def _group_alike(slots: Iterable[Slot]) -> list[list[Slot]]:
+    """Slots that differ in their layer, or in being key or value, alone."""
+    groups: dict[tuple[object, ...], list[Slot]] = {}
+    for slot in slots:
+        groups.setdefault((slot.kind, slot.growth, slot.window, slot.dtype, fixed_axes(slot)), []).append(slot)
+    return list(groups.values())
+
+
+def _group_by_source(slots: Iterable[Slot]) -> list[list[Slot]]:
+    groups: dict[tuple[object, ...], list[Slot]] = {}
+    for slot in slots:
+        groups.setdefault((slot.kind, slot.filled_in, slot.is_given), []).append(slot)
+    return list(groups.values())
+
+
+def _slots(slots: list[Slot]) -> str:
+    """`self-attention, layers 0 to 11, key and value float[batch, 4 kv_heads, past, 8 head_dim]: grows ...`."""
+    slot = slots[0]
+    parts = " and ".join(dict.fromkeys(s.part for s in slots if s.part != "state"))
+    window = f"; attention window of {slot.window} tokens" if slot.window is not None else ""
+    kind = f"{STATES.get(slot.kind, slot.kind.replace('-state', ' state'))}, {format_layers(slots)}"
+    return f"{kind}, {parts + ' ' if parts else ''}{format_slot_type(slot)}: {GROWTH_WORDS[slot.growth]}{window}"
+
+
+def _axes(contract: CacheContract) -> str:
+    """The name of each dynamic axis, and the size of each fixed one."""
+    dynamic: dict[str, dict[str, None]] = {}
+    fixed: dict[str, dict[str, None]] = {}
+    for phase in contract.phases.values():
+        for port in contract.graphs[phase.graph].inputs:
+            for axis, size in zip(port.axes, port.shape or (), strict=False):
+                if axis != "fixed":
+                    (fixed if isinstance(size, int) else dynamic).setdefault(axis, {})[str(size or "unnamed")] = None
+    parts = [f"{title} {_axis_names(found)}" for title, found in (("dynamic:", dynamic), ("fixed:", fixed)) if found]
+    return "; ".join(parts)
+
+
+def _axis_names(found: dict[str, dict[str, None]]) -> str:
+    return ", ".join(f"{axis} = {' or '.join(names)}" for axis, names in found.items())
+
+
+def _first_step(contract: CacheContract) -> str:
+    """The graph or branch of the first step, and what its pasts are fed."""
+    switch, prefill = contract.graph("decode").port("branch_switch"), contract.graph("prefill").file
+    if contract.first_step == "no-past-graph" and all(slot.first == "prefill" for slot in contract.slots):
+        return f"{prefill}, which takes no past; every later step {contract.graph('decode').file}"
+    words = []
+    for first in dict.fromkeys(slot.first for slot in contract.slots):
+        slots = [slot for slot in contract.slots if slot.first == first]
+        kinds = ", ".join(dict.fromkeys(slot.kind for slot in slots))
+        whose = "past inputs of " if first == "ignored" else f"{kinds}: " if len(slots) < len(contract.slots) else ""
+        words.append(whose + FIRST_WORDS[first].format(prefill=prefill))
+    text = "; ".join(words) or "no past"
+    if contract.first_step == "no-past-branch":
+        off, on = (str(contract.phases[phase].switch).lower() for phase in ("prefill", "decode"))
+        return f"{switch.name if switch else 'the switch'} = {off}, {text}; {on} at every later step"
+    if contract.graph("prefill") is not contract.graph("decode"):
+        return f"{prefill}: {text}; every later step {contract.graph('decode').file}"
+    return text
+
+
+def _fed(contract: CacheContract) -> str:
+    """The inputs of every step besides the cache, and those of the first step on top."""
+    every = [port for port in contract.graph("decode").inputs if _is_fed(port)]
+    names = {port.name for port in every}
+    first = [port for port in contract.graph("prefill").inputs if _is_fed(port) and port.name not in names]
+    return f"every step: {_port_names(every)}" + (f"; first step also: {_port_names(first)}" if first else "")
+
+
+def _is_fed(port: Port) -> bool:
+    return port.role not in ("past", "branch_switch", "auxiliary")
+
+
+def _port_names(ports: list[Port]) -> str:
+    """Names, with role and type where the name does not say the role."""
+    return ", ".join(
+        f"{port.name}" if _says_its_role(port) else f"{port.name} ({port.role} {_port_type(port)})" for port in ports
+    )
+
+
+def _port_type(port: Port) -> str:
+    kind = describe(port.dtype, port.shape)
+    return kind if port.value is None else f"{kind}, fed {port.value:g}"
+
+
+def _says_its_role(port: Port) -> bool:
+    words = {"token_ids": "input_ids", "embeddings": "embeds", "encoder_states": "encoder_hidden_states"}
+    return words.get(port.role, port.role) in port.name or (port.role == "encoder_mask" and "mask" in port.name)
+
+
+def _carry_rule(slots: list[Slot], rule: str) -> str:
+    """The rule for the first slot where the others follow from it by their numbers and words, else for each."""
+    rules = [_slot_rule(slot, rule) for slot in slots]
+    patterns = {_pattern(text) for text in rules}
+    if len(rules) == 1 or (len(patterns) == 1 and min(patterns)[1]):
+        return rules[0] + (f" ({len(slots)} slots)" if len(slots) > 1 else "")
+    more = f"; {len(rules) - MOST_SLOTS} more (all in --format json)" if len(rules) > MOST_SLOTS else ""
+    return "; ".join(rules[:MOST_SLOTS]) + more
+
+
+def _slot_rule(slot: Slot, rule: str) -> str:
+    source = {"prefill": "the first step", "encode": "the encoder", "decode": "the first step"}[slot.filled_in]
+    filled = f"{slot.filled_by} of {source}" if slot.filled_by else "the caller's value"
+    return rule.format(past=slot.past, present=slot.present or "nothing", filled_by=filled)
+
+
+def _pattern(text: str) -> tuple[str, bool]:
+    """A line without its numbers and words for key and value, and whether both names have the same of them."""
+    before, _, after = text.partition(" -> ")
+    marks = re.compile(r"\d+|key|value|[kv](?=_|\b|\d)", re.ASCII)
+    return marks.sub("", text), marks.findall(before)[:1] == marks.findall(after)[:1]
+
+
+def _memory(stack: StackFacts) -> Iterator[tuple[str, str]]:
+    size = stack.cache
+    if size is None or size.bytes_per_token is None or not size.parts:
+        return
+    states = sum(part.bytes or 0 for part in size.parts if part.counted == "once")
+    sizes = (
+        (size.bytes_per_token, "per token"),
+        (size.bytes_per_encoder_state, "per encoder state"),
+        (states, "of states"),
+    )
+    text = ", ".join(f"{format_bytes(number)} {of}" for number, of in sizes if number)
+    if size.bytes_at_context:
+        text += f"; {format_bytes(size.bytes_at_context)} at the context of {size.context} tokens"
+    if text:
+        yield "memory", f"{text}, for each sequence"
+
+
+def list_file_facts(file: FileFacts) -> list[str]:
+    """File, role, size, IR, opsets, producer."""
+    opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in file.opsets.items())
+    weights = f" + {', '.join(file.external)}" if file.external else ""
+    size, producer = format_bytes(file.bytes), file.producer or ""
+    return [file.path + weights, file.role, size, str(file.ir_version or "-"), opsets, producer]
+
+
+def list_ports(file: FileFacts, everything: bool) -> Iterator[list[str]]:
+    """Inputs and outputs: direction, name, type. Cache tensors that look alike are one row unless all are asked for."""
+    for direction, ports in (("in", file.inputs), ("out", file.outputs)):
+        groups: dict[tuple[str, str], list[str]] = {}
+        for port in ports:
+            is_cache = port["name"].startswith(("past", "present")) and not everything
+            groups.setdefault((_declared_type(port), "" if is_cache else port["name"]), []).append(port["name"])
+        for (declared, _), names in groups.items():
+            yield [direction, shorten_names(tuple(names)), declared]
+
+
+def _declared_type(port: dict[str, Any]) -> str:
+    if port["shape"] is None:
+        return f"{port['dtype'] or '?'}, no shape"
+    return f"{port['dtype'] or '?'}[{', '.join('?' if size is None else str(size) for size in port['shape'])}]"

@@ -1,0 +1,162 @@
+"""What works: the uses of a stack that passed, how closely and by what controls, what was not tried, what decides."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvdoctor.decode.runs import LOOPS, WRONG, Run
+from kvdoctor.findings import means_incomplete
+from kvdoctor.report.document import Report
+from kvdoctor.report.facts import StackFacts
+from kvdoctor.report.safe import cut
+from kvdoctor.report.wording.runs import describe_result, format_difference
+from kvdoctor.report.wording.targets import select_local_runs
+from kvdoctor.report.wording.units import format_count
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.experiments import Experiment
+
+MOST_NAMES, LONGEST_REASON = 6, 80
+
+
+def list_uses(report: Report, stack: StackFacts) -> list[Run]:
+    """The runs that were done of the uses which a verdict rests on: loops, other sizes, padding and so on."""
+    runs = select_local_runs(report, stack.name)
+    experiments = _load(runs)
+    return [run for run in runs if run.outcome != "skipped" and _is_use(experiments.get(run.experiment))]
+
+
+def count_uses(report: Report) -> str | None:
+    """`21 of 26 uses work`, over all stacks; None where no model was run."""
+    runs = [run for stack in report.stacks for run in list_uses(report, stack)]
+    working = sum(run.shows == "passed" for run in runs)
+    whose = " of the copy" if report.repair is not None and report.repair.after is not None else ""
+    return f"{working} of {len(runs)} uses{whose} work" if runs else None
+
+
+def list_working(report: Report) -> list[StackFacts]:
+    """The stacks that work: a loop passed, no error is about them, and nothing essential stayed open."""
+    return [stack for stack in report.stacks if _is_working(report, stack)]
+
+
+def format_working(report: Report, stacks: Sequence[StackFacts]) -> Iterator[str]:
+    """`merged, pair work: plain-loop, batch, rewind; not: chunk`: a line for stacks in which the same works.
+
+    Of a report that is not healthy the uses that work are only counted: it is read for what does not.
+    """
+    for uses, names in _group_names(stacks, lambda stack: _name_uses(report, stack)).items():
+        yield f"{_join_names(names)} {'work' if len(names) > 1 else 'works'}: {uses}"
+
+
+def describe_closeness(report: Report, stacks: Sequence[StackFacts]) -> Iterator[str]:
+    """How many decode steps agree with a run without a cache, how closely, and the controls that could have failed."""
+    found = _group_names(stacks, lambda stack: _describe_loop(report, stack))
+    for text, names in found.items():
+        yield f"{_join_names(names)}: {text}" if len(found) > 1 else text
+
+
+def name_not_tried(report: Report, stacks: Sequence[StackFacts]) -> str | None:
+    """The uses that `--require` names and the model does not allow, and the options that try more; None for none."""
+    parts = {use: f"{use} ({reason})" for stack in stacks for use, reason in _find_not_allowed(report, stack)}
+    more = [] if report.arguments.get("thorough") else ["longer runs (--thorough)"]
+    if report.command in ("step-test", "gate") and report.arguments.get("reference") is None:
+        more.append("the checkpoint (--reference)")
+    return ", ".join([*parts.values(), *more]) or None
+
+
+def _group_names(stacks: Sequence[StackFacts], describe: Callable[[StackFacts], str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for stack in stacks:
+        found.setdefault(describe(stack), []).append(stack.name)
+    return found
+
+
+def _join_names(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}"
+
+
+def _is_working(report: Report, stack: StackFacts) -> bool:
+    passed = any(run.experiment in LOOPS and run.shows == "passed" for run in list_uses(report, stack))
+    faulty = any(finding.stack in (stack.name, None) and finding.severity == "error" for finding in report.findings)
+    unchecked = any(entry.stack == stack.name and entry.essential for entry in report.not_checked)
+    return passed and not (faulty or unchecked)
+
+
+def _name_uses(report: Report, stack: StackFacts) -> str:
+    runs = list_uses(report, stack)
+    passed = [run.experiment for run in runs if run.shows == "passed"]
+    working = ", ".join(passed) if report.verdict == "healthy" else f"{len(passed)} of {len(runs)} uses"
+    failing = ", ".join(run.experiment for run in runs if run.shows in WRONG)
+    return working + (f"; not: {failing}" if failing else "")
+
+
+def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, str]]:
+    """The uses that `--require` names and no run of the stack could try, with the reason."""
+    from kvdoctor.decode.experiments import uses
+
+    by_use: dict[str, list[Run]] = {}
+    for run in select_local_runs(report, stack.name):
+        required = uses()[run.experiment].required if run.experiment in uses() else None
+        if required is not None and required != "full-context":
+            by_use.setdefault(required, []).append(run)
+    for use, runs in by_use.items():
+        if all(run.outcome == "skipped" for run in runs):
+            yield use, cut(runs[0].reason or "not run", LONGEST_REASON)
+
+
+def _describe_loop(report: Report, stack: StackFacts) -> str:
+    loop = next(run for run in list_uses(report, stack) if run.experiment in LOOPS and run.shows == "passed")
+    steps = [step for step in loop.steps if step.phase == "decode" and step.difference is not None]
+    same = "its own first pass, the only comparison there is" if loop.repeats else "a run without a cache"
+    text = f"{format_count(len(steps), 'decode step')} of {loop.experiment} agree with {same}: {describe_result(loop)}"
+    visible = [control.difference.relative for control in loop.controls if control.visible and control.difference]
+    if visible:
+        off = format_difference(min(visible))
+        text += f"; the check could have failed: a corrupted cache changes the logits by {off}"
+    return text
+
+
+def advise_decision(report: Report) -> str:
+    """What decides about a model that is neither healthy nor unhealthy: a command, or why there is none."""
+    again = f"kvdoctor step-test {report.model.path}"
+    blocking = next((f.repair for f in report.findings if means_incomplete(f.code)), None)
+    if blocking is not None:
+        return blocking.command or blocking.text
+    if any(f.name == "loop-breaks-contract" and f.confidence == "suspected" for f in report.findings):
+        return "say whether your loop takes tokens back there; a trace with all values decides more (docs/trace.md)"
+    loops = [run for run in report.runs if run.experiment in LOOPS]
+    if any(run.outcome == "died" for run in loops):
+        return f"{again} --timeout SECONDS --max-memory MIB, with larger limits"
+    if any(run.outcome not in ("skipped", "failed") for run in loops):
+        return f"{again} --reference CHECKPOINT   (compares every step with PyTorch)"
+    if any(stack.contract is None or stack.contract.missing for stack in report.stacks):
+        return f"{again} --contract FILE   (`kvdoctor contract` prints what was read; complete it)"
+    if not report.stacks or report.command == "inspect":
+        return f"kvdoctor inspect {report.model.path} -v shows what was read"
+    return "no command: kvdoctor cannot run this model step by step; compare it with its source in its own runtime"
+
+
+def list_unshown(report: Report) -> Iterator[str]:
+    """`KV005 graph-unsorted`: the notes that the first screen only counts."""
+    for finding in report.findings:
+        if finding.severity == "note" and finding.known is None:
+            yield f"{finding.code} {finding.name}"
+
+
+def _load(runs: list[Run]) -> "dict[str, Experiment]":
+    """The experiments by name; nothing is loaded where nothing was run, since that loads numpy."""
+    if not runs:
+        return {}
+    from kvdoctor.decode.experiments import load
+
+    return {experiment.name: experiment for experiment in load()}
+
+
+def _is_use(experiment: "Experiment | None") -> bool:
+    """Whether a verdict rests on the experiment by itself: it explains no other, and is no known wrong workaround."""
+    return (
+        experiment is not None
+        and experiment.judged
+        and experiment.shown
+        and not (experiment.explains or experiment.on_request or experiment.thorough)
+    )

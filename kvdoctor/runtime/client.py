@@ -1,0 +1,235 @@
+"""Runs jobs in worker processes: the only module that starts ONNX Runtime, and never in this process.
+
+A worker that crashes is replaced, and the new one goes on with the remaining experiments.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from kvdoctor.decode.messages import (
+    CallStarting,
+    CallTimed,
+    CompareJob,
+    Event,
+    ExperimentJob,
+    ExperimentStarted,
+    FileOpening,
+    FileRefused,
+    Job,
+    Note,
+    Obstacle,
+    RunDone,
+    StepDone,
+    TrialDone,
+    TrialJob,
+    WorkerError,
+)
+from kvdoctor.decode.runs import LOOPS, Run, Step
+from kvdoctor.errors import WorkerDied
+from kvdoctor.runtime.process import Limits, Worker
+
+MOST_CRASHES = 5
+"""Every use of a cache rests on one of them: where the worker crashes in both, it would crash at other sizes too."""
+
+Progress = Callable[[str, int, int], None]
+"""Called when an experiment begins: its name, its number counted from 1, and the number of experiments."""
+
+
+@dataclass
+class StackResults:
+    """The results of a job: runs, refused files, remarks, and measurements in seconds and bytes."""
+
+    runs: list[Run] = field(default_factory=list)
+    refusals: list[FileRefused] = field(default_factory=list)
+    crashes: list[str] = field(default_factory=list)
+    reasons_not_run: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    unrounded_seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+
+class Runtime:
+    """The onnxruntime of this environment, or of the one that `python` belongs to.
+
+    Its worker is started at once and kept warm between jobs.
+    """
+
+    def __init__(self, limits: Limits, python: str | None = None) -> None:
+        self.limits, self.python = limits, python
+        self._worker = Worker(limits, python)
+        self._beside: dict[str, Runtime] = {}
+
+    def __enter__(self) -> "Runtime":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.stop()
+        for other in self._beside.values():
+            other.__exit__()
+
+    def beside(self, python: str) -> "Runtime":
+        """The runtime of another environment, kept warm beside this one and ended with it."""
+        if python not in self._beside:
+            self._beside[python] = Runtime(self.limits, python)
+        return self._beside[python]
+
+    def greet(self) -> str:
+        """Wait for the worker to be ready, and return the release of its onnxruntime.
+
+        Raises:
+            KvdoctorError: it cannot start ONNX Runtime.
+            WorkerDied: it does not answer within the time limit.
+        """
+        return self._worker.greet().onnxruntime
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions as the worker reported them; empty before its first job."""
+        hello = self._worker.hello
+        if hello is None:
+            return {}
+        return {"onnxruntime": hello.onnxruntime, "numpy": hello.numpy, "python": hello.python}
+
+    def examine(self, job: ExperimentJob, progress: Progress | None = None) -> StackResults:
+        """Run the experiments of a job, with a new worker after each crash.
+
+        Raises:
+            KvdoctorError: the worker does not even start.
+        """
+        results, left, crashes = StackResults(), job.experiments, 0
+        while left:
+            self._worker.send(replace(job, experiments=left))
+            current = _Current(left[0])
+            try:
+                for event in self._worker.events():
+                    if isinstance(event, ExperimentStarted) and progress is not None:
+                        name = event.experiment
+                        progress(name, job.experiments.index(name) + 1, len(job.experiments))
+                    _update_position(event, current)
+                    _collect(event, results, tuple(current.steps.values()))
+                break
+            except WorkerDied as crash:
+                crashes += 1
+                results.runs.append(_crashed_run(job, current, crash, self.versions))
+                left = self._skip_pointless(job, left[left.index(current.experiment) + 1 :], current, results)
+                self._restart(results)
+            if crashes >= MOST_CRASHES:
+                reason = f"not run: the worker process crashed {crashes} times"
+                results.runs += [_skipped_run(job, name, reason, self.versions) for name in left]
+                break
+        results.peak_bytes = max(results.peak_bytes, self._worker.peak_bytes)
+        return results
+
+    def _skip_pointless(
+        self, job: ExperimentJob, left: tuple[str, ...], current: "_Current", results: StackResults
+    ) -> tuple[str, ...]:
+        """The experiments that are still worth running after a crash; the others are recorded as skipped."""
+        from kvdoctor.decode.experiments import uses
+
+        passed = any(run.experiment in LOOPS and run.outcome == "passed" for run in results.runs)
+        if passed or current.experiment not in uses():
+            return left
+        reason = "not run: the worker process crashed in the loop itself"
+        results.runs += [_skipped_run(job, name, reason, self.versions) for name in left if name in uses()]
+        return tuple(name for name in left if name not in uses())
+
+    def trial(self, job: TrialJob | CompareJob) -> TrialDone:
+        """Run one call of a changed graph, or compare the calls of two.
+
+        Raises:
+            WorkerDied: the worker crashed; the next job gets a new one.
+        """
+        done = TrialDone(error="the trial crashed")
+        for event in self.ask(job):
+            done = event if isinstance(event, TrialDone) else done
+        return done
+
+    def ask(self, job: Job) -> Iterator[Event]:
+        """Yield the events of any job. After a crash the next job gets a new worker.
+
+        Raises:
+            WorkerDied: the worker crashed before the job was done.
+            KvdoctorError: it does not even start.
+        """
+        self._worker.send(job)
+        try:
+            yield from self._worker.events()
+        except WorkerDied:
+            self._restart(StackResults())
+            raise
+
+    def peak_bytes(self) -> int:
+        """The most resident memory that a worker of this runtime had since `forget_peak`."""
+        return max([self._worker.peak_bytes, *(other.peak_bytes() for other in self._beside.values())])
+
+    def forget_peak(self) -> None:
+        """Measure anew, for another model."""
+        self._worker.peak_bytes = 0
+        for other in self._beside.values():
+            other.forget_peak()
+
+    def _restart(self, results: StackResults) -> None:
+        results.peak_bytes = max(results.peak_bytes, self._worker.peak_bytes)
+        hello = self._worker.hello
+        self._worker.stop()
+        self._worker = Worker(self.limits, self.python)
+        self._worker.hello = hello
+
+
+@dataclass
+class _Current:
+    """The worker's position, by its last event."""
+
+    experiment: str
+    doing: str = "starting"
+    step: int | None = None
+    steps: dict[int, Step] = field(default_factory=dict)
+
+
+def _update_position(event: Event, current: _Current) -> None:
+    match event:
+        case ExperimentStarted():
+            current.experiment, current.doing, current.step, current.steps = event.experiment, "starting", None, {}
+        case FileOpening():
+            current.doing, current.step = f"opening {event.file}", None
+        case CallStarting():
+            names = {"step": f"step {event.step}", "reference": "the reference run"}
+            current.doing, current.step = names.get(event.call, f"a {event.call} call"), event.step
+        case StepDone():
+            current.steps[event.step.step] = event.step
+
+
+def _collect(event: Event, results: StackResults, steps: tuple[Step, ...]) -> None:
+    """Enter an event into the results; `steps` are those of the current experiment."""
+    match event:
+        case FileRefused():
+            results.refusals.append(event)
+        case CallTimed():
+            results.timings[event.label] = event.seconds
+        case Note():
+            results.notes.append(event.text)
+        case Obstacle():
+            results.reasons_not_run.append(event.text)
+        case WorkerError():
+            results.crashes.append(event.text)
+        case RunDone():
+            results.runs.append(replace(event.run, steps=steps))
+            results.seconds[event.run.experiment] = event.seconds
+
+
+def _crashed_run(job: ExperimentJob, current: _Current, crash: WorkerDied, versions: dict[str, str]) -> Run:
+    run = _skipped_run(job, current.experiment, f"{crash.how}, while {current.doing}", versions)
+    return replace(
+        run,
+        outcome="died",
+        failed_step=current.step,
+        died_by=crash.limit or crash.how,
+        steps=tuple(current.steps.values()),
+    )
+
+
+def _skipped_run(job: ExperimentJob, experiment: str, reason: str, versions: dict[str, str]) -> Run:
+    target = f"onnxruntime=={versions.get('onnxruntime', '?')}"
+    return Run(job.stack, experiment, target, job.provider, "all", "skipped", reason=reason)

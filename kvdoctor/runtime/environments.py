@@ -1,0 +1,322 @@
+"""Starts scripts that need torch and other large libraries: in this Python if it has them, else in one that uv makes.
+
+A script runs as a child process. It reads one JSON object per line and answers with one; large data goes through
+private files. A crash of the script does not end this process.
+"""
+
+import collections
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from kvdoctor.errors import KvdoctorError
+
+TORCH = "2.13.0"
+TRANSFORMERS = "4.57.6"
+"""The version for a checkpoint that does not say which version it was saved with."""
+OLDEST = (4, 46, 0)
+"""Older versions of transformers do not support this version of torch."""
+
+MOST_SECONDS = 3600.0
+"""Limit for making an environment and for each answer of a script, which may download and load weights meanwhile."""
+POLL_SECONDS = 0.1
+
+# A file in the script's folder or in the working folder must not shadow a library.
+BOOT = """
+import runpy, sys
+sys.path[:] = [entry for entry in sys.path if entry]
+script = sys.argv.pop(1)
+sys.argv[0] = script
+runpy.run_path(script, run_name="__main__")
+"""
+
+QUIET = {
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "DISABLE_SAFETENSORS_CONVERSION": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUTF8": "1",
+}
+"""No telemetry, no conversion of weights by an online service, no pickles that could run code."""
+
+
+class EnvironmentUnavailable(KvdoctorError):
+    """An environment is not available. The message names the command that would change that."""
+
+
+class ScriptFailed(KvdoctorError):
+    """A script reported a failure, or its process ended; the message has the reason, `facts` its last answer."""
+
+    def __init__(self, reason: str, facts: dict[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.facts = facts or {}
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """The needs of a script: pinned requirements for uv, the modules in them, and the extra of this package."""
+
+    requirements: tuple[str, ...]
+    modules: tuple[str, ...]
+    extra: str
+
+    @property
+    def are_installed(self) -> bool:
+        """Whether this Python has the modules. None of them is imported, nor a package that contains one."""
+        return all(map(_is_installed, self.modules))
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module can be found, by the files of its package."""
+    package, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    if spec is None or not rest:
+        return spec is not None
+    paths = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
+    return any(path.with_suffix(".py").is_file() or (path / "__init__.py").is_file() for path in paths)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCommand:
+    """The command that starts a Python with the requirements, and whose Python that is."""
+
+    command: tuple[str, ...]
+    way: Literal["this Python", "uv"]
+
+
+def transformers_for(config: dict[str, Any]) -> Requirements:
+    """The requirements to run a checkpoint: if possible, the version of transformers that it was saved with."""
+    saved_with = config.get("transformers_version")
+    number = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3})", str(saved_with), re.ASCII)
+    version = TRANSFORMERS
+    if number is not None and tuple(map(int, number.groups())) >= OLDEST:
+        version = number.group()
+    return Requirements(
+        (f"torch=={TORCH}", f"transformers=={version}", "numpy"), ("torch", "transformers"), "transformers"
+    )
+
+
+def find_uv() -> str | None:
+    """The path of uv: on PATH, or beside this Python."""
+    return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
+
+
+def cache_folder() -> Path:
+    """The folder for data of this user that can be made again."""
+    home = Path.home()
+    if os.name == "nt":
+        folder = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        folder = home / "Library" / "Caches"
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return folder / "kvdoctor"
+
+
+def python_command(needs: Requirements, offline: bool) -> PythonCommand:
+    """The command that starts a Python with the requirements.
+
+    Raises:
+        EnvironmentUnavailable: this Python does not have them, and uv is not installed.
+    """
+    if needs.are_installed:
+        return PythonCommand((sys.executable,), "this Python")
+    uv = find_uv()
+    if uv is None:
+        raise EnvironmentUnavailable(
+            f"this Python does not have {' and '.join(needs.modules[:2])}, and uv, which would make an environment "
+            f"with them, is not installed: pip install uv, or pip install 'kvdoctor[{needs.extra}]'"
+        )
+    command = [uv, "run", "--quiet", "--isolated", "--no-project", "--no-config", "--python", sys.executable]
+    for requirement in needs.requirements:
+        command += ["--with", requirement]
+    return PythonCommand((*command, *(["--offline"] if offline else []), "python"), "uv")
+
+
+def without_python_variables() -> dict[str, str]:
+    """The environment variables for an isolated Python: without those that add packages to it."""
+    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+def hide_home(text: str) -> str:
+    """A text with `~` in place of the user's home folder."""
+    return text.replace(str(Path.home()), "~")
+
+
+def report_progress(text: str) -> None:
+    """Log a line of progress: the command line prints it on a terminal, a program that imports kvdoctor may."""
+    logging.getLogger("kvdoctor").info(text)
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptLog:
+    """The file for a script's standard error, and the function that its progress is passed to."""
+
+    log: "IO[str] | None" = None
+    progress: Callable[[str], None] | None = None
+
+
+class ScriptProcess:
+    """A running script in a Python with its requirements. It stays alive between questions."""
+
+    def __init__(
+        self,
+        script: Path,
+        arguments: dict[str, Any],
+        needs: Requirements,
+        offline: bool,
+        log: ScriptLog | None = None,
+    ) -> None:
+        """Start it.
+
+        Raises:
+            EnvironmentUnavailable: this Python does not have the requirements, and uv is not installed.
+        """
+        self.needs, self.offline = needs, offline
+        self.hello: dict[str, Any] = {}
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=40)
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        log = log or ScriptLog()
+        self._log, self._report = log.log, log.progress or report_progress
+        if not needs.are_installed:
+            names = ", ".join(needs.requirements)
+            self._report(f"starting an environment with {names}; the first time it takes minutes")
+        start = python_command(needs, offline)
+        self.way = start.way
+        self._isolated = start.way != "this Python"
+        self._process = subprocess.Popen(
+            [*start.command, "-c", BOOT, str(script), json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env=_variables(self._isolated, offline),
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Give the answer to a question.
+
+        Raises:
+            EnvironmentUnavailable: the environment could not be made.
+            ScriptFailed: the script reported a failure, or its process ended.
+        """
+        if not self.hello:
+            self.hello = self._next()
+        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        return self._answer()
+
+    def wait(self) -> dict[str, Any]:
+        """Give the answer of a script that needs only its arguments, no question.
+
+        Raises:
+            EnvironmentUnavailable: the environment could not be made.
+            ScriptFailed: the script reported a failure, or its process ended.
+        """
+        if not self.hello:
+            self.hello = self._next()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        answer = self._next()
+        while "doing" in answer:
+            self._report(str(answer["doing"]))
+            answer = self._next()
+        if "failed" in answer:
+            raise ScriptFailed(str(answer["failed"]), answer)
+        return answer
+
+    def stop(self) -> None:
+        """End the process, and copy the rest of its standard error to the log.
+
+        A child that uv started ends when its standard input is closed.
+        """
+        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.terminate()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._listener.join(5)
+
+    def _next(self) -> dict[str, Any]:
+        deadline = time.monotonic() + MOST_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                line = self._answers.get(timeout=POLL_SECONDS)
+                if not line:
+                    raise self._ended()
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        self.stop()
+        raise ScriptFailed(f"no answer within {MOST_SECONDS:g} seconds")
+
+    def _ended(self) -> KvdoctorError:
+        code = self._process.wait()
+        self._listener.join(5)
+        quoted = _quote([line.strip() for line in self._last_lines if line.strip()])
+        modules = " and ".join(self.needs.modules)
+        if self.hello:
+            how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return ScriptFailed(f"the process with {modules} {how}: {quoted}")
+        if not self._isolated:
+            return EnvironmentUnavailable(
+                f"{modules} of this Python do not load ({quoted}): pip install --upgrade 'kvdoctor[{self.needs.extra}]'"
+            )
+        hint = "; without --offline it may be downloaded" if self.offline else ""
+        return EnvironmentUnavailable(
+            f"no environment with {', '.join(self.needs.requirements)} can be made ({quoted}){hint}; "
+            f"to see why: uv run --isolated --no-project --with {' --with '.join(self.needs.requirements)} python"
+        )
+
+    def _read(self) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            for line in self._process.stdout or ():
+                self._answers.put(line)
+        self._answers.put("")
+
+    def _listen(self) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            for line in self._process.stderr or ():
+                self._last_lines.append(line)
+                if self._log is not None:
+                    self._log.write(line)
+
+
+def _variables(isolated: bool, offline: bool) -> dict[str, str]:
+    """The environment variables of the child."""
+    inherited = without_python_variables() if isolated else dict(os.environ)
+    return {**inherited, **QUIET, **({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if offline else {})}
+
+
+def _quote(lines: list[str]) -> str:
+    """The last lines of a process as one short text."""
+    text = hide_home(" ".join(lines[-4:]))
+    return text if len(text) <= 400 else f"... {text[-400:]}"

@@ -1,0 +1,164 @@
+"""One worker process as its parent sees it: its pipes, its time limit and its memory."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdoctor.decode.messages import Event, Hello, Job, JobDone, read_event, write_message
+from kvdoctor.errors import KvdoctorError, WorkerDied
+
+POLL_SECONDS = 0.02
+MIB = 1 << 20
+
+# The package is loaded from its folder, so that another environment sees nothing else of this one.
+LOAD = """
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+import importlib.util
+spec = importlib.util.spec_from_file_location("kvdoctor", sys.argv[1] + "/__init__.py",
+                                              submodule_search_locations=[sys.argv[1]])
+package = importlib.util.module_from_spec(spec)
+sys.modules["kvdoctor"] = package
+spec.loader.exec_module(package)
+"""
+BOOT = f"{LOAD}from kvdoctor.runtime.worker.main import main\nmain()\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`timeout` in seconds for one answer (a file opened, a step run), `max_memory` in MiB of resident memory."""
+
+    timeout: float = 300.0
+    max_memory: int | None = None
+
+    def memory_limit(self) -> int:
+        """Bytes: as asked, else nine tenths of the machine's memory."""
+        if self.max_memory is not None:
+            return self.max_memory * MIB
+        import psutil
+
+        return int(psutil.virtual_memory().total * 0.9)
+
+
+class Worker:
+    """One worker process. Starting it returns at once: it loads the runtime while the parent reads the graph.
+
+    `python` is the interpreter of an isolated environment with another onnxruntime; the default is this interpreter.
+    """
+
+    def __init__(self, limits: Limits, python: str | None = None) -> None:
+        self.limits = limits
+        self.hello: Hello | None = None
+        self.peak_bytes = 0
+        self._watched: Any = None
+        self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
+        # No telemetry: onnxruntime 1.31 would send its own otherwise. numpy multiplies nothing here.
+        quiet = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+        environment = os.environ | quiet
+        self._process = subprocess.Popen(
+            [*([sys.executable] if python is None else [python, "-I"]), "-c", BOOT, str(Path(__file__).parent.parent)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            env=environment,
+        )
+        threading.Thread(target=self._pump, daemon=True).start()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def send(self, job: Job) -> None:
+        """Hand over a job; a worker that is gone shows when its events are read."""
+        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(write_message(job))
+            self._process.stdin.flush()
+
+    def events(self) -> Iterator[Event]:
+        """Yield the events of a job up to its end.
+
+        Raises:
+            WorkerDied: the process ended, did not answer within the time limit, or exceeded its memory limit.
+        """
+        while True:
+            event = read_event(self._next_line())
+            if isinstance(event, Hello):
+                self.hello = event
+            elif isinstance(event, JobDone):
+                return
+            else:
+                yield event
+
+    def greet(self) -> Hello:
+        """Wait for the worker's first event: its versions and execution providers.
+
+        Raises:
+            KvdoctorError: it cannot start ONNX Runtime.
+            WorkerDied: it does not answer within the time limit.
+        """
+        if self.hello is None:
+            event = read_event(self._next_line())
+            if not isinstance(event, Hello):
+                raise KvdoctorError(f"the worker process begins with {event.tag!r} and not with its versions")
+            self.hello = event
+        return self.hello
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+
+    def _pump(self) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            for line in self._process.stdout or ():
+                self._events.put(line)
+        self._events.put("")
+
+    def _next_line(self) -> str:
+        deadline = time.monotonic() + self.limits.timeout
+        while True:
+            with contextlib.suppress(queue.Empty):
+                line = self._events.get(timeout=POLL_SECONDS)
+                if not line.endswith("\n"):
+                    raise WorkerDied(self._how_it_ended())
+                return line
+            self._watch_memory()
+            if time.monotonic() > deadline:
+                self.stop()
+                raise WorkerDied(f"stopped at the time limit of {self.limits.timeout:g} s (--timeout)", "timeout")
+
+    def _watch_memory(self) -> None:
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            self._watched = self._watched or psutil.Process(self._process.pid)
+            self.peak_bytes = max(self.peak_bytes, self._watched.memory_info().rss)
+        limit = self.limits.memory_limit()
+        if self.peak_bytes > limit:
+            self.stop()
+            raise WorkerDied(f"stopped at the memory limit of {limit // MIB} MiB (--max-memory)", "memory")
+
+    def _how_it_ended(self) -> str:
+        code = self._process.wait()
+        if self.hello is None:
+            raise KvdoctorError("the worker process could not start ONNX Runtime; `kvdoctor env` says what is missing")
+        if code < 0:
+            return f"ended by signal {signal.Signals(-code).name}"
+        return f"ended with exit code {code if code < 2**31 else hex(code)}"

@@ -1,0 +1,125 @@
+"""The runtimes and bindings that a model must run in, as `--target` names them.
+
+A target is a release of onnxruntime, or a binding of another language that ships one: `onnxruntime==1.16.3`,
+`ort-crate==2.0.0-rc.10`. Standard library only.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvdoctor.errors import UsageError, similar_names
+from kvdoctor.runtime.targets import bindings
+from kvdoctor.runtime.targets.bindings import Hazard
+from kvdoctor.runtime.targets.limits import ReleaseLimits, limits_of, releases
+
+RUNTIME = "onnxruntime"
+WHOLE = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}", re.ASCII)
+EXAMPLES = "onnxruntime==1.16.3 or ort-crate==2.0.0-rc.10"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A runtime that a model must run in.
+
+    `asked` is what the user wrote, with the name as it is usually spelt, and `onnxruntime` the release that it means.
+    `measured` is what a release beyond the table was seen to take, where it was asked.
+    """
+
+    asked: str
+    onnxruntime: str
+    hazards: tuple[Hazard, ...] = ()
+    measured: ReleaseLimits | None = field(default=None, compare=False)
+
+    @property
+    def runtime(self) -> str:
+        """The runtime as runs name it: `onnxruntime==1.22.0`."""
+        return f"{RUNTIME}=={self.onnxruntime}"
+
+    @property
+    def words(self) -> str:
+        """What was asked for, and the runtime behind it where that is another."""
+        return self.asked if self.asked == self.runtime else f"{self.asked} ({self.runtime})"
+
+    @property
+    def limits(self) -> ReleaseLimits | None:
+        """What was measured of its release; None where that is beyond the table and was not asked itself."""
+        return limits_of(self.onnxruntime) or self.measured
+
+    def hazard(self, kind: bindings.Kind) -> Hazard | None:
+        """The fault of that kind that this release of the binding still has."""
+        return next((hazard for hazard in self.hazards if hazard.kind == kind), None)
+
+
+def of_release(release: str) -> Target:
+    """The runtime of that release itself."""
+    return Target(f"{RUNTIME}=={release}", release)
+
+
+def parse_targets(given: Iterable[str]) -> tuple[Target, ...]:
+    """Read what `--target` was given; who names one twice gets it once.
+
+    Raises:
+        UsageError: something is no target; the message names the nearest that is one.
+    """
+    return tuple(dict.fromkeys(parse_target(one) for one in given))
+
+
+def parse_target(given: str) -> Target:
+    """Read one target.
+
+    Raises:
+        UsageError: it is none.
+    """
+    name, separator, release = (part.strip() for part in given.partition("=="))
+    if not separator or not release:
+        raise UsageError(f"it takes NAME==RELEASE, as in {EXAMPLES}; got {given!r}")
+    binding = bindings.find(name)
+    if binding is None:
+        raise UsageError(f"there is no runtime or binding {name!r}; {_nearest_name(name)}")
+    if binding.follows_runtime:
+        return Target(f"{binding.name}=={release}", _whole_release(binding.name, release), ())
+    onnxruntime = binding.runtime_of(release)
+    if onnxruntime is None:
+        raise UsageError(
+            f"it is not known which onnxruntime {binding.name} {release} ships; {_nearest_release(binding, release)}"
+        )
+    return Target(f"{binding.name}=={release}", onnxruntime, binding.hazards_of(release))
+
+
+def _whole_release(name: str, release: str) -> str:
+    """The number of a release that can have been, in three parts."""
+    if not WHOLE.fullmatch(release):
+        of_that_line = [known for known in releases() if known.startswith(f"{release}.")]
+        near = of_that_line or similar_names(release, releases()) or [releases()[-1]]
+        raise UsageError(f"it takes a whole release of {name}, as in {name}=={near[-1]}; got {release!r}")
+    if order(release) < order(releases()[0]):
+        raise UsageError(f"{name} {release} is older than what kvdoctor can run; the oldest is {name}=={releases()[0]}")
+    lines = {line(known) for known in releases()}
+    if line(release) not in lines and order(release) < order(releases()[-1]):
+        near = similar_names(release, releases(), cutoff=0.0)
+        raise UsageError(f"there is no {name} {release}; did you mean {name}=={near[0]}?")
+    return release
+
+
+def order(release: str) -> tuple[int, ...]:
+    """A release as numbers that can be compared."""
+    return tuple(int(part) for part in release.split("."))
+
+
+def line(release: str) -> str:
+    """The line of a release, which its patches share: `1.16` of `1.16.3`."""
+    return release.rpartition(".")[0]
+
+
+def _nearest_name(name: str) -> str:
+    known = bindings.names()
+    by_word = {word.lower(): binding.name for binding in bindings.BINDINGS for word in binding.spellings}
+    close = similar_names(name.lower(), by_word, cutoff=0.5)
+    return f"did you mean {by_word[close[0]]}?" if close else f"it takes {', '.join(known)}"
+
+
+def _nearest_release(binding: bindings.Binding, release: str) -> str:
+    close = similar_names(release, binding.releases, most=3, cutoff=0.3) or binding.releases[-3:]
+    known = ", ".join(f"{binding.name}=={each}" for each in sorted(close))
+    return f"name the runtime itself, as in onnxruntime=={releases()[-1]}, or one of {known}"

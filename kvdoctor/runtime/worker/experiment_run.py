@@ -1,0 +1,386 @@
+"""Drives experiments on one stack: answers their calls, records the steps, and judges what came back."""
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Scenario, TooShort, Value, as_array, save_call
+from kvdoctor.decode.experiments import Experiment
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.messages import CallStarting, CallTimed, StepDone
+from kvdoctor.decode.parity import compare, error_growth, judge, measurable, slot_difference
+from kvdoctor.decode.runs import Cause, Control, ErrorGrowth, LogitsDifference, ObservedTensor, Outcome, Run, Step
+from kvdoctor.decode.tolerances import find_tolerance
+from kvdoctor.runtime.worker.runner import StackRunner, UnusableLogits
+from kvdoctor.runtime.worker.sessions import OrtTensor, Refused, StepFailed, mentioned, runtime_version
+
+TIMING_REPEATS = 5
+TIMING_SECONDS = 0.1
+TOO_SHORT = "the context is too short for it"
+
+
+@dataclass
+class ExperimentRunner:
+    """Runs experiments one after the other.
+
+    Attributes:
+        keep_logits: Keep the logits of each experiment in `logits`.
+        keep_calls: A folder for the feeds of the first bad call of each judged experiment.
+        timed: Repeat the calls whose time is measured.
+        tolerances: Largest differences that pass in place of the table's, by arithmetic.
+        thresholds: Lengths in tokens at which the graphs may change what they compute.
+    """
+
+    stack: StackRunner
+    keep_logits: bool = False
+    keep_calls: Path | None = None
+    timed: bool = True
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    thresholds: tuple[int, ...] = ()
+    logits: dict[str, Array] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def run(self, experiment: Experiment) -> Run:
+        """Put one experiment to the model."""
+        scenario = self.stack.fit_scenario(experiment.scenario)
+        if (reason := self._find_skip_reason(experiment, scenario)) is not None:
+            return self.make_run(experiment, "skipped", reason=reason)
+        run = _ExperimentRun(self, experiment, scenario).perform()
+        if isinstance(run, UnusableLogits):
+            self.stack.expect_last_logits_only(run.reason)
+            return self.run(experiment)
+        self.outcomes[experiment.name] = run.outcome
+        return run
+
+    def _find_skip_reason(self, experiment: Experiment, scenario: Scenario) -> str | None:
+        if experiment.unless_passed and self.outcomes.get(experiment.unless_passed) == "passed":
+            return f"{experiment.unless_passed} passed"
+        if experiment.explains and "differs" not in map(self.outcomes.get, experiment.explains):
+            return "nothing differs"
+        if (reason := experiment.applies(self.stack.contract)) is not None:
+            return reason
+        return TOO_SHORT if scenario.steps < 2 else None
+
+    def make_run(self, experiment: Experiment, outcome: Outcome, **more: Any) -> Run:
+        """A run as it is sent: its steps were sent before it."""
+        file = self.stack.contract.graph("decode").file
+        return Run(
+            stack=self.stack.stack,
+            experiment=experiment.name,
+            target=f"onnxruntime=={runtime_version()}",
+            provider=self.stack.sessions.provider,
+            level=self.stack.sessions.levels.get(file, "all"),
+            outcome=outcome,
+            **more,
+        )
+
+
+class _ExperimentRun:
+    """One experiment in progress."""
+
+    def __init__(self, runner: ExperimentRunner, experiment: Experiment, scenario: Scenario) -> None:
+        self.runner, self.stack, self.contract = runner, runner.stack, runner.stack.contract
+        self.experiment, self.scenario = experiment, scenario
+        self.tolerance = find_tolerance(self.contract.exactness, runner.tolerances)
+        self.steps: list[Step] = []
+        self.controls: list[Control] = []
+        self.logits: list[Array] = []
+        self.noise = 0.0
+        self.call_kept = self.undefined = False
+        self.builder: FeedBuilder | None = None
+
+    def perform(self) -> Run | UnusableLogits:
+        """Drive the generator to its end or to the first failure.
+
+        Returns:
+            The run; or the reference run that shows that a call returns the last token's logits alone, where the
+            contract has to be corrected before the experiment is run.
+        """
+        run = self._drive()
+        if isinstance(run, Run):
+            self._keep_logits()
+        return run
+
+    def _drive(self) -> Run | UnusableLogits:
+        call = None
+        try:
+            encoded = self.stack.encode(self.scenario)
+            self.builder = FeedBuilder(
+                self.contract,
+                self.scenario,
+                encoded,
+                samples=self.stack.samples,
+                tolerances=self.runner.tolerances,
+                thresholds=self.runner.thresholds,
+            )
+            calls = self.experiment.calls(self.builder)
+            call = next(calls)
+            while True:
+                answer = self._answer(call)
+                if isinstance(answer, UnusableLogits):
+                    return answer if answer.last_only else self._end_with_wrong_logits(answer.reason)
+                call = calls.send(answer)
+        except StopIteration as end:
+            return self._finish(end.value)
+        except TooShort:
+            return self._make_run("skipped", reason=TOO_SHORT)
+        except NothingToRun as reason:
+            return self._make_run("skipped", reason=str(reason))
+        except Refused as error:
+            return self._make_run("skipped", reason=f"ONNX Runtime cannot load {error}")
+        except StepFailed as error:
+            return self._fail(call, str(error))
+
+    def _end_with_wrong_logits(self, reason: str) -> Run:
+        return self._make_run("differs", failed_step=max(len(self.steps) - 1, 0), reason=reason)
+
+    def _keep_logits(self) -> None:
+        """Leave in the scratch file what the experiment keeps, as far as it came."""
+        keeps, name, kept = self.experiment.keeps, self.experiment.name, self.runner.logits
+        if self.runner.keep_logits and keeps is not None and self.builder is not None:
+            kept |= {f"{name}:{key}": array for key, array in keeps(self.builder, self.logits).items()}
+        elif self.logits and name not in kept:
+            kept[name] = np.concatenate([part.ravel() for part in self.logits])
+
+    def _answer(self, call: Call) -> Answer | UnusableLogits:
+        self.stack.announce(CallStarting(self.experiment.name, len(self.steps), call.kind))
+        if call.kind == "timing":
+            return self._run_timed(call)
+        if call.kind == "control":
+            return self._run_control(call)
+        if call.kind == "noise":
+            return self._measure_noise(call)
+        if call.kind == "probe":
+            return self._probe(call)
+        answer = self.stack.run_reference(call) if call.kind == "reference" else self.stack.run_session(call)
+        if isinstance(answer, UnusableLogits):
+            return answer
+        self._check_finite(answer)
+        unusable = self._record_step(call, answer) if call.kind == "step" else None
+        return unusable or answer
+
+    def _record_step(self, call: Call, answer: Answer | None) -> UnusableLogits | None:
+        """Record a step, and send it at once, since a crash may follow.
+
+        Returns:
+            Its logits, if their shape is wrong.
+        """
+        step, unusable = self._make_step(call, answer), None
+        if answer is not None and self.stack.logits_name(call.phase) in answer.outputs:
+            difference = self._compare(call, answer)
+            if isinstance(difference, UnusableLogits):
+                unusable = difference
+            else:
+                step = replace(step, difference=difference, slots=_compare_slots(call, answer))
+                if difference and judge(difference, self.tolerance, self.noise) == "fail":
+                    self._keep_call(call, reference=True)
+                if self.runner.keep_logits:
+                    self.logits.append(answer.logits)
+        self.steps.append(step)
+        self.stack.announce(StepDone(step))
+        return unusable
+
+    def _make_step(self, call: Call, answer: Answer | None) -> Step:
+        fed = {name: _describe(value) for name, value in call.feeds.items()}
+        returned = {} if answer is None else {name: _describe(value) for name, value in answer.outputs.items()}
+        return Step(
+            step=len(self.steps),
+            phase=call.phase if call.kind != "reference" else "reference",
+            past_length=call.past,
+            new_tokens=call.new,
+            fed=fed,
+            returned=returned,
+            empty=tuple(name for name, tensor in returned.items() if tensor.empty),
+            null_pointer=tuple(name for name, tensor in returned.items() if tensor.null),
+        )
+
+    def _compare(self, call: Call, answer: Answer) -> LogitsDifference | UnusableLogits | None:
+        """Compare the logits of the last positions with those that the call expects, if it expects any."""
+        if call.expected is None:
+            return None
+        # Each request for the logits copies them out of the runtime.
+        logits, returned = answer.logits, 1 if self.contract.last_logits_only else call.new
+        expected = (call.expected.shape[0], returned, call.expected.shape[2])
+        if logits.shape != expected:
+            return UnusableLogits(f"logits have shape {list(logits.shape)}, not {list(expected)}")
+        count = min(returned, call.expected.shape[1])
+        return compare(logits[:, -count:], call.expected[:, -count:], self.tolerance)
+
+    def _run_control(self, call: Call) -> Answer:
+        """A spoilt call must move the logits; a call that fails is visible as well."""
+        try:
+            answer = self.stack.run_session(call)
+            difference = self._compare(call, answer)
+        except StepFailed:
+            answer, difference = Answer({}, ""), UnusableLogits("the call fails")
+        if isinstance(difference, UnusableLogits):
+            self.controls.append(Control(call.label, visible=True, difference=None))
+            return Answer({}, "")
+        visible = difference is None or judge(difference, self.tolerance, self.noise) == "fail"
+        self.controls.append(Control(call.label, visible, difference))
+        return answer
+
+    def _measure_noise(self, call: Call) -> Answer | UnusableLogits:
+        """Keep the largest difference that splitting a sequence makes without a cache."""
+        answer = self.stack.run_session(call)
+        difference = self._compare(call, answer)
+        if isinstance(difference, UnusableLogits):
+            return difference
+        if difference is not None and difference.finite:
+            self.noise = max(self.noise, difference.relative)
+        return answer
+
+    def _probe(self, call: Call) -> Answer:
+        try:
+            answer = self.stack.run_session(call)
+        except StepFailed:
+            return Answer({}, "")
+        self._check_finite(answer)
+        return answer
+
+    def _check_finite(self, answer: Answer) -> None:
+        """Remember whether any logits cannot be compared: then no cause is decided."""
+        if answer.logits_name in answer.outputs:
+            self.undefined = self.undefined or not measurable(answer.logits)
+
+    def _run_timed(self, call: Call) -> Answer:
+        """Median seconds of up to five runs within a tenth of a second; the same call was run before."""
+        if not self.runner.timed:
+            return self.stack.run_session(call)
+        seconds: list[float] = []
+        while len(seconds) < TIMING_REPEATS and (not seconds or sum(seconds) < TIMING_SECONDS):
+            begin = time.perf_counter()
+            answer = self.stack.run_session(call)
+            seconds.append(time.perf_counter() - begin)
+        self.stack.announce(CallTimed(call.label, statistics.median(seconds)))
+        return answer
+
+    def _finish(self, cause: Cause | None) -> Run:
+        if self.undefined and (cause is not None or not self.steps):
+            return self._make_run("inconclusive", reason="logits are not finite: no cause can be decided")
+        if cause is not None:
+            return self._make_run("differs", reason=cause.evidence, cause=cause)
+        if self.experiment.explains:
+            return self._make_run("inconclusive", reason="no hypothesis predicts what was observed")
+        exactness, noise = self.contract.exactness, self._find_noise_floor()
+        verdicts = [judge(step.difference, self.tolerance, noise) if step.difference else "pass" for step in self.steps]
+        if exactness.endswith("quantization") and 2 * verdicts.count("fail") <= len(verdicts):
+            # Its noise has a heavy tail: one step may be far off, and the next, on the same cache, right again.
+            verdicts = ["ambiguous" if verdict == "fail" else verdict for verdict in verdicts]
+        unseen = [control.spoilt for control in self.controls if not control.visible]
+        if "fail" in verdicts:
+            return self._make_run("differs", failed_step=verdicts.index("fail"))
+        if unseen:
+            reason = f"no power: {' and '.join(unseen)} does not change the logits more than their noise"
+            return self._make_run("inconclusive", reason=reason)
+        return self._make_run("ambiguous" if "ambiguous" in verdicts else "passed")
+
+    def _find_noise_floor(self) -> float:
+        """The largest difference without a fault, as a fraction of the logits' standard deviation.
+
+        Dynamic quantization rounds the cached values differently at every split, and the error grows with the steps:
+        only a difference near the effect of a spoilt cache counts as a fault.
+        """
+        effects = [control.difference.relative for control in self.controls if control.difference]
+        if self.contract.exactness != "dynamic-quantization" or not effects:
+            return self.noise
+        return max(self.noise, min(effects) / 8)
+
+    def _fail(self, call: Call | None, error: str) -> Run:
+        if call is None:
+            return self._make_run("failed", error=error, failed_step=0)
+        self._record_step(call, None)
+        self._keep_call(call)
+        rerun = self._rerun(call) if self.experiment.judged else Rerun()
+        return self._make_run(
+            "failed",
+            failed_step=len(self.steps) - 1,
+            error=error,
+            reason=rerun.reason,
+            passes_with=rerun.passes_with,
+            node_names=rerun.node_names,
+        )
+
+    def _keep_call(self, call: Call, reference: bool = False) -> None:
+        """Save the feeds of the first bad call, and of the call without a cache that ends with the same token."""
+        folder = self.runner.keep_calls
+        if folder is None or self.call_kept or not self.experiment.judged:
+            return
+        self.call_kept = True
+        save_call(folder / f"{self.experiment.name}.npz", call.feeds)
+        stop = call.new + (call.past if call.phase == "decode" else 0)
+        reference = reference and not self.experiment.changes_feeds
+        if reference and self.builder is not None and stop <= self.builder.scenario.total:
+            save_call(folder / f"{self.experiment.name}-reference.npz", self.builder.reference(stop).feeds)
+
+    def _rerun(self, call: Call) -> "Rerun":
+        """Run a failed call in other sessions: without optimization, names in the text may be those of nodes."""
+        file = self.contract.graph(call.phase).file
+        names: tuple[str, ...] | None = None
+        try:
+            self.stack.run_session(call, self.stack.sessions.at(file, "off"))
+        except StepFailed as error:
+            names = mentioned(error)
+        except Exception:  # the file opens at another level only: no location to name
+            return Rerun()
+        if names is None:
+            reason = "the same call passes with graph optimization off: an optimization of the runtime is at fault"
+            return Rerun(reason, "no-optimization")
+        # Out of the handler, whose traceback would keep the session alive.
+        try:
+            self.stack.run_session(call, self.stack.sessions.without_reuse(file))
+        except Exception:  # then the plan of the runtime's memory is not at fault
+            return Rerun(node_names=names)
+        return Rerun("the same call passes where the runtime reuses no buffers", "no-buffer-reuse", names)
+
+    def _make_run(self, outcome: Outcome, **more: Any) -> Run:
+        more |= {"controls": tuple(self.controls), "growth": self._find_growth()}
+        return self.runner.make_run(self.experiment, outcome, **more)
+
+    def _find_growth(self) -> ErrorGrowth | None:
+        """How the difference develops over the steps of a loop that decodes one token per step after its prefill."""
+        decoded = self.steps[1:]
+        if any(step.phase != "decode" or step.new_tokens != 1 or step.difference is None for step in decoded):
+            return None
+        found = [step.difference for step in self.steps if step.difference is not None and step.difference.finite]
+        if len(found) != len(self.steps):
+            return None
+        return error_growth([difference.relative for difference in found], self.tolerance)
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """What a failed call shows in other sessions; see the fields of `Run`."""
+
+    reason: str | None = None
+    passes_with: Literal["no-optimization", "no-buffer-reuse"] | None = None
+    node_names: tuple[str, ...] = ()
+
+
+def _compare_slots(call: Call, answer: Answer) -> dict[str, float]:
+    """How far presents are from the slots that the call expects."""
+    gaps = {
+        name: slot_difference(answer.outputs[name].array(), as_array(expected))
+        for name, expected in call.slots.items()
+        if name in answer.outputs and answer.outputs[name].shape == expected.shape
+    }
+    return {name: gap for name, gap in gaps.items() if gap is not None}
+
+
+def _describe(value: Value | Array) -> ObservedTensor:
+    if isinstance(value, OrtTensor):
+        return ObservedTensor(value.dtype, value.shape, value.null)
+    array = as_array(value)
+    return ObservedTensor(_name_dtype(array.dtype), tuple(array.shape))
+
+
+@lru_cache
+def _name_dtype(dtype: np.dtype[Any]) -> str:
+    """ONNX's name of a numpy type. Cached, since numpy builds its own name each time it is asked."""
+    return {"float32": "float", "float64": "double"}.get(dtype.name, str(dtype.name))

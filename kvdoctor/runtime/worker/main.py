@@ -1,0 +1,156 @@
+"""The worker process: the only place where ONNX Runtime runs.
+
+It reads jobs from standard input, runs whole experiments, and writes small facts to standard output as events
+(decode/messages.py). It announces every step before it runs it, so that a crash can be attributed to a step. Standard
+library, numpy and onnxruntime only, so that it starts in an environment that has nothing else.
+"""
+
+import os
+import platform
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+
+import numpy as np
+import onnxruntime as ort
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.experiments import Experiment, load
+from kvdoctor.decode.messages import (
+    CompareJob,
+    Event,
+    ExperimentJob,
+    ExperimentStarted,
+    Hello,
+    Job,
+    JobDone,
+    MeasureJob,
+    Obstacle,
+    PlayJob,
+    RecordJob,
+    RunDone,
+    StepDone,
+    TrialJob,
+    WorkerError,
+    read_job,
+    write_message,
+)
+from kvdoctor.decode.samples import Samples, read_arrays
+from kvdoctor.errors import UsageError
+from kvdoctor.runtime.worker.experiment_run import ExperimentRunner
+from kvdoctor.runtime.worker.runner import StackRunner
+from kvdoctor.runtime.worker.sessions import Announce, ProviderMissing, Sessions
+from kvdoctor.runtime.worker.trial import run_trial
+
+
+def run_experiments(job: ExperimentJob, announce: Announce) -> None:
+    """Run the experiments of a job, judged by its tolerances."""
+    sessions = Sessions(job.folder, job.provider, job.threads, announce, job.settings)
+    samples = Samples(job.prompt, read_arrays(job.inputs) if job.inputs else {})
+    stack = StackRunner(job.stack, job.contract, sessions, job.seed, announce, samples)
+    runner = ExperimentRunner(
+        stack,
+        keep_logits=job.keep_logits is not None,
+        keep_calls=job.keep_calls,
+        timed=job.timed,
+        tolerances=job.tolerances,
+        thresholds=job.thresholds,
+    )
+    for experiment in _find_experiments(job, announce):
+        announce(ExperimentStarted(experiment.name))
+        begin = time.perf_counter()
+        try:
+            run = runner.run(experiment)
+        except ProviderMissing as error:
+            announce(Obstacle(str(error)))
+            break
+        except UsageError:
+            announce(Obstacle("values of the trace cannot be read; save it again"))
+            continue
+        except Exception:  # an error of kvdoctor in one experiment must not cost the others
+            announce(WorkerError(traceback.format_exc()))
+            continue
+        announce(RunDone(run, time.perf_counter() - begin))
+    if job.keep_logits is not None:
+        np.savez(job.keep_logits, **runner.logits)  # type: ignore[arg-type]
+
+
+def _find_experiments(job: ExperimentJob, announce: Announce) -> Iterator[Experiment]:
+    experiments = load()
+    if job.trace is not None:
+        experiments += _read_trace(str(job.trace), job.contract, announce)
+    yield from (experiment for experiment in experiments if experiment.name in job.experiments)
+
+
+def _read_trace(path: str, contract: CacheContract, announce: Announce) -> tuple[Experiment, ...]:
+    # Modules that few jobs need are imported by them, since every user waits for the start of the worker.
+    from kvdoctor.decode.caller_trace.read import read_trace
+    from kvdoctor.decode.caller_trace.replay import make_replay
+
+    try:
+        return (make_replay(read_trace(path), contract),)
+    except UsageError:
+        announce(Obstacle("the trace was changed while it was read; give it again"))
+        return ()
+
+
+def run_job(job: Job, announce: Announce) -> None:
+    """Carry out a job and announce its events."""
+    match job:
+        case ExperimentJob():
+            run_experiments(job, announce)
+        case TrialJob() | CompareJob():
+            announce(run_trial(job))
+        case RecordJob() | PlayJob():
+            from kvdoctor.runtime.worker import replay
+
+            if isinstance(job, RecordJob):
+                replay.record_experiment(job, announce)
+            else:
+                replay.replay_script(job, announce)
+        case MeasureJob():
+            from kvdoctor.runtime.worker.version_limits import measure_limits
+
+            announce(measure_limits())
+
+
+def main() -> None:
+    """Serve jobs until standard input ends."""
+    ort.disable_telemetry_events()
+    # The runtime may print to descriptor 1 by itself: the events keep a descriptor of their own.
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def announce(event: Event) -> None:
+        events.write(write_message(event))
+        if not isinstance(event, StepDone):  # goes with the next event, which comes before the next call
+            events.flush()
+
+    providers = tuple(ort.get_available_providers())
+    announce(Hello(ort.__version__, np.__version__, platform.python_version(), providers))
+    for line in _read_lines():
+        try:
+            run_job(read_job(line), announce)
+        except Exception:  # an error of kvdoctor must reach the parent as a fact, not as a closed pipe
+            announce(WorkerError(traceback.format_exc()))
+        announce(JobDone())
+
+
+def _read_lines() -> Iterator[str]:
+    """Lines of standard input. Its end means that the parent is gone, and ends this process in the middle of a step.
+
+    Tearing the runtime down would cost time and can itself crash, and nothing is left to save.
+    """
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield lines.get()

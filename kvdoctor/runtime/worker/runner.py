@@ -1,0 +1,182 @@
+"""Runs the calls of one stack in the worker process; sessions, encoder states and reference runs are shared."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract, with_last_logits_only
+from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario, Value, as_array
+from kvdoctor.decode.experiments.cache_entries import growing
+from kvdoctor.decode.inputs import encoder_feeds, synthetic_cross_caches, synthetic_encoder_states
+from kvdoctor.decode.messages import Note
+from kvdoctor.decode.samples import Samples
+from kvdoctor.runtime.worker.sessions import (
+    LEVELS,
+    Announce,
+    OrtTensor,
+    Refused,
+    Sessions,
+    StepFailed,
+    output_names,
+    run_bound,
+    to_runtime,
+)
+
+ENCODER_FACTORS = (1, 40, 400)
+"""Longer inputs are tried where an encoder refuses a short one: speech is sampled many times for each state."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnusableLogits:
+    """Logits in a shape that cannot be compared. `last_only`: a reference run returned only the last token's."""
+
+    reason: str
+    last_only: bool = False
+
+
+@dataclass
+class StackRunner:
+    """Runs calls of one stack. `contract` is corrected where the first reference run contradicts the graph."""
+
+    stack: str
+    contract: CacheContract
+    sessions: Sessions
+    seed: int
+    announce: Announce
+    samples: Samples = field(default_factory=Samples)
+    references: dict[bytes, Answer] = field(default_factory=dict)
+    encoded: dict[Scenario, Encoded] = field(default_factory=dict)
+
+    def run_reference(self, call: Call) -> Answer | UnusableLogits:
+        """Run a reference call; the answer to an equal call is reused.
+
+        Raises:
+            StepFailed: the runtime failed.
+            Refused: the file does not open.
+        """
+        key = _digest(call.feeds)
+        if key in self.references:
+            return self.references[key]
+        answer = self.run_session(call)
+        shape = answer.outputs[self.logits_name("prefill")].shape
+        if len(shape) == 0 or len(answer.logits.shape) != 3:
+            return UnusableLogits(f"logits have shape {list(shape)}, not [batch, new, vocabulary]")
+        if call.new > 1 and answer.logits.shape[1] == 1 and not self.contract.last_logits_only:
+            text = "only the last token's logits are returned, where the graph declares those of every new token"
+            return UnusableLogits(text, last_only=True)
+        names = {self.logits_name("prefill"), *(slot.filled_by for slot in growing(self.contract))}
+        kept = {name: value for name, value in answer.outputs.items() if name in names}
+        self.references[key] = replace(answer, outputs=kept)
+        return self.references[key]
+
+    def expect_last_logits_only(self, reason: str) -> None:
+        """Correct the contract: a call returns the logits of its last token alone, whatever the graph declares."""
+        self.contract = with_last_logits_only(self.contract)
+        self.announce(Note(reason))
+
+    def run_session(self, call: Call, session: Any = None) -> Answer:
+        """Run a call in the session of its phase, or in the one given.
+
+        Raises:
+            StepFailed: the runtime failed.
+            Refused: the file does not open.
+        """
+        file = self.contract.graph(call.phase).file
+        session = session or (self.sessions.at(file, call.via) if call.via in LEVELS else self.sessions.get(file))
+        names = output_names(session)
+        feeds = {name: to_runtime(value) for name, value in call.feeds.items()}
+        try:
+            run = run_bound if call.via == "io-binding" else session.__class__.run_with_ort_values
+            values = run(session, names, feeds)
+        except Exception as error:  # the bindings raise many types, and all of them are a failed step
+            raise StepFailed(self.sessions.clean(error)) from error
+        outputs: dict[str, Value] = {name: OrtTensor(v) for name, v in zip(names, values, strict=True)}
+        return Answer(outputs, self.logits_name(call.phase), call.past, call.new)
+
+    def logits_name(self, phase: str) -> str:
+        """The name of the logits output; an encoder has none."""
+        port = self.contract.graph(phase).port("logits")  # type: ignore[arg-type]
+        return port.name if port else ""
+
+    def encode(self, scenario: Scenario) -> Encoded:
+        """The encoder's outputs for a scenario: of the encoder file, else synthetic."""
+        key = Scenario(batch=scenario.batch, encoder=scenario.encoder, seed=scenario.seed)
+        if key not in self.encoded:
+            self.encoded[key] = self._encode(key)
+        return self.encoded[key]
+
+    def _encode(self, scenario: Scenario) -> Encoded:
+        synthetic = Encoded(self._synthetic_states(scenario), synthetic_cross_caches(self.contract, scenario))
+        if "encode" not in self.contract.phases:
+            return synthetic
+        answer, error = None, ""
+        for factor in ENCODER_FACTORS:
+            longer = replace(scenario, encoder=scenario.encoder * factor)
+            made = encoder_feeds(self.contract, longer)
+            fed = {name: self.samples.overlay(name, array) for name, array in made.items()}
+            try:
+                answer = self.run_session(Call("encode", fed, 0, longer.encoder))
+                break
+            except (StepFailed, Refused) as refusal:
+                error = error or str(refusal)
+        if answer is None:
+            self.announce(Note(f"the encoder file could not be run ({error}); synthetic encoder outputs are used"))
+            return synthetic
+        port = self.contract.graph("encode").port("encoder_states")
+        states = answer.outputs[port.name].array() if port else None
+        if synthetic.states is not None and (states is None or states.ndim != 3):
+            self.announce(Note("the encoder file returns no states of rank 3; synthetic states are used"))
+            states = synthetic.states
+        caches = {name: answer.outputs[name].array() for name in synthetic.outputs if name in answer.outputs}
+        if synthetic.states is None:
+            return Encoded(None, caches, fed)
+        return Encoded(states, caches, fed if states is not synthetic.states else {})
+
+    def _synthetic_states(self, scenario: Scenario) -> Array | None:
+        """Encoder states where no encoder file makes any."""
+        made = synthetic_encoder_states(self.contract, scenario)
+        ports = (port for graph in self.contract.graphs.values() for port in graph.inputs)
+        port = next((port for port in ports if port.role == "encoder_states"), None)
+        return made if made is None or port is None else self.samples.overlay(port.name, made)
+
+    def fit_scenario(self, scenario: Scenario) -> Scenario:
+        """The scenario in the sizes that the contract and the user's samples allow."""
+        contract, scenario = self.contract, self._fit_to_samples(scenario)
+        scenario = replace(
+            scenario,
+            seed=self.seed,
+            batch=contract.fixed_batch or scenario.batch,
+            encoder=contract.encoder_length or scenario.encoder,
+            prompt=contract.frozen_past or scenario.prompt,
+        )
+        if contract.new_tokens is not None:
+            scenario = replace(scenario, prompt=min(scenario.prompt, contract.new_tokens))
+        limit = contract.usable_length
+        steps = scenario.steps if limit is None else min(scenario.steps, limit - scenario.prompt)
+        return replace(scenario, steps=steps)
+
+    def _fit_to_samples(self, scenario: Scenario) -> Scenario:
+        """The default sizes become those of the user's samples; an experiment's own sizes stay."""
+        usual, prompt, encoder = Scenario(), len(self.samples.prompt), None
+        for graph in self.contract.graphs.values():
+            for port in graph.inputs:
+                axis = next((axis for axis in ("encoder_input", "encoder") if axis in port.axes), None)
+                if axis is not None and port.role in ("encoder_input", "encoder_states"):
+                    encoder = encoder or self.samples.length(port.name, port.axes.index(axis))
+        return replace(
+            scenario,
+            prompt=prompt if prompt and scenario.prompt == usual.prompt else scenario.prompt,
+            encoder=encoder if encoder and scenario.encoder == usual.encoder else scenario.encoder,
+        )
+
+
+def _digest(feeds: Mapping[str, Value | Array]) -> bytes:
+    digest = blake2b()
+    for name, value in sorted(feeds.items()):
+        array = as_array(value)
+        digest.update(f"{name}{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.digest()

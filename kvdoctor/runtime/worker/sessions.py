@@ -1,0 +1,224 @@
+"""Sessions and tensors of ONNX Runtime. Only the worker process imports it."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import onnxruntime as ort
+
+from kvdoctor.decode.calls import NUMPY_TYPES, Array, Value, as_array
+from kvdoctor.decode.messages import Event, FileOpening, FileRefused
+
+LEVELS = {
+    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "off": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+}
+TRIED = ("all", "basic", "off")
+"""The levels at which a file is opened, until one takes it."""
+FATAL_ONLY = 4
+SIDE_BY_SIDE = "KVDOCTOR_SIDE_BY_SIDE"
+"""Set where other processes use the same cores: waiting threads then sleep. The number of threads stays, since results
+depend on it: the split of a product decides the order in which its parts are summed."""
+
+Announce = Callable[[Event], None]
+"""Sends an event to the parent."""
+
+
+class Refused(Exception):
+    """The runtime does not open a file at any optimization level."""
+
+
+class ProviderMissing(Exception):
+    """The runtime does not have the requested execution provider."""
+
+
+class StepFailed(Exception):
+    """The runtime failed while it ran a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrtTensor:
+    """A tensor in the runtime's memory. `dtype` as ONNX spells it."""
+
+    ort_value: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of its axes."""
+        return tuple(self.ort_value.shape())
+
+    @property
+    def dtype(self) -> str:
+        """Element type as ONNX spells it."""
+        return str(self.ort_value.data_type()).removeprefix("tensor(").removesuffix(")")
+
+    @property
+    def null(self) -> bool:
+        """Whether its data pointer is null."""
+        return bool(self.ort_value.data_ptr() == 0)
+
+    def array(self) -> Array:
+        """A numpy copy; nothing is read from a tensor without elements."""
+        return np.zeros(self.shape, NUMPY_TYPES.get(self.dtype)) if 0 in self.shape else self.ort_value.numpy()
+
+
+@dataclass
+class Sessions:
+    """The open files of one stack: each is opened once, at the highest optimization level that takes it."""
+
+    folder: Path
+    provider: str
+    threads: int
+    announce: Announce
+    settings: dict[str, str] = field(default_factory=dict)
+    opened: dict[tuple[str, str], Any] = field(default_factory=dict)
+    levels: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+
+    def get(self, file: str) -> Any:
+        """Give the session of a file.
+
+        Raises:
+            Refused: no level opens it.
+        """
+        if file in self.refused:
+            raise Refused(file)
+        if file not in self.levels:
+            self._open_highest(file)
+        return self.opened[file, self.levels[file]]
+
+    def at(self, file: str, level: str) -> Any:
+        """Give a session of a file at a level of optimization; at `off` its nodes are those of the file."""
+        if (file, level) not in self.opened:
+            self.opened[file, level] = self._open(file, level)
+        return self.opened[file, level]
+
+    def refusal(self, file: str, level: str) -> str | None:
+        """The runtime's error for a file at that level; None where it opens it."""
+        try:
+            self._open(file, level)
+        except ProviderMissing:
+            raise
+        except Exception as error:  # the bindings raise many types, and all of them are a refusal
+            return self.clean(error)
+        return None
+
+    def without_reuse(self, file: str) -> Any:
+        """Give a session in which no two values share a buffer: wrong declared shapes do no harm there.
+
+        The unoptimized session is closed first: three sessions at once would hold three times the weights.
+        """
+        if self.levels.get(file) != "off":
+            self.opened.pop((file, "off"), None)
+        return self._open(file, self.levels.get(file, "all"), reuse=False)
+
+    def _open_highest(self, file: str) -> None:
+        refusals = {}
+        for level in TRIED:
+            self.announce(FileOpening(file, level))
+            try:
+                self.opened[file, level] = self._open(file, level)
+            except ProviderMissing:
+                raise
+            except Exception as error:  # the bindings raise many types, and all of them are a refusal
+                refusals[level] = self.clean(error)
+                continue
+            self.levels[file] = level
+            break
+        if refusals:
+            self.announce(FileRefused(file, refusals, self.levels.get(file)))
+        if file not in self.levels:
+            self.refused.add(file)
+            raise Refused(file)
+
+    def _open(self, file: str, level: str, reuse: bool = True) -> Any:
+        options = session_options(level, self.threads)
+        options.enable_mem_reuse = reuse
+        for key, value in self.settings.items():
+            options.add_session_config_entry(key, value)
+        with _openable(self.folder, file) as path:
+            session = ort.InferenceSession(path, options, providers=[self.provider])
+        if self.provider not in session.get_providers():
+            # The runtime falls back to the CPU silently.
+            raise ProviderMissing(f"{self.provider} cannot be used here; the runtime has {session.get_providers()}")
+        return session
+
+    def clean(self, error: Exception) -> str:
+        """The runtime's text on one line, without the folder of this machine."""
+        text = str(error).replace(str(self.folder) + os.sep, "").replace(str(self.folder), ".")
+        return " ".join(text.split())
+
+
+@contextmanager
+def _openable(folder: Path, file: str) -> Iterator[str]:
+    """The path of a file as the runtime takes it: a path that is no valid text is replaced by a link."""
+    path = str(folder / file)
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        with TemporaryDirectory(prefix="kvdoctor-") as scratch:
+            link = Path(scratch, "model")
+            link.symlink_to(folder.absolute(), target_is_directory=True)
+            yield str(link / file)
+        return
+    yield path
+
+
+def session_options(level: str, threads: int) -> Any:
+    """The options of every session: quiet, with bounded threads, at an optimization level."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = LEVELS[level]
+    options.log_severity_level = FATAL_ONLY
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    if SIDE_BY_SIDE in os.environ:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
+
+
+def output_names(session: Any) -> list[str]:
+    """The outputs of a session that are tensors; cached, since the runtime builds the list at each request."""
+    if session not in _OUTPUT_NAMES:
+        outputs = session.get_outputs()
+        _OUTPUT_NAMES[session] = [output.name for output in outputs if output.type.startswith("tensor(")]
+    return _OUTPUT_NAMES[session]
+
+
+_OUTPUT_NAMES: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+
+def mentioned(error: Exception) -> tuple[str, ...]:
+    """Names in the runtime's text that may be those of nodes: candidates for a fault location, and nothing more."""
+    return tuple(re.findall(r"[Nn]ame:\s?'([^']*)'", str(error)))
+
+
+def to_runtime(value: Value | Array) -> Any:
+    """The value as a tensor of the runtime; its own tensors are not copied."""
+    if isinstance(value, OrtTensor):
+        return value.ort_value
+    return ort.OrtValue.ortvalue_from_numpy(np.asarray(as_array(value), order="C"))
+
+
+def run_bound(session: Any, names: list[str], feeds: dict[str, Any]) -> list[Any]:
+    """Run with bound inputs and outputs, which keeps a cache on its device."""
+    binding = session.io_binding()
+    for name, value in feeds.items():
+        binding.bind_ortvalue_input(name, value)
+    for name in names:
+        binding.bind_output(name)
+    session.run_with_iobinding(binding)
+    return list(binding.get_outputs())
+
+
+def runtime_version() -> str:
+    """The version of this process's onnxruntime."""
+    return str(ort.__version__)

@@ -1,0 +1,140 @@
+"""Trials: single calls of changed graphs, by which the parent locates a fault.
+
+A trial needs nothing of the experiments before it: the models and the feeds (`.npz`) are in a private folder.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from kvdoctor.decode.calls import Array, load_call
+from kvdoctor.decode.messages import (
+    CompareJob,
+    Take,
+    TrialDone,
+    TrialJob,
+    TrialModel,
+    TrialValue,
+    ValueDifference,
+    ValuePair,
+)
+from kvdoctor.runtime.worker.sessions import OrtTensor, mentioned, session_options, to_runtime
+
+FEW = 64
+"""Elements of a tensor of integers up to which its values are sent, not only its shape."""
+
+SHOWN = 4
+"""Numbers sent of a difference between integers."""
+
+MASKING = 1e3
+"""Numbers of this size are those of a mask."""
+
+
+def run_trial(job: TrialJob | CompareJob) -> TrialDone:
+    """Carry out a trial."""
+    try:
+        return _compare(job) if isinstance(job, CompareJob) else TrialDone(outputs=_describe(_run(job, job.model)))
+    except Exception as error:  # the bindings raise many types, and all of them are a failed trial
+        return TrialDone(error=" ".join(str(error).split()), names=mentioned(error))
+
+
+def _run(
+    job: TrialJob | CompareJob, model: TrialModel, more: Mapping[str, Array] | None = None
+) -> dict[str, OrtTensor]:
+    """The outputs of a model for its feeds and `more`, which may hold more than it takes."""
+    session = _open(job, model)
+    feeds = load_call(model.feeds) | dict(more or {})
+    wanted = {port.name for port in session.get_inputs()}
+    given = {name: to_runtime(array) for name, array in feeds.items() if name in wanted}
+    names = [port.name for port in session.get_outputs() if port.type.startswith("tensor(")]
+    values = session.run_with_ort_values(names, given)
+    return {name: OrtTensor(value) for name, value in zip(names, values, strict=True)}
+
+
+def _open(job: TrialJob | CompareJob, model: TrialModel) -> Any:
+    options = session_options(model.level, job.threads)
+    provider = [model.provider or job.provider]
+    if model.root is None:
+        return ort.InferenceSession(str(model.path), options, providers=provider)
+    # Packed weights would cost the memory and time of a second model.
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    with model.path.open("rb") as file, _working_in(model.root):
+        return ort.InferenceSession(file.read(), options, providers=provider)
+
+
+@contextlib.contextmanager
+def _working_in(folder: Path) -> Iterator[None]:
+    """The runtime resolves the weights of a model that is given as bytes from the working folder."""
+    before = os.getcwd()  # noqa: PTH109
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _describe(outputs: Mapping[str, OrtTensor]) -> dict[str, TrialValue]:
+    found = {}
+    for name, tensor in outputs.items():
+        short = np.prod(tensor.shape) <= FEW and tensor.dtype.startswith(("int", "uint", "bool"))
+        numbers = tuple(int(number) for number in tensor.array().ravel()) if short else None
+        found[name] = TrialValue(tensor.dtype, tensor.shape, numbers)
+    return found
+
+
+def _compare(job: CompareJob) -> TrialDone:
+    right = _run(job, job.right)
+    inject = {pair.left: _take(right[pair.right].array(), pair.take) for pair in job.inject}
+    left = _run(job, job.left, inject)
+    return TrialDone(differences=tuple(_compare_pair(pair, left, right) for pair in job.pairs))
+
+
+def _compare_pair(
+    pair: ValuePair, left: Mapping[str, OrtTensor], right: Mapping[str, OrtTensor]
+) -> ValueDifference | None:
+    expected, actual = _take(right[pair.right].array(), pair.take), left[pair.left].array()
+    if actual.shape != expected.shape:
+        return None
+    relative = _measure_difference(actual, expected)
+    if actual.dtype.kind not in "iub" or relative == 0:
+        return ValueDifference(left[pair.left].dtype, relative)
+    first = (tuple(int(number) for number in array.ravel()[:SHOWN]) for array in (actual, expected))
+    return ValueDifference(left[pair.left].dtype, relative, *first)
+
+
+def _take(array: Array, take: Take) -> Array:
+    """The entries of an array that a shorter call must have as well."""
+    for axis, rule in enumerate(take):
+        if rule is not None:
+            parts, start, count = rule
+            split = array.reshape(*array.shape[:axis], parts, -1, *array.shape[axis + 1 :])
+            some = np.take(split, range(start, start + count), axis=axis + 1)
+            array = some.reshape(*array.shape[:axis], parts * count, *array.shape[axis + 1 :])
+    return np.ascontiguousarray(array)
+
+
+def _measure_difference(actual: Array, expected: Array) -> float:
+    """The largest difference as a fraction of the expected standard deviation; -1 where one side alone is not finite.
+
+    A mask's numbers are far larger than those that it hides: numbers from `MASKING` on are measured by their own size.
+    """
+    got, want = actual.astype(np.float64), expected.astype(np.float64)
+    both = np.isfinite(got) & np.isfinite(want)
+    alike = both | (got == want) | (np.isnan(got) & np.isnan(want))
+    size = np.abs(want)
+    plain = both & (size < MASKING)
+    scale = np.where(plain, _scale(want[plain]), np.maximum(size, 1.0))
+    apart = np.abs(got[both] - want[both]) / scale[both]
+    relative = float(apart.max(initial=0.0)) if alike.all() else -1.0
+    return float(f"{relative:.3g}")
+
+
+def _scale(values: Array) -> float:
+    if not values.size:
+        return 1.0
+    return max(float(np.std(values)), 0.1 * float(np.sqrt(np.mean(values**2))), 1e-12)

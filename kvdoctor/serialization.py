@@ -1,0 +1,189 @@
+"""Frozen dataclasses to plain JSON values and back, by their type hints.
+
+Standard library only: the worker uses it in environments that hold nothing but onnxruntime and numpy, which is why
+it is not one of the libraries that do the same (pydantic, cattrs; or msgspec, by which the gate reads what it kept).
+"""
+
+import dataclasses
+import functools
+import pathlib
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def to_plain(value: Any) -> Any:
+    """Turn dataclasses, tuples and mappings into what `json.dumps` takes. Fields keep their order."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: to_plain(getattr(value, name)) for name in _hints(type(value))}
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    return str(value) if isinstance(value, pathlib.PurePath) else value
+
+
+def from_plain(kind: type[T], data: Any, *, newer: bool = False) -> T:
+    """Rebuild a value of the annotated type `kind` from plain JSON values.
+
+    Where it may be `newer`, fields that are not known are passed over: those that later versions add.
+
+    Raises:
+        ValueError: a field is missing, unknown, or of the wrong type; the message names its place.
+    """
+    try:
+        return typing.cast("T", _reviver(typing.cast("Any", kind), newer)(data))
+    except _Unfit as unfit:
+        raise ValueError(f"{kind.__name__}{unfit.place}: {unfit}"[:300]) from None
+
+
+class _Unfit(Exception):
+    """Plain values are not what the type says. `place` leads to the value that is wrong, as in `.slots[0].carry`."""
+
+    place = ""
+
+    def within(self, step: str) -> "_Unfit":
+        """The same, seen from one step further out."""
+        self.place = step + self.place
+        return self
+
+
+@functools.cache
+def _reviver(kind: Any, newer: bool) -> Callable[[Any], Any]:
+    """A function that rebuilds values of a type: what the type says is resolved once, a report holds thousands."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return lambda data: data
+    if origin in (typing.Union, types.UnionType):
+        return _union_reviver(arguments, newer)
+    if origin is typing.Literal:
+        return _checked(lambda data: data in arguments, " or ".join(map(repr, arguments)))
+    if origin is tuple:
+        return _list_reviver(arguments[0], newer)
+    if origin is dict:
+        return _object_reviver(arguments[1], newer)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass_reviver(kind, newer)
+    if kind is pathlib.Path:
+        return lambda data: pathlib.Path(_reviver(str, newer)(data))
+    exact = _checked(lambda data: type(data) is kind, kind.__name__)
+    if kind is float:
+        return lambda data: float(data) if type(data) is int else exact(data)
+    return exact
+
+
+def _checked(holds: Callable[[Any], bool], wanted: str) -> Callable[[Any], Any]:
+    def revive(data: Any) -> Any:
+        if not holds(data):
+            raise _mismatch(wanted, data)
+        return data
+
+    return revive
+
+
+def _mismatch(wanted: str, data: Any) -> _Unfit:
+    return _Unfit(f"expected {wanted}, got {repr(data)[:200]}")
+
+
+def _list_reviver(item: Any, newer: bool) -> Callable[[Any], Any]:
+    way = _reviver(item, newer)
+
+    def revive(data: Any) -> tuple[Any, ...]:
+        if not isinstance(data, list):
+            raise _mismatch("a list", data)
+        made: list[Any] = []
+        try:
+            for one in data:
+                made.append(way(one))  # noqa: PERF401 - how many came tells the place
+        except _Unfit as unfit:
+            raise unfit.within(f"[{len(made)}]") from None
+        return tuple(made)
+
+    return revive
+
+
+def _object_reviver(item: Any, newer: bool) -> Callable[[Any], Any]:
+    way = _reviver(item, newer)
+
+    def revive(data: Any) -> dict[str, Any]:
+        if not isinstance(data, dict):
+            raise _mismatch("an object", data)
+        made = {}
+        for key, one in data.items():
+            try:
+                made[key] = way(one)
+            except _Unfit as unfit:
+                raise unfit.within(f".{key}") from None
+        return made
+
+    return revive
+
+
+def _union_reviver(choices: tuple[Any, ...], newer: bool) -> Callable[[Any], Any]:
+    ways = [_reviver(choice, newer) for choice in choices if choice is not type(None)]
+    optional = type(None) in choices
+
+    def revive(data: Any) -> Any:
+        if data is None and optional:
+            return None
+        failure: _Unfit | None = None
+        for way in ways:
+            try:
+                return way(data)
+            except _Unfit as unfit:
+                failure = failure or unfit
+        raise failure or _mismatch("nothing", data)
+
+    return revive
+
+
+def _dataclass_reviver(kind: Any, newer: bool) -> Callable[[Any], Any]:
+    # Resolved with the first value: a type may hold values of its own type.
+    fields: dict[str, Callable[[Any], Any]] = {}
+
+    def revive(data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise _mismatch("an object", data)
+        if not fields:
+            fields.update((name, _reviver(hint, newer)) for name, hint in _hints(kind).items())
+        return _build(kind, _revive_fields(data, fields, newer))
+
+    return revive
+
+
+def _revive_fields(data: dict[str, Any], fields: dict[str, Callable[[Any], Any]], newer: bool) -> dict[str, Any]:
+    given = {}
+    for name, value in data.items():
+        if name not in fields:
+            if newer:
+                continue
+            raise _Unfit(f"unknown field {name!r}; known are {', '.join(fields)}")
+        try:
+            given[name] = fields[name](value)
+        except _Unfit as unfit:
+            raise unfit.within(f".{name}") from None
+    return given
+
+
+def _build(kind: Any, given: dict[str, Any]) -> Any:
+    try:
+        return kind(**given)
+    except TypeError:
+        lacking = [f.name for f in dataclasses.fields(kind) if f.name not in given and _has_no_default(f)]
+        raise _Unfit(f"field {', '.join(lacking)} is missing") from None
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, in their order: asked of it once, a report holds thousands of them."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _has_no_default(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

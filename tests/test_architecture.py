@@ -1,0 +1,161 @@
+"""The structure that docs/architecture.md describes: which room may import which, and what each may import at all."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+from make_architecture import PACKAGE, PAGE, PICTURE, ROOMS, imported, imports, modules, page, picture, room
+
+from kvdoctor.findings import Round, all_checks
+
+LIGHT = {"decode", "errors", "choices", "serialization", "contract"}
+"""What the worker loads in an environment with nothing but onnxruntime and numpy."""
+
+MOST_FOLDERS, MOST_FILES = 12, 10
+
+
+def test_the_root_is_as_the_table_says() -> None:
+    named = {name for level in ROOMS for name in level}
+    assert {room(name) for name in modules()} == named
+    assert sum((PACKAGE / name).is_dir() for name in named) <= MOST_FOLDERS
+    assert sum((PACKAGE / f"{name}.py").is_file() for name in named) <= MOST_FILES
+
+
+def test_imports_point_to_rooms_above() -> None:
+    level = {name: number for number, names in enumerate(ROOMS) for name in names}
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in imports().items()
+        for other in sorted(others)
+        if room(other) != room(name) and level[room(other)] >= level[room(name)] > 0
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    circles = [" -> ".join(circle) for circle in _circles(imports())]
+    assert not circles, "\n".join(circles)
+
+
+def test_onnxruntime_is_imported_in_the_worker_only() -> None:
+    for name, path in modules().items():
+        if not name.startswith("runtime.worker."):
+            roots = {each.split(".")[0] for each in imported(path, also_for_types=True)}
+            assert "onnxruntime" not in roots, name
+            assert not [each for each in imported(path) if each.startswith("kvdoctor.runtime.worker.")], name
+
+
+def test_frameworks_are_imported_in_the_exporters_scripts_only() -> None:
+    frameworks = {"torch", "transformers", "optimum", "requests", "httpx", "urllib3"}
+    scripts = "repair.export.scripts"
+    for name, path in modules().items():
+        roots = {each.split(".")[0] for each in imported(path, also_for_types=True)}
+        if name.startswith(f"{scripts}."):
+            assert "kvdoctor" not in roots, name
+        else:
+            assert not [each for each in imported(path) if each.startswith(f"kvdoctor.{scripts}.")], name
+            assert not roots & frameworks, name
+
+
+def test_click_is_imported_by_the_command_line_only() -> None:
+    for name, path in modules().items():
+        if room(name) != "cli":
+            assert "click" not in {each.split(".")[0] for each in imported(path, also_for_types=True)}, name
+
+
+def test_the_command_line_calls_the_api_and_prints() -> None:
+    may = {"__init__", "_version", "api", "choices", "cli", "errors", "options", "report", "model.output_folder"}
+    for name, others in imports().items():
+        if room(name) == "cli":
+            assert not {other for other in others if not {other, room(other)} & may}, name
+
+
+def test_what_the_worker_needs_is_light() -> None:
+    for name, path in modules().items():
+        if room(name) not in LIGHT and not name.startswith("runtime.worker"):
+            continue
+        for each in imported(path, also_for_types=room(name) in LIGHT):
+            root, *rest = each.split(".")
+            if root == "kvdoctor":
+                inside = ".".join(rest)
+                assert not rest or rest[0] in LIGHT or inside.startswith("runtime.worker") or inside == "runtime", (
+                    f"{name} imports {each}"
+                )
+            else:
+                assert root in {*sys.stdlib_module_names, "numpy", "onnxruntime"}, f"{name} imports {each}"
+
+
+HEAVY = {
+    *("numpy", "rich", "onnxruntime", "onnx", "email", "msgspec"),
+    *("kvdoctor.runtime.client", "kvdoctor.gating.run", "kvdoctor.report.diff_document", "kvdoctor.diagnose.pipeline"),
+}
+"""Not needed to read a model, faulty or not; each takes a tenth of the time of an inspection or more."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (["--help"], {"onnx", "numpy", "rich", "onnxruntime", "psutil"}),
+        (["--version"], {"onnx", "numpy", "rich", "onnxruntime", "psutil"}),
+        (["inspect", "fixtures/exports/gpt2", "--format", "json"], {*HEAVY, "kvdoctor.repair"}),
+        (["inspect", "fixtures/exports/marian-4.57.6", "--format", "json"], HEAVY),
+        (["step-test", "fixtures/exports/gpt2", "--format", "json"], {"onnxruntime"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_loads_only_what_it_needs(arguments: list[str], absent: set[str]) -> None:
+    program = (
+        "import sys\n"
+        "from kvdoctor.cli.main import main\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    print(sorted(sys.modules), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
+    assert not set(ast.literal_eval(done.stderr.strip().splitlines()[-1])) & absent
+
+
+@pytest.mark.parametrize("when", get_args(Round))
+def test_the_checks_of_a_round_are_found_without_loading_the_others(when: Round) -> None:
+    program = f"from kvdoctor.findings import checks_of\nprint([one.code for one in checks_of({when!r})])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ast.literal_eval(done.stdout) == [one.code for one in all_checks() if when in one.functions]
+
+
+def test_each_room_says_what_lives_there() -> None:
+    for name in (name for level in ROOMS for name in level if (PACKAGE / name).is_dir()):
+        text = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text(encoding="utf-8"))) or ""
+        assert text.count(".") >= 3, (
+            f"{name}/__init__.py: what lives here, what it may be asked for, what it must not know"
+        )
+
+
+def test_the_page_shows_the_rooms_of_today() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "python docs/make_architecture.py"
+    assert PICTURE.read_text(encoding="utf-8") == picture(), "python docs/make_architecture.py"
+
+
+def _circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
+    """Groups of modules that reach each other."""
+    reached = {name: _reached(name, graph) for name in graph}
+    told: set[str] = set()
+    for name in graph:
+        circle = sorted(other for other in reached[name] if name in reached[other])
+        if circle and name not in told:
+            told |= set(circle)
+            yield circle
+
+
+def _reached(name: str, graph: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = list(graph[name])
+    while waiting:
+        other = waiting.pop()
+        if other not in found:
+            found.add(other)
+            waiting += graph[other]
+    return found

@@ -1,0 +1,390 @@
+"""`--trace`: loops written by hand over real exports, right ones and ones with one mistake, which must be named."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+from support.loops import EXPORTS, Change, Feeds, Loop, as_folder, as_lines, decoder_only, pair, seq2seq, taking_back
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.caller_trace.check import TraceCheck, compare_trace, find_stacks
+from kvdoctor.decode.caller_trace.read import read_trace
+from kvdoctor.diagnose.inspection import inspect
+
+MERGED = ("marian-4.46.3", "marian-4.57.6", "t5", "whisper")
+ALONE = ("gpt2", "llama-gqa")
+SHAPES, SMALL, EVERYTHING = 0, 16, 10**9
+"""Up to how many elements a trace tells the values of a tensor."""
+
+
+@cache
+def contracts(export: str) -> dict[str, CacheContract]:
+    return {s.name: s.contract for s in inspect(str(EXPORTS / export)).stacks if s.contract is not None}
+
+
+def held(loop: Loop, export: str, tmp_path: Path, data: int) -> tuple[str, TraceCheck]:
+    """What holding a loop against the contract of an export brings, with the stack that it was found to call."""
+    file = tmp_path / "loop.jsonl"
+    file.write_text(as_lines(loop, data), encoding="utf-8")
+    trace = read_trace(str(file))
+    (stack,) = find_stacks(trace, contracts(export), str(file))
+    return stack, compare_trace(trace, contracts(export)[stack])
+
+
+RIGHT: dict[str, tuple[str, str, Callable[[], Loop]]] = {
+    **{f"{e} merged": (e, "merged", partial(seq2seq, EXPORTS / e)) for e in MERGED},
+    **{f"{e} merged, batch 2": (e, "merged", partial(seq2seq, EXPORTS / e, batch=2)) for e in MERGED},
+    **{f"{e} pair": (e, "pair", partial(pair, EXPORTS / e)) for e in MERGED},
+    **{f"{e}": (e, "decoder", partial(decoder_only, EXPORTS / e)) for e in ALONE},
+    **{f"{e}, batch 3": (e, "decoder", partial(decoder_only, EXPORTS / e, batch=3)) for e in ALONE},
+}
+
+
+@pytest.mark.parametrize("data", [SHAPES, SMALL, EVERYTHING], ids=["shapes", "small", "everything"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_loop_breaks_nothing(name: str, data: int, tmp_path: Path) -> None:
+    export, stack, run = RIGHT[name]
+    loop = run()
+    found, result = held(loop, export, tmp_path, data)
+    assert (found, result.breaks, result.steps, result.sequences) == (stack, (), len(loop.calls), 1)
+    assert bool(result.blind) == (data != EVERYTHING)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_tokens_may_be_taken_back(name: str, tmp_path: Path) -> None:
+    export, stack, run = RIGHT[name]
+    loop = cast("partial[Loop]", run)(change=taking_back)
+    found, result = held(loop, export, tmp_path, EVERYTHING)
+    assert (found, result.breaks, result.steps, result.sequences) == (stack, (), len(loop.calls), 1)
+
+
+def beams(slots: str) -> Change:
+    """From step 2 on rows of some slots are exchanged, as beam search does with all of them."""
+    return at(2, each(slots, lambda n, f, _: f[n][::-1].copy()))
+
+
+@pytest.mark.parametrize("export", ALONE)
+def test_all_slots_or_none_are_reordered(export: str, tmp_path: Path) -> None:
+    prompts = at(0, lambda f, loop: loop.calls or f.update(input_ids=np.array([[40, 41, 42], [50, 51, 52]])))
+    for slots, broken in (("past", ()), (".key", ("rows-disagree",))):
+
+        def change(number: int, feeds: Feeds, loop: Loop, slots: str = slots) -> None:
+            prompts(number, feeds, loop)
+            beams(slots)(number, feeds, loop)
+
+        result = held(decoder_only(EXPORTS / export, change, batch=2), export, tmp_path, EVERYTHING)[1]
+        assert tuple(found.kind for found in result.breaks) == broken
+
+
+@pytest.mark.parametrize("export", ALONE)
+def test_a_past_of_two_steps_ago_is_called_that(export: str, tmp_path: Path) -> None:
+    old = at(3, lambda f, loop: f.update({n: v for n, v in loop.fed(1).items() if "past" in n}))
+    (found,) = held(decoder_only(EXPORTS / export, old), export, tmp_path, EVERYTHING)[1].breaks
+    assert (found.kind, found.cause.partition(":")[0]) == ("past-stale", "the past of step 1 is fed again, 2 steps old")
+
+
+@pytest.mark.parametrize("export", ALONE)
+def test_a_mask_of_the_shorter_length_tells_it_without_values(export: str, tmp_path: Path) -> None:
+    loop = decoder_only(EXPORTS / export, taking_back)
+    assert held(loop, export, tmp_path, SHAPES)[1].breaks == ()
+    loop.calls[3]["fed"]["attention_mask"] = np.ones((1, 10), np.int64)
+    (found,) = held(loop, export, tmp_path, SHAPES)[1].breaks
+    assert found.kind == "past-length"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_folder_tells_the_same(name: str, tmp_path: Path) -> None:
+    export, stack, run = RIGHT[name]
+    result = compare_trace(read_trace(str(as_folder(run(), tmp_path / "steps"))), contracts(export)[stack])
+    assert (result.breaks, result.blind, result.sequences) == ((), (), 1)
+
+
+class Mistake(NamedTuple):
+    """One mistake: how it is made, the step it is made at, what it must be called, an input that must be named.
+
+    `data` says how much of the trace must have values for the mistake to show.
+    """
+
+    change: Change
+    kind: str
+    step: int
+    names: str
+    says: str = ""
+    data: int = SHAPES
+    hold: bool = True
+
+
+def at(step: int, make: Callable[[Feeds, Loop], object]) -> Change:
+    """A mistake at one step and all later ones."""
+
+    def change(number: int, feeds: Feeds, loop: Loop) -> None:
+        if number >= step:
+            make(feeds, loop)
+
+    return change
+
+
+def put(name: str, value: "Callable[[Feeds, Loop], np.ndarray[Any, Any]]") -> Callable[[Feeds, Loop], object]:
+    return lambda feeds, loop: feeds.update({name: value(feeds, loop)})
+
+
+def each(part: str, value: "Callable[[str, Feeds, Loop], np.ndarray[Any, Any]]") -> Callable[[Feeds, Loop], object]:
+    """All inputs with a part in their name."""
+
+    def make(feeds: Feeds, loop: Loop) -> None:
+        feeds.update({name: value(name, feeds, loop) for name in list(feeds) if part in name})
+
+    return make
+
+
+def swap(one: str, other: str) -> Callable[[Feeds, Loop], object]:
+    return lambda feeds, _: feeds.update({one: feeds[other], other: feeds[one]})
+
+
+def all_ids(feeds: Feeds, loop: Loop) -> None:
+    feeds["input_ids"] = np.concatenate([*(c["fed"]["input_ids"][:, -1:] for c in loop.calls), feeds["input_ids"]], 1)
+
+
+def every_id(feeds: Feeds, loop: Loop) -> None:
+    """The same where the prompt has several tokens."""
+    feeds["input_ids"] = np.concatenate([loop.fed(-1)["input_ids"], feeds["input_ids"]], 1)
+
+
+def stale(feeds: Feeds, loop: Loop) -> None:
+    """The self-attention cache is never taken from what came back."""
+    feeds.update({n: v for n, v in loop.fed(-1).items() if n.startswith("past") and ".encoder." not in n})
+
+
+SELF, OTHER = "past_key_values.0.decoder.key", "past_key_values.1.decoder.key"
+VALUE, CROSS = "past_key_values.0.decoder.value", "past_key_values.0.encoder.key"
+IN_MERGED = {
+    "no switch": Mistake(at(0, lambda f, _: f.pop("use_cache_branch")), "input-missing", 0, "use_cache_branch"),
+    "switch of another type": Mistake(
+        at(0, put("use_cache_branch", lambda f, _: f["use_cache_branch"].astype(np.int64))),
+        "wrong-type", 0, "use_cache_branch", "int64, not bool",
+    ),
+    "switch without axis": Mistake(
+        at(0, put("use_cache_branch", lambda f, _: f["use_cache_branch"].reshape(()))),
+        "wrong-rank",
+        0,
+        "use_cache_branch",
+    ),
+    "cached branch at once": Mistake(
+        at(0, put("use_cache_branch", lambda *_: np.array([True]))), "cached-too-early", 0, "use_cache_branch",
+        "on the first step", SMALL,
+    ),
+    "cached branch never": Mistake(
+        at(2, put("use_cache_branch", lambda *_: np.array([False]))), "cached-too-late", 2, "use_cache_branch",
+        "ignores the cache", SMALL,
+    ),
+    "encoder states left out": Mistake(
+        at(1, lambda f, _: f.pop("encoder_hidden_states")), "input-missing", 1, "encoder_hidden_states"
+    ),
+    "encoder states empty": Mistake(
+        at(1, put("encoder_hidden_states", lambda f, _: f["encoder_hidden_states"][:, :0])),
+        "encoder-missing", 1, "encoder_hidden_states",
+    ),
+    "encoder states of another sentence": Mistake(
+        at(2, put("encoder_hidden_states", lambda f, _: f["encoder_hidden_states"] * 2)),
+        "encoder-changes", 2, "encoder_hidden_states", "the encoder states change", EVERYTHING,
+    ),
+    "encoder states cut": Mistake(
+        at(1, put("encoder_hidden_states", lambda f, _: f["encoder_hidden_states"][:, :-1])),
+        "encoder-changes", 1, "encoder_hidden_states",
+    ),
+    "unknown input": Mistake(
+        at(1, put("decoder_attention_mask", lambda *_: np.ones((1, 2), np.int64))),
+        "input-unknown", 1, "decoder_attention_mask",
+    ),
+    "ids of 32 bits": Mistake(
+        at(0, put("input_ids", lambda f, _: f["input_ids"].astype(np.int32))), "wrong-type", 0, "input_ids"
+    ),
+    "ids without batch": Mistake(
+        at(1, put("input_ids", lambda f, _: f["input_ids"][0])), "wrong-rank", 1, "input_ids"
+    ),
+    "past in half precision": Mistake(
+        at(1, each("past", lambda n, f, _: f[n].astype(np.float16))), "wrong-type", 1, SELF, "float16, not float"
+    ),
+    "past never renewed": Mistake(at(2, stale), "past-stale", 2, SELF, "did not grow by the 1 token of that step"),
+    "past one short": Mistake(
+        at(3, each("decoder.", lambda n, f, _: f[n][:, :, 2:])), "past-length", 3, SELF, "length 1, where 3 tokens",
+    ),
+    "past forgotten": Mistake(
+        at(2, each("decoder.", lambda n, f, _: f[n][:, :, :0])), "cache-dropped", 2, SELF, "length 0"
+    ),
+    "all ids and the cache": Mistake(at(1, all_ids), "all-ids-with-cache", 1, "input_ids", "count twice"),
+    "placeholder fed back": Mistake(
+        lambda *_: None, "placeholder-fed-back", 2, CROSS, "that step 1 returned", SHAPES, hold=False
+    ),
+    "cross cache empty": Mistake(
+        at(1, each("encoder.", lambda n, f, _: f[n][:, :, :0])), "placeholder-fed-back", 1, CROSS, "no elements"
+    ),
+    "cross cache cut": Mistake(
+        at(2, each("past_key_values.0.encoder.", lambda n, f, _: f[n][:, :, 1:])),
+        "cross-cache-replaced", 2, CROSS, "shape changes",
+    ),
+    "cross cache made anew": Mistake(
+        at(1, each(".encoder.", lambda n, f, _: np.ones_like(f[n]))),
+        "cross-cache-replaced", 1, CROSS, "values change", EVERYTHING,
+    ),
+    "key and value crossed": Mistake(
+        at(1, swap(SELF, VALUE)), "slots-crossed", 1, SELF, f"what belongs to {VALUE}", EVERYTHING
+    ),
+    "layers crossed": Mistake(
+        at(1, swap(SELF, OTHER)), "slots-crossed", 1, SELF, f"what belongs to {OTHER}", EVERYTHING
+    ),
+    "self and cross crossed": Mistake(
+        at(1, swap(SELF, CROSS)), "slots-crossed", 1, SELF, "as their shapes show"
+    ),
+    "past of zeros": Mistake(
+        at(2, each("decoder.", lambda n, f, _: f[n] * 0)), "past-differs", 2, SELF, "are not those of", EVERYTHING
+    ),
+    "two sentences in one cache": Mistake(
+        at(2, put("input_ids", lambda f, _: np.tile(f["input_ids"], (2, 1)))), "batch-changes", 2, "input_ids"
+    ),
+}  # fmt: skip
+
+MASK_OF_ENCODER = Mistake(
+    at(1, put("encoder_attention_mask", lambda f, _: f["encoder_attention_mask"][:, :-2])),
+    "encoder-changes", 1, "encoder_attention_mask",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("data", [SHAPES, SMALL, EVERYTHING], ids=["shapes", "small", "everything"])
+@pytest.mark.parametrize("name", IN_MERGED)
+@pytest.mark.parametrize("export", MERGED)
+def test_a_mistake_in_a_merged_loop_is_named(export: str, name: str, data: int, tmp_path: Path) -> None:
+    mistake = IN_MERGED[name]
+    named(mistake, seq2seq(EXPORTS / export, mistake.change, hold=mistake.hold), export, tmp_path, data)
+
+
+@pytest.mark.parametrize("export", ["marian-4.46.3", "t5"])
+def test_a_mask_that_does_not_fit_the_encoder_is_named(export: str, tmp_path: Path) -> None:
+    named(MASK_OF_ENCODER, seq2seq(EXPORTS / export, MASK_OF_ENCODER.change), export, tmp_path, SHAPES)
+
+
+def columns(number: int) -> "Callable[[Feeds, Loop], np.ndarray[Any, Any]]":
+    return lambda f, _: np.ones((1, f["attention_mask"].shape[1] + number), np.int64)
+
+
+KEY, KEY_1, VALUE_0 = "past_key_values.0.key", "past_key_values.1.key", "past_key_values.0.value"
+IN_DECODER = {
+    "mask of the new tokens": Mistake(
+        at(1, put("attention_mask", lambda f, _: np.ones_like(f["input_ids"]))), "mask-length", 1, "attention_mask",
+        "the new tokens alone",
+    ),
+    "mask of the step before": Mistake(
+        at(1, put("attention_mask", columns(-1))), "mask-length", 1, "attention_mask", "of the step before"
+    ),
+    "mask too long": Mistake(
+        at(1, put("attention_mask", columns(2))), "mask-length", 1, "attention_mask", "past 3 and new 1 make 4"
+    ),
+    "mask that hides": Mistake(
+        at(2, lambda f, _: f["attention_mask"].__setitem__((0, -1), 0)), "mask-values", 2, "attention_mask",
+        "hides the new token", SMALL,
+    ),
+    "mask that forgets": Mistake(
+        at(2, lambda f, _: f["attention_mask"].__setitem__((0, 1), 0)), "mask-values", 2, "attention_mask",
+        "other tokens of the past", SMALL,
+    ),
+    "positions start again": Mistake(
+        at(1, put("position_ids", lambda f, _: f["position_ids"] * 0)), "positions", 1, "position_ids",
+        "starts again at 0", SMALL,
+    ),
+    "positions stand still": Mistake(
+        at(2, put("position_ids", lambda f, _: f["position_ids"] - 1)), "positions", 2, "position_ids",
+        "does not go on", SMALL,
+    ),
+    "positions run ahead": Mistake(
+        at(1, put("position_ids", lambda f, _: f["position_ids"] + 1)), "positions", 1, "position_ids",
+        "starts at 4, where the cache makes it 3", SMALL,
+    ),
+    "positions of all tokens": Mistake(
+        at(1, put("position_ids", lambda *_: np.arange(4)[None])), "positions", 1, "position_ids", "4 positions for 1"
+    ),
+    "no positions": Mistake(at(0, lambda f, _: f.pop("position_ids")), "input-missing", 0, "position_ids"),
+    "all ids and the cache": Mistake(
+        at(1, lambda f, loop: (every_id(f, loop), f.update(position_ids=np.arange(f["input_ids"].shape[1])[None]))),
+        "all-ids-with-cache", 1, "input_ids",
+    ),
+    "a dummy past": Mistake(
+        at(0, lambda f, loop: loop.calls or f.update({n: np.zeros((*v.shape[:2], 1, v.shape[3]), np.float32)
+                                                      for n, v in f.items() if "past" in n})),
+        "past-not-empty", 0, KEY, "nothing has filled",
+    ),
+    "past never renewed": Mistake(
+        at(2, lambda f, loop: f.update({n: v for n, v in loop.fed(-1).items() if "past" in n})), "past-stale", 2, KEY
+    ),
+    "past forgotten": Mistake(
+        at(1, each("past", lambda n, f, _: f[n][:, :, :0])), "cache-dropped", 1, KEY, "3 tokens are in it"
+    ),
+    "layers crossed": Mistake(at(1, swap(KEY, KEY_1)), "slots-crossed", 1, KEY, f"belongs to {KEY_1}", EVERYTHING),
+    "key and value crossed": Mistake(
+        at(1, swap(KEY, VALUE_0)), "slots-crossed", 1, KEY, f"belongs to {VALUE_0}", EVERYTHING
+    ),
+    "a layer left out": Mistake(at(1, lambda f, _: f.pop(KEY_1)), "input-missing", 1, KEY_1),
+    "heads behind the length": Mistake(
+        at(1, each("past", lambda n, f, _: f[n].transpose(0, 2, 1, 3))), "wrong-size", 1, KEY, "another order"
+    ),
+    "two sentences in one cache": Mistake(
+        at(1, lambda f, _: f.update({n: np.repeat(v, 2, 0) for n, v in f.items() if "past" not in n})),
+        "batch-changes", 1, "input_ids",
+    ),
+    "misspelled": Mistake(
+        at(0, lambda f, _: f.update({"past_key_values.0.keys": f.pop(KEY)})), "input-missing", 0, KEY
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", [SHAPES, SMALL, EVERYTHING], ids=["shapes", "small", "everything"])
+@pytest.mark.parametrize("name", IN_DECODER)
+@pytest.mark.parametrize("export", ALONE)
+def test_a_mistake_in_a_decoder_loop_is_named(export: str, name: str, data: int, tmp_path: Path) -> None:
+    mistake = IN_DECODER[name]
+    named(mistake, decoder_only(EXPORTS / export, mistake.change), export, tmp_path, data)
+
+
+def named(mistake: Mistake, loop: Loop, export: str, tmp_path: Path, data: int) -> None:
+    """The mistake is named where the trace tells enough; where it does not, nothing is made up, and that is said."""
+    _, result = held(loop, export, tmp_path, data)
+    if data < mistake.data and not result.breaks:
+        assert any(mistake.names.partition(".")[0] in name for name in result.blind)
+        return
+    assert result.step is not None, "no step breaks the contract"
+    (found,) = result.breaks
+    assert (found.kind, result.step.number) == (mistake.kind, mistake.step), found
+    assert mistake.names in found.inputs
+    assert mistake.says in found.cause, found.cause
+
+
+@pytest.mark.parametrize("export", ALONE)
+def test_the_last_step_taken_back_is_told_from_a_stale_cache_by_nothing(export: str, tmp_path: Path) -> None:
+    """With a mask that goes with it, the finding is suspected; with a mask that does not, it is certain."""
+    for columns, certain in ((4, False), (5, True)):
+
+        def change(number: int, feeds: Feeds, loop: Loop, columns: int = columns) -> None:
+            if number == 2:
+                feeds.update({n: v for n, v in loop.fed(1).items() if "past" in n or n == "position_ids"})
+                feeds["attention_mask"] = np.ones((1, columns), np.int64)
+
+        (found,) = held(decoder_only(EXPORTS / export, change, steps=3), export, tmp_path, EVERYTHING)[1].breaks
+        assert found.kind == "past-stale"
+        assert (found.suspected is None) == certain
+
+
+@pytest.mark.parametrize("export", ALONE)
+def test_rows_of_small_values_are_no_other_sequences(export: str, tmp_path: Path) -> None:
+    """Values that were printed keep a few digits: a row that is small beside another loses all of them."""
+
+    def change(number: int, feeds: Feeds, loop: Loop) -> None:
+        if number == 2:
+            for name in [name for name in feeds if "past" in name]:
+                shown = loop.calls[-1]["got"][name.replace("past_key_values", "present")]
+                shown[1] *= 1e-7
+                feeds[name] = shown + np.array([0, 1e-8], np.float32).reshape(2, 1, 1, 1)
+
+    loop = decoder_only(EXPORTS / export, change, batch=2, steps=3)
+    assert held(loop, export, tmp_path, EVERYTHING)[1].breaks == ()

@@ -1,0 +1,231 @@
+"""Traces as files: what can be read, and what is refused, each with the place and what to do."""
+
+import io
+import json
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.loops import EXPORTS, as_folder, as_lines, decoder_only, seq2seq
+
+from kvdoctor.decode.caller_trace.read import read_trace
+from kvdoctor.decode.caller_trace.recorded import onnx_dtype
+from kvdoctor.errors import UsageError
+
+IDS = {"dtype": "int64", "shape": [1, 3], "data": [5, 6, 7]}
+
+
+def line(**fields: Any) -> str:
+    return json.dumps({"fed": {"input_ids": IDS}, **fields})
+
+
+def of(**entry: Any) -> str:
+    return json.dumps({"fed": {"input_ids": {**IDS, **entry}}})
+
+
+BAD_LINES = {
+    "nothing": ("", "holds no step"),
+    "blank lines": ("\n \n", "holds no step"),
+    "no JSON": ("step 0: ok", "line 1 is not a JSON object"),
+    "no object": ("[1, 2]", "line 1 is not a JSON object"),
+    "cut off": (line() + "\n" + line()[:-9], "line 2 is not a JSON object"),
+    "deep": ("[" * 100_000, "line 1 is not a JSON object"),
+    "another field": (line(feeds={}), "has a field 'feeds'; known are step, file, fed, got, error"),
+    "nothing fed": ('{"got": {}}', "does not say what was fed"),
+    "fed a list": ('{"fed": [1]}', "must map up to"),
+    "file a number": (line(file=3), "'file' must be a text"),
+    "step a text": (line(step="one"), "'step' must be a whole number"),
+    "no shape": ('{"fed": {"x": {"dtype": "int64"}}}', "must have dtype and shape"),
+    "more than that": (of(device="cpu"), "must have dtype and shape, may have data, and nothing else"),
+    "strange type": (of(dtype="decimal"), "'decimal' is not an element type"),
+    "no type": (of(dtype=None), "'None' is not an element type"),
+    "declared shape": (of(shape=["batch", 3]), "not those declared"),
+    "negative shape": (of(shape=[-1, 3]), "not those declared"),
+    "huge shape": (of(shape=[1 << 30, 1 << 30], data=None), "no tensor has 2 axes of such sizes"),
+    "data too short": (of(data=[1]), "a flat list of 3 numbers, and is 1 numbers"),
+    "data nested": (of(data=[[5, 6, 7]]), "a flat list of 3 numbers"),
+    "data of texts": (of(data=["5", "6", "7"]), "must be a flat list of numbers"),
+    "data of fractions": (of(data=[5, 6.5, 7]), "holds numbers that int64 does not"),
+    "data too large": (of(data=[5, 6, 1 << 70]), "holds numbers that int64 does not"),
+    "long number": (of(data=[5, 6, 7]).replace("7]", "7" * 5000 + "]"), "line 1 is not a JSON object"),
+    "a name twice": ('{"fed": {"x": 1, "x": 2}}', "'x' occurs twice"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_bad_lines_are_refused(case: str, tmp_path: Path) -> None:
+    text, message = BAD_LINES[case]
+    file = tmp_path / "loop.jsonl"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError) as refused:
+        read_trace(str(file))
+    assert message in str(refused.value)
+    assert len(str(refused.value)) < 1500
+
+
+def test_a_line_without_end_is_given_up(tmp_path: Path) -> None:
+    """As long as a disk: no more of it is read than a line may have."""
+    file = tmp_path / "loop.jsonl"
+    with file.open("wb") as stream:
+        stream.write(b'{"fed": {"x')
+        stream.truncate(900 << 20)
+    begin = time.perf_counter()
+    with pytest.raises(UsageError, match="line 1 is longer than 64 MiB"):
+        read_trace(str(file))
+    assert time.perf_counter() - begin < 10
+    with file.open("r+b") as stream:
+        stream.truncate(10 << 30)
+    with pytest.raises(UsageError, match="larger than 1 GiB"):
+        read_trace(str(file))
+
+
+def test_what_powershell_writes_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "loop.jsonl"
+    file.write_text(line(), encoding="utf-16")
+    with pytest.raises(UsageError, match="UTF-16"):
+        read_trace(str(file))
+    file.write_text(line() + "\r\n" + line() + "\r\n", encoding="utf-8-sig")
+    assert [step.place for step in read_trace(str(file))] == ["line 1", "line 2"]
+
+
+@pytest.mark.parametrize(
+    ("word", "dtype"),
+    [
+        *(("float32", "float"), ("f32", "float"), ("FLOAT", "float"), ("Float", "float"), ("tensor(bool)", "bool")),
+        *((1, "float"), (7, "int64"), (9, "bool"), ("i64", "int64"), ("Int64", "int64"), ("BOOL", "bool")),
+        *(("ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32", "int32"), ("torch.float64", "double"), ("u8", "uint8")),
+        *(("complex64", None), (0, None), (True, None), (["float"], None), ("", None)),
+    ],
+)
+def test_types_as_any_binding_writes_them(word: object, dtype: str | None) -> None:
+    assert onnx_dtype(word) == dtype
+
+
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
+    loop = seq2seq(EXPORTS / "marian-4.57.6", steps=3)
+    (tmp_path / "loop.jsonl").write_text(as_lines(loop, 10**9), encoding="utf-8")
+    lines, folder = read_trace(str(tmp_path / "loop.jsonl")), read_trace(str(as_folder(loop, tmp_path / "steps")))
+    for one, other, call in zip(lines, folder, loop.calls, strict=True):
+        for name, value in call["fed"].items():
+            for step in (one, other):
+                assert np.array_equal(step.fed[name].array(), value)
+                assert step.fed[name].array().dtype == value.dtype
+        assert set(one.got) == set(other.got) == set(call["got"])
+
+
+def test_a_zip_tells_what_a_folder_tells(tmp_path: Path) -> None:
+    """Eleven steps: their order is that of numbers and not of letters."""
+    folder = as_folder(decoder_only(EXPORTS / "gpt2", steps=11), tmp_path / "steps")
+    with zipfile.ZipFile(tmp_path / "steps.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(folder.iterdir()):
+            archive.write(file, f"trace/{file.name}")
+    packed, plain = read_trace(str(tmp_path / "steps.zip")), read_trace(str(folder))
+    assert [step.place for step in plain] == [f"step_{number}.npz" for number in range(11)]
+    assert [step.fed for step in packed] == [step.fed for step in plain]
+    assert np.array_equal(packed[10].fed["input_ids"].array(), plain[10].fed["input_ids"].array())
+    (alone,) = read_trace(str(folder / "step_3.npz"))
+    assert alone.fed == plain[3].fed
+
+
+def npz(**arrays: Any) -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, **{name.replace("_of_", "/"): array for name, array in arrays.items()})
+    return stream.getvalue()
+
+
+def packed(entries: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    return stream.getvalue()
+
+
+def header(text: bytes) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+GOOD = np.zeros((1, 3), np.int64)
+BAD_STEPS = {
+    "no archive": (b"nothing of that", "is not a readable .npz"),
+    "empty": (b"", "is not a readable .npz"),
+    "cut off": (npz(fed_of_x=GOOD)[:-30], "is not a readable .npz"),
+    "arrays without side": (npz(x=GOOD), "has an entry 'x.npy'"),
+    "path": (packed({"../../fed/x.npy": b""}), "has an entry '../../fed/x.npy'"),
+    "no array": (packed({"fed/x.txt": b"1"}), "has an entry"),
+    "nothing fed": (npz(got_of_x=GOOD), "does not say what was fed"),
+    "pickle": (npz(fed_of_x=np.array([{}], object)), "never unpickled"),
+    "texts": (npz(fed_of_x=np.array(["a"])), "which no decoder takes"),
+    "records": (npz(fed_of_x=np.zeros(2, [("a", "i4"), ("b", "f4")])), "which no decoder takes"),
+    "no header": (packed({"fed/x.npy": b"12345678901234567890"}), "is not a readable .npz"),
+    "header lies": (
+        packed({"fed/x.npy": header(b"{'descr':'<f4','fortran_order':False,'shape':(9,9)}\n") + b"1234"}),
+        "bytes where its header says",
+    ),
+    "header of code": (packed({"fed/x.npy": header(b"__import__('os').getcwd()\n")}), "is not a readable .npz"),
+    "negative size": (
+        packed({"fed/x.npy": header(b"{'descr':'<f4','fortran_order':False,'shape':(-1,-4)}\n") + b"1" * 16}),
+        "axis of size",
+    ),
+    "endless": (
+        packed({"fed/x.npy": header(b"{'descr':'<f4','fortran_order':False,'shape':(9999999,99999)}\n")}),
+        "larger than 2 GiB",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STEPS)
+def test_bad_archives_are_refused(case: str, tmp_path: Path) -> None:
+    content, message = BAD_STEPS[case]
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    (folder / "step_0.npz").write_bytes(content)
+    with pytest.raises(UsageError) as refused:
+        read_trace(str(folder))
+    assert message in str(refused.value)
+    assert "step_0.npz" in str(refused.value)
+    with zipfile.ZipFile(tmp_path / "steps.zip", "w") as archive:
+        archive.writestr("step_0.npz", content)
+    with pytest.raises(UsageError):
+        read_trace(str(tmp_path / "steps.zip"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["steps", "steps.zip"]
+
+
+def test_values_that_are_damaged_are_told_when_they_are_asked_for(tmp_path: Path) -> None:
+    content = bytearray(npz(fed_of_x=np.arange(4000)))
+    content[-3000] ^= 255
+    (tmp_path / "step_0.npz").write_bytes(bytes(content))
+    (step,) = read_trace(str(tmp_path))
+    with pytest.raises(UsageError, match="cannot be read"):
+        step.fed["x"].array()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.npz"], "name the files by their step"),
+        (["1.npz", "01.npz"], "are the same step"),
+        ([], "holds no .npz"),
+    ],
+)
+def test_files_that_have_no_order(names: list[str], message: str, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(npz(fed_of_x=GOOD))
+    with pytest.raises(UsageError, match=message):
+        read_trace(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["none.jsonl", "a\0b", "/dev/null" if Path("/dev/null").exists() else "none"])
+def test_what_is_no_file_is_refused(path: str) -> None:
+    with pytest.raises(UsageError):
+        read_trace(path)
+
+
+def test_more_steps_than_anybody_reads(tmp_path: Path) -> None:
+    file = tmp_path / "loop.jsonl"
+    file.write_text((line() + "\n") * 4097, encoding="utf-8")
+    with pytest.raises(UsageError, match="more than 4096 steps"):
+        read_trace(str(file))
