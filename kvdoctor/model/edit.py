@@ -17,6 +17,7 @@ from kvdoctor.model.traverse import (
     nodes_in,
     own_names,
     producer,
+    producers,
     stable_order,
     subgraphs,
     values_read,
@@ -108,15 +109,25 @@ def rename_banned(graph: GraphProto, banned: set[str], known: set[str]) -> None:
 
 def return_value(model: ModelProto, graph: GraphProto, output: str, value: str) -> None:
     """Return another value of the graph as an output, and drop what only the old one needed."""
-    maker = producer(graph, output)
-    if maker is None:
-        raise ValueError(f"{output!r} is not made by a node of this graph")
-    old = new_name(model, f"{output}.unrepaired")
-    rename_values(graph, {output: old})
-    value = old if value == output else value
-    node = NodeProto(op_type="Identity", name=new_name(model, f"{output}.repaired"), input=[value], output=[output])
-    graph.node.append(node)
-    drop_unused(graph, old)
+    return_values(model, graph, {output: value})
+
+
+def return_values(model: ModelProto, graph: GraphProto, values: Mapping[str, str]) -> None:
+    """Return other values of the graph as outputs, all at once, and drop what only the old ones needed.
+
+    Raises:
+        ValueError: an output is not made by a node of this graph.
+    """
+    made, known = producers(graph), names_in(model)
+    if missing := values.keys() - made.keys():
+        raise ValueError(f"{min(missing)!r} is not made by a node of this graph")
+    old = {output: fresh_name(f"{output}.unrepaired", known) for output in values}
+    rename_values(graph, old)
+    for output, value in values.items():
+        name = fresh_name(f"{output}.repaired", known)
+        graph.node.append(NodeProto(op_type="Identity", name=name, input=[old.get(value, value)], output=[output]))
+    for name in old.values():
+        drop_unused(graph, name)
 
 
 def drop_unused(graph: GraphProto, name: str) -> None:

@@ -4,7 +4,7 @@ A subgraph sees the values of the graphs around it; a value that it makes itself
 forbids that, and files have it). Source: "Names Within a Graph" in ONNX's IR.md.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
@@ -98,15 +98,22 @@ def producer(graph: GraphProto, name: str) -> NodeProto | None:
     return next((node for node in graph.node if name in node.output), None)
 
 
-def readers(graph: GraphProto, name: str) -> Iterator[tuple[NodeProto, int]]:
-    """Every node that reads a value, at any depth, and at which of its inputs."""
+Readers = Mapping[str, Sequence[tuple[NodeProto, int]]]
+"""For each value, the nodes that read it and at which of their inputs."""
+
+
+def readers(graph: GraphProto) -> dict[str, list[tuple[NodeProto, int]]]:
+    """For each value, the nodes that read it, at any depth, and at which of their inputs."""
+    found: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in graph.node:
-        for index, read in enumerate(node.input):
-            if read == name:
-                yield node, index
+        for index, name in enumerate(node.input):
+            found.setdefault(name, []).append((node, index))
         for body in subgraphs(node):
-            if name not in own_names(body):
-                yield from readers(body, name)
+            own = own_names(body)
+            for name, inner in readers(body).items():
+                if name not in own:
+                    found.setdefault(name, []).extend(inner)
+    return found
 
 
 def own_names(graph: GraphProto) -> set[str]:

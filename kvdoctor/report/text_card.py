@@ -83,12 +83,14 @@ def _draw_cache(page: Page, report: Report, finding: Finding) -> list[Text]:
 
 def _find_run(report: Report, finding: Finding) -> Run | None:
     """The run that a finding is about: of its use, else the loop that is wrong, else the first wrong run."""
-    from kvdoctor.decode.experiments import load
-
     if finding.stack is None:
         return None
-    experiments = {experiment.name: experiment for experiment in load()}
     runs = [run for run in select_local_runs(report, finding.stack) if run.shows in WRONG and run.steps]
+    if not runs:
+        return None
+    from kvdoctor.decode.experiments import load  # with numpy, which a report without runs does not need
+
+    experiments = {experiment.name: experiment for experiment in load()}
     judged = [run for run in runs if (known := experiments.get(run.experiment)) and known.judged and known.shown]
     if finding.use is not None:
         for run in judged:

@@ -9,10 +9,10 @@ from kvdoctor.analysis.dialects.dialect import find_dialect
 from kvdoctor.contract import Slot, describe
 from kvdoctor.model.edit import describe_maker, new_name, rename_values
 from kvdoctor.model.proto import GraphProto, NodeProto, ValueInfoProto
-from kvdoctor.model.traverse import needed_for, own_names
+from kvdoctor.model.traverse import own_names
 from kvdoctor.model.view import GraphView, declared
 from kvdoctor.repair.repairs.axis_names import name_of_new_axis
-from kvdoctor.repair.repairs.joined_presents import find_joined
+from kvdoctor.repair.repairs.joined_presents import JoinedValues
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
@@ -31,9 +31,9 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
     wanted = [s for s in contract.slots if s.present is None and s.kind == "self-attention" and not s.is_given]
     dialect = find_dialect(view.inputs)
     names = {name.past: name.present for name in dialect.find_slots(view.inputs)} if dialect is not None else {}
-    used, found = needed_for(view.model.graph, [logits.name]), list[tuple[Slot, str, str]]()
+    joined, found = JoinedValues.of(view.model.graph, logits.name), list[tuple[Slot, str, str]]()
     for slot in wanted:
-        values, name = find_joined(view.model.graph, slot, used), names.get(slot.past)
+        values, name = joined.find(slot), names.get(slot.past)
         if name is None or name in view.outputs:
             context.cannot(f"the name of the present of {slot.past} is not known", INSTEAD)
         if len(values) != 1:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvdoctor.model.edit import fresh_name
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import own_names, readers
+from kvdoctor.model.traverse import Readers, own_names, readers
 from kvdoctor.model.view import Scope
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
@@ -39,8 +39,9 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
 
 def _copy_scales(scope: Scope, file: str) -> Iterator[Change]:
     copied: dict[str, str] = {}
+    reads = readers(scope.graph)
     for node in scope.graph.node:
-        if node.op_type != "DequantizeLinear" or (way := _find_matmul(scope.graph, node)) is None:
+        if node.op_type != "DequantizeLinear" or (way := _find_matmul(reads, node)) is None:
             continue
         wanted = (SCALE, ZERO_POINT) if way == "Transpose" else (SCALE, ZERO_POINT, WEIGHT)
         for at in wanted:
@@ -58,14 +59,14 @@ def _copy_scales(scope: Scope, file: str) -> Iterator[Change]:
             )
 
 
-def _find_matmul(graph: GraphProto, node: NodeProto) -> str | None:
+def _find_matmul(reads: Readers, node: NodeProto) -> str | None:
     """The operator between a node and a MatMul: `Transpose`, or empty if there is none; None without a MatMul."""
     found = set()
-    for reader, _ in readers(graph, node.output[0]):
+    for reader, _ in reads.get(node.output[0], ()):
         if reader.op_type in ("MatMul", "Gemm"):
             found.add("")
         elif reader.op_type == "Transpose":
-            further = readers(graph, reader.output[0])
+            further = reads.get(reader.output[0], ())
             found |= {"Transpose"} if any(each.op_type in ("MatMul", "Gemm") for each, _ in further) else set()
     return None if not found else "" if "" in found else "Transpose"
 

@@ -5,14 +5,14 @@ operator that returns its present), once for each slot, and computes its logits 
 Ensures: every present of such a slot is that value; logits, names and declarations stay as they are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kvdoctor.contract import Slot
 from kvdoctor.model.cache_operators import ports_of
-from kvdoctor.model.edit import describe_graph, describe_maker, return_value
+from kvdoctor.model.edit import describe_graph, describe_maker, return_values
 from kvdoctor.model.proto import GraphProto, NodeProto
-from kvdoctor.model.traverse import needed_for, producer, readers
-from kvdoctor.model.view import GraphView
+from kvdoctor.model.traverse import Readers, needed_for, producers, readers
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
@@ -27,45 +27,64 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
     slots = [slot for slot in contract.of_kind("self-attention") if slot.present and slot.growth in ("grow", "shared")]
     if logits is None or not slots:
         context.cannot("no slot grows, or the graph returns no logits that would show the right value", INSTEAD)
+    view = context.view(file)
+    scope, used_name = view.behind(logits.name)
+    graph = scope.graph
+    joined, made = JoinedValues.of(graph, used_name), producers(graph)
+    values: dict[str, str] = {}
     changes: list[Change] = []
     for slot in slots:
-        changes += _repair_present(context, context.view(file), slot, logits.name, file)
+        behind, name = view.behind(slot.present or "")
+        if behind.graph is not graph or name not in made:
+            context.cannot(f"{slot.present} is not computed in the graph that computes the logits", INSTEAD)
+        right = joined.find(slot)
+        if len(right) != 1:
+            count = "no" if not right else f"{len(right)}"
+            context.cannot(f"{count} nodes join {slot.past} with new entries for the attention", INSTEAD)
+        if _skip_identities(made, name) != right[0]:
+            values[name] = right[0]
+            after = f"Identity({right[0]}), from {describe_maker(graph, right[0])}"
+            where = f"{describe_graph(view, graph)}, output {slot.present!r}"
+            changes.append(Change(file, where, describe_maker(graph, name), after))
     if not changes:
         context.cannot("every present is the value that the attention uses: the fault is in its computation", INSTEAD)
+    return_values(view.model, graph, values)
     return tuple(changes)
 
 
-def _repair_present(context: RepairContext, view: GraphView, slot: Slot, logits: str, file: str) -> Iterator[Change]:
-    scope, name = view.behind(slot.present or "")
-    used_scope, used_name = view.behind(logits)
-    graph = scope.graph
-    if graph is not used_scope.graph or producer(graph, name) is None:
-        context.cannot(f"{slot.present} is not computed in the graph that computes the logits", INSTEAD)
-    right = find_joined(graph, slot, needed_for(graph, [used_name]))
-    if len(right) != 1:
-        count = "no" if not right else f"{len(right)}"
-        context.cannot(f"{count} nodes join {slot.past} with new entries for the attention", INSTEAD)
-    if _skip_identities(graph, name) == right[0]:
-        return
-    before, after = describe_maker(graph, name), describe_maker(graph, right[0])
-    return_value(view.model, graph, name, right[0])
-    yield Change(
-        file,
-        f"{describe_graph(view, graph)}, output {slot.present!r}",
-        before,
-        f"Identity({right[0]}), from {after}",
-    )
+@dataclass(frozen=True, slots=True)
+class JoinedValues:
+    """The values of a graph that hold a past followed by the new entries.
 
+    Attributes:
+        readers: The nodes that read each value.
+        used: The values that the logits depend on.
+    """
 
-def find_joined(graph: GraphProto, slot: Slot, used: set[str]) -> list[str]:
-    """The values that hold the past of a slot followed by the new entries, and that the logits depend on."""
-    found = list[str]()
-    for value in _find_aliases(graph, slot.past):
-        for node, index in readers(graph, value):
-            made = _joined_output(node, index)
-            if made and made not in found and not used.isdisjoint(node.output):
-                found.append(made)
-    return found
+    readers: Readers
+    used: set[str]
+
+    @classmethod
+    def of(cls, graph: GraphProto, logits: str) -> "JoinedValues":
+        """Those of a graph that computes logits of that name."""
+        return cls(readers(graph), needed_for(graph, [logits]))
+
+    def find(self, slot: Slot) -> list[str]:
+        """The values that hold the past of a slot followed by the new entries, and that the logits depend on."""
+        found = list[str]()
+        for value in self._find_aliases(slot.past):
+            for node, index in self.readers.get(value, ()):
+                made = _joined_output(node, index)
+                if made and made not in found and not self.used.isdisjoint(node.output):
+                    found.append(made)
+        return found
+
+    def _find_aliases(self, name: str) -> list[str]:
+        """A value and its copies by Identity."""
+        names = [name]
+        for known in names:
+            names += [str(node.output[0]) for node, _ in self.readers.get(known, ()) if node.op_type == "Identity"]
+        return names
 
 
 def _joined_output(node: NodeProto, index: int) -> str | None:
@@ -80,18 +99,10 @@ def _joined_output(node: NodeProto, index: int) -> str | None:
     return str(node.output[at]) if at < len(node.output) and node.output[at] else None
 
 
-def _find_aliases(graph: GraphProto, name: str) -> list[str]:
-    """A value and its copies by Identity."""
-    names = [name]
-    for known in names:
-        names += [str(node.output[0]) for node, _ in readers(graph, known) if node.op_type == "Identity"]
-    return names
-
-
-def _skip_identities(graph: GraphProto, name: str) -> str:
+def _skip_identities(made: Mapping[str, NodeProto], name: str) -> str:
     """The value behind Identity nodes."""
-    for _ in range(len(graph.node)):
-        node = producer(graph, name)
+    for _ in made:
+        node = made.get(name)
         if node is None or node.op_type != "Identity":
             break
         name = node.input[0]

@@ -6,13 +6,13 @@ Ensures: all readers use one of them, in the outermost graph that holds a copy, 
 hold one each; the others are removed. Values, nodes and outputs stay as they are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kvdoctor.diagnose.checks.duplicate_weights import StoredWeight, alike, stored
 from kvdoctor.model.edit import new_name, rename_reads
 from kvdoctor.model.proto import ModelProto, TensorProto
-from kvdoctor.model.traverse import graphs_in, own_names, readers
+from kvdoctor.model.traverse import graphs_in, nodes_in, own_names
 from kvdoctor.model.view import GraphView, Scope
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
@@ -37,7 +37,9 @@ def _merge_copies(context: RepairContext, file: str) -> Iterator[Change]:
     places = {found.location: found.path for found in source.external if found.bytes is not None}
     held: dict[int, tuple[Scope, TensorProto]] = {}
     weights: list[StoredWeight] = []
+    quantized: dict[int, set[str]] = {}
     for scope in GraphView(model).scopes():
+        quantized[id(scope.graph)] = _find_read_quantized(scope)
         for tensor in scope.graph.initializer:
             weight = stored(tensor, {**places, source.path.name: Path(source.path)})
             if weight is not None and tensor.name not in inputs:
@@ -45,14 +47,16 @@ def _merge_copies(context: RepairContext, file: str) -> Iterator[Change]:
                 held[id(weight)] = (scope, tensor)
     for group in alike(weights).values():
         copies = [held[id(weight)] for weight in group]
-        for mergeable in _group_mergeable(copies):
+        for mergeable in _group_mergeable(copies, quantized):
             if len(mergeable) > 1:
                 yield _tie(context, file, mergeable, group[0].length)
 
 
-def _group_mergeable(copies: list[tuple[Scope, TensorProto]]) -> Iterator[list[tuple[Scope, TensorProto]]]:
+def _group_mergeable(
+    copies: list[tuple[Scope, TensorProto]], quantized: Mapping[int, set[str]]
+) -> Iterator[list[tuple[Scope, TensorProto]]]:
     """Copies that may be merged: all of them, or those of one graph if a quantized operator reads them."""
-    if not any(_feeds_quantized(scope, tensor) for scope, tensor in copies):
+    if not any(tensor.name in quantized[id(scope.graph)] for scope, tensor in copies):
         yield copies
         return
     by_graph: dict[int, list[tuple[Scope, TensorProto]]] = {}
@@ -61,9 +65,10 @@ def _group_mergeable(copies: list[tuple[Scope, TensorProto]]) -> Iterator[list[t
     yield from by_graph.values()
 
 
-def _feeds_quantized(scope: Scope, tensor: TensorProto) -> bool:
-    found = (node.op_type for node, _ in readers(scope.graph, tensor.name))
-    return any(kind.startswith(QUANTIZED) or kind.endswith(QUANTIZED) for kind in found)
+def _find_read_quantized(scope: Scope) -> set[str]:
+    """The values that quantized operators of a graph read, at any depth."""
+    nodes = (n for n in nodes_in(scope.graph.node) if n.op_type.startswith(QUANTIZED) or n.op_type.endswith(QUANTIZED))
+    return {name for node in nodes for name in node.input}
 
 
 def _tie(context: RepairContext, file: str, copies: list[tuple[Scope, TensorProto]], length: int) -> Change:
