@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeGuard, get_args
 
+from kvdoctor.errors import did_you_mean
+
 Consumer = Literal["plain", "held"]
 """The loop that calls the model: every present is fed back, or the cross-attention cache of the prefill is kept."""
 Required = Literal["chunked-prefill", "batch", "left-padding", "beam", "full-context"]
@@ -74,6 +76,10 @@ class Kind:
         """Return the value of the option as JSON holds it."""
         return value
 
+    def words(self) -> Iterable[str]:
+        """Return the words that it accepts, for completion in a shell; none where they cannot be listed."""
+        return ()
+
     def refuse(self, given: Any) -> NoReturn:
         """Raise `WrongValue` with the values that are accepted."""
         raise WrongValue(f"it takes {self.takes}; got {given!r}")
@@ -104,7 +110,14 @@ class Choice(Kind):
 
     def read(self, given: Any) -> str:
         """Accept one of the words."""
-        return given if isinstance(given, str) and given in self.values else self.refuse(given)
+        if isinstance(given, str) and given in self.values:
+            return given
+        meant = did_you_mean(str(given), self.values)
+        raise WrongValue(f"it takes {self.takes}; got {given!r}{'; ' if meant else ''}{meant}")
+
+    def words(self) -> tuple[str, ...]:
+        """Return the words."""
+        return self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +235,14 @@ class Names(Kind):
     """Several words: a list, or one text with commas.
 
     `convert` makes the value of the option from the words; it raises `WrongValue` for a word that it does not know.
-    `to_json` turns that value back into words. `if_empty` is the reason to refuse a value without a word.
+    `to_json` turns that value back into words. `if_empty` is the reason to refuse a value without a word. `known` lists
+    the words that it knows.
     """
 
     convert: Callable[[tuple[str, ...]], Any] = tuple
     to_json: Callable[[Any], list[str]] = list
     if_empty: str = ""
+    known: Callable[[], Iterable[str]] = tuple
 
     def read(self, given: Any) -> Any:
         """Accept a text or an iterable of texts."""
@@ -244,6 +259,10 @@ class Names(Kind):
         if not isinstance(given, list) or not all(map(is_text, given)):
             self.refuse(given)
         self.convert(tuple(given))
+
+    def words(self) -> Iterable[str]:
+        """Return the known words."""
+        return self.known()
 
     def to_plain(self, value: Any) -> list[str]:
         """Return the words."""

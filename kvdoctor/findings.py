@@ -33,6 +33,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from kvdoctor.choices import Required
+from kvdoctor.errors import did_you_mean
 
 if TYPE_CHECKING:
     # Modules that read graphs are loaded only where a graph is read: a gate without changes needs none of them.
@@ -291,7 +292,8 @@ def why_no_check(words: Iterable[str]) -> str | None:
     """Why one of the words names no check, be it a code, the start of codes or a name; None where each names some."""
     for word in words:
         if not any(_matches((word,), check.code, check.name) for check in all_checks()):
-            return f"{word!r} names no check; `kvdoctor explain` lists all of them"
+            meant = did_you_mean(word, (name for check in all_checks() for name in (check.code, check.name)))
+            return f"{word!r} names no check; {meant}{' ' * bool(meant)}`kvdoctor explain` lists all of them"
     return None
 
 

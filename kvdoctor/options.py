@@ -55,6 +55,11 @@ FOLLOW_POLICY = ("inspect", "step-test", *GATES)
 MAY_DOWNLOAD = ("step-test", "re-export", "diff", *GATES)
 """Groups of commands. An option belongs to a command on the command line and to its function in `api.py` alike."""
 
+INPUT, CHECKS, REPAIR, BASELINE = "Input", "What to check", "Repair", "Known findings"
+LIMITS, OUTPUT, OTHER = "Runtime and limits", "Output", "Other"
+HELP_GROUPS = (INPUT, CHECKS, REPAIR, BASELINE, OUTPUT, LIMITS, OTHER)
+"""The groups of options on a help page, in their order."""
+
 MOST_SEQUENCES = 2**20
 MOST_POSITIONS = 2**31 - 1
 
@@ -66,7 +71,8 @@ class Option:
     `keyword` is the name of the field and of the keyword argument. `flag` is the name on the command line, by default
     the keyword's; one that begins with `no-` switches off; None: not on the command line. `unset` describes what holds
     where the default is None. `policy` is an example of its line in a policy, empty if it is no key; a key that is set
-    `once` stands in no override. `reported` says when the arguments of a report contain it.
+    `once` stands in no override. `reported` says when the arguments of a report contain it. `group` is its group on a
+    help page.
     """
 
     kind: Kind
@@ -82,6 +88,7 @@ class Option:
     policy: str = ""
     once: bool = False
     reported: Literal["always", "if set", "never"] = "never"
+    group: str = CHECKS
 
     @property
     def key(self) -> str:
@@ -125,7 +132,8 @@ def _check_codes(words: tuple[str, ...]) -> tuple[str, ...]:
 def _check_uses(words: tuple[str, ...]) -> tuple[Required, ...]:
     unknown = next((word for word in words if word not in REQUIRED), None)
     if unknown is not None:
-        raise WrongValue(f"it takes {', '.join(REQUIRED)}; got {unknown!r}")
+        meant = did_you_mean(unknown, REQUIRED)
+        raise WrongValue(f"it takes {', '.join(REQUIRED)}; got {unknown!r}{'; ' if meant else ''}{meant}")
     return tuple(use for use in REQUIRED if use in words)
 
 
@@ -152,7 +160,13 @@ class Tolerances(Kind):
         return dict(given)
 
 
-CODES = Names("a list of codes, prefixes or names", "CODES", convert=_check_codes)
+def _list_codes() -> Iterable[str]:
+    from kvdoctor.findings import all_checks
+
+    return [word for check in all_checks() for word in (check.code, check.name)]
+
+
+CODES = Names("a list of codes, prefixes or names", "CODES", convert=_check_codes, known=_list_codes)
 SEQUENCES = Whole.of(1, MOST_SEQUENCES)
 POSITIONS = Whole.of(1, MOST_POSITIONS)
 
@@ -188,6 +202,7 @@ class GateChoices:
         unset="as many as cores and memory allow",
         policy="jobs = 2",
         once=True,
+        group=LIMITS,
     )
     cache: bool = option(
         Flag(),
@@ -198,6 +213,7 @@ class GateChoices:
         flag_help="Run models again that have not changed since their last run.",
         policy="cache = false",
         once=True,
+        group=LIMITS,
     )
     cache_dir: str | None = option(
         Folder(),
@@ -206,12 +222,14 @@ class GateChoices:
         GATES,
         unset="the user's cache folder",
         environment="KVDOCTOR_CACHE_DIR",
+        group=LIMITS,
     )
     cluster: str | None = option(
         Text("the address of a scheduler", "ADDRESS"),
         None,
         "Run the models on the Dask cluster of this scheduler, as in tcp://HOST:8786.",
         GATES,
+        group=LIMITS,
     )
     static: bool = option(Flag(), False, "Read the files and run nothing. The verdict is never healthy.", ("gate",))
     by_folder: bool = option(
@@ -228,18 +246,24 @@ class BaselineChoices:
         None,
         "Add the findings that count and are not known, for this reason.",
         ("baseline",),
+        group=BASELINE,
     )
     until: str | None = option(
-        Day(), None, "With --reason: know the findings until this day, as in 2026-12-31.", ("baseline",)
+        Day(), None, "With --reason: know the findings until this day, as in 2026-12-31.", ("baseline",), group=BASELINE
     )
     prune: bool = option(
-        Flag(), False, "Remove findings that are not found any more, and models that are gone.", ("baseline",)
+        Flag(),
+        False,
+        "Remove findings that are not found any more, and models that are gone.",
+        ("baseline",),
+        group=BASELINE,
     )
     check: bool = option(
         Flag(),
         False,
         "Write nothing; exit with code 1 if the file would change, or if a finding counts.",
         ("baseline",),
+        group=BASELINE,
     )
 
 
@@ -271,24 +295,33 @@ class ReExportChoices:
         (),
         "Use only these repairs, by name (docs/repairs.md).",
         ("re-export",),
+        group=REPAIR,
     )
-    keep_unproved: bool = option(Flag(), False, "Write OUT although the repair could not be proved.", ("re-export",))
+    keep_unproved: bool = option(
+        Flag(), False, "Write OUT although the repair could not be proved.", ("re-export",), group=REPAIR
+    )
     layout: str | None = option(
         Text("the name of a layout", "NAME"),
         None,
         "Convert to this layout: merged, pair, optimum, optimum-pair, single (docs/layouts.md).",
         ("re-export",),
+        group=REPAIR,
     )
     axes: AxisNames = option(
-        Choice.of(AXIS_NAMES), "kept", "Keep the names of open axes, or give them readable ones.", ("re-export",)
+        Choice.of(AXIS_NAMES),
+        "kept",
+        "Keep the names of open axes, or give them readable ones.",
+        ("re-export",),
+        group=REPAIR,
     )
-    ir_version: int | None = option(Whole.of(4), None, "Lower the IR version to N.", ("re-export",))
+    ir_version: int | None = option(Whole.of(4), None, "Lower the IR version to N.", ("re-export",), group=REPAIR)
     opset: int | None = option(
         Whole.of(7, 40),
         None,
         "Lower the opset to N; with --from, export with it.",
         ("re-export",),
         unset="the opset of PATH",
+        group=REPAIR,
     )
     from_: str | None = option(
         File("a folder or a model of the Hugging Face Hub", "CHECKPOINT"),
@@ -296,6 +329,7 @@ class ReExportChoices:
         "Export again from this PyTorch checkpoint: a folder, or a model of the Hugging Face Hub (uses the network).",
         ("re-export",),
         flag="from",
+        group=REPAIR,
     )
     exporter: ExporterName | None = option(
         Choice.of(EXPORTERS),
@@ -303,6 +337,7 @@ class ReExportChoices:
         "With --from: export with this exporter.",
         ("re-export",),
         unset="by the layout and the findings of PATH",
+        group=REPAIR,
     )
     dtype: Dtype | None = option(
         Choice.of(DTYPES),
@@ -310,18 +345,21 @@ class ReExportChoices:
         "With --from: export in this arithmetic.",
         ("re-export",),
         unset="the arithmetic of PATH's cache, else fp32",
+        group=REPAIR,
     )
     task: str | None = option(
         Text("the name of a task", "TASK"),
         None,
         "With --from and optimum: export for this task, by optimum's name.",
         ("re-export",),
+        group=REPAIR,
     )
     because: str | None = option(
         File(metavar="REPORT"),
         None,
         "With --from: choose by this JSON report of PATH, and do not diagnose PATH again.",
         ("re-export",),
+        group=REPAIR,
     )
 
 
@@ -339,9 +377,10 @@ class Options:
         "Read the cache contract from here: `kvdoctor contract MODEL --format json`, edited by hand.",
         ("step-test",),
         reported="if set",
+        group=INPUT,
     )
     prompt_ids: tuple[int, ...] = option(
-        Numbers(), (), "Begin with these token ids, as in 1,2,3.", ("step-test",), reported="if set"
+        Numbers(), (), "Begin with these token ids, as in 1,2,3.", ("step-test",), reported="if set", group=INPUT
     )
     inputs: str | None = option(
         File(),
@@ -349,6 +388,7 @@ class Options:
         "Read encoder inputs and input_ids by name from this .npz file.",
         ("step-test",),
         reported="if set",
+        group=INPUT,
     )
     reference: str | None = option(
         File("a folder or a model of the Hugging Face Hub", "CHECKPOINT"),
@@ -357,6 +397,7 @@ class Options:
         "network).",
         ("step-test",),
         reported="if set",
+        group=INPUT,
     )
     trace: str | None = option(
         File(),
@@ -364,6 +405,7 @@ class Options:
         "Check the recorded steps of your own loop against the contract, and run them again (docs/trace.md).",
         ("step-test",),
         reported="if set",
+        group=INPUT,
     )
     batch: int | None = option(
         SEQUENCES,
@@ -372,6 +414,7 @@ class Options:
         ("inspect",),
         unset="1",
         reported="if set",
+        group=INPUT,
     )
     context: int | None = option(
         POSITIONS,
@@ -380,6 +423,7 @@ class Options:
         ("inspect",),
         unset="the value of the config",
         reported="if set",
+        group=INPUT,
     )
     encoder_length: int | None = option(
         POSITIONS,
@@ -388,6 +432,7 @@ class Options:
         ("inspect",),
         unset="the value of the graph or the config",
         reported="if set",
+        group=INPUT,
     )
     consumer: Consumer = option(
         Choice.of(CONSUMERS),
@@ -437,7 +482,7 @@ class Options:
         reported="always",
     )
     require: tuple[Required, ...] = option(
-        Names("a list of uses", "USES", convert=_check_uses),
+        Names("a list of uses", "USES", convert=_check_uses, known=lambda: REQUIRED),
         (),
         f"Require these uses, so that their findings become errors: {', '.join(REQUIRED)}.",
         ALL,
@@ -468,10 +513,18 @@ class Options:
         RUNS,
         policy='provider = "CUDAExecutionProvider"',
         reported="always",
+        group=LIMITS,
     )
-    seed: int = option(Whole.of(0), 0, "Seed the generator of all synthetic inputs.", ALL, policy="seed = 7")
+    seed: int = option(
+        Whole.of(0), 0, "Seed the generator of all synthetic inputs.", ALL, policy="seed = 7", group=LIMITS
+    )
     timeout: float = option(
-        Seconds(), 300.0, "Wait no longer than this for one answer of the runtime.", RUNS, policy="timeout = 60"
+        Seconds(),
+        300.0,
+        "Wait no longer than this for one answer of the runtime.",
+        RUNS,
+        policy="timeout = 60",
+        group=LIMITS,
     )
     max_memory: int | None = option(
         Whole.of(1, unit="MiB", metavar="MIB"),
@@ -480,9 +533,12 @@ class Options:
         RUNS,
         unset="nine tenths of the machine's memory",
         policy="max-memory = 4096",
+        group=LIMITS,
     )
-    hash: bool = option(Flag(), False, "Put the SHA-256 of each file into the report.", ALL, policy="hash = true")
-    offline: bool = option(Flag(), False, "Never use the network.", MAY_DOWNLOAD, policy="offline = true")
+    hash: bool = option(
+        Flag(), False, "Put the SHA-256 of each file into the report.", ALL, policy="hash = true", group=OUTPUT
+    )
+    offline: bool = option(Flag(), False, "Never use the network.", MAY_DOWNLOAD, policy="offline = true", group=LIMITS)
     progress: Callable[[str, int, int], None] | None = option(
         Kind("a function"), None, "Call this at the start of each experiment.", ALL, flag=None
     )

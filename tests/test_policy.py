@@ -73,7 +73,10 @@ def test_each_key_takes_its_example_and_refuses_another_kind(name: str, tmp_path
         ("target = ['onnxruntime==1.16.3']", "did you mean 'targets'?"),
         ("zzz = 1", "it takes models, baseline,"),
         ("fail-on = 'fatal'", 'fail-on: it takes "note", "warning", "error" or "never"; got \'fatal\''),
-        ("select = ['KV999']", "select: 'KV999' names no check; `kvdoctor explain` lists all of them"),
+        (
+            "select = ['KV999']",
+            "select: 'KV999' names no check; did you mean 'KV309'? `kvdoctor explain` lists all of them",
+        ),
         ("ignore = ['']", "ignore: it takes a list of codes"),
         ("require = ['beams']", "got 'beams'"),
         ("targets = ['onnxruntime']", "targets: it takes NAME==RELEASE"),

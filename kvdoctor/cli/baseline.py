@@ -5,26 +5,41 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvdoctor.cli.gate import with_cache_folder
-from kvdoctor.cli.options import chosen_policy, examples, given_options, policy_options, table_options
-from kvdoctor.cli.output import closed_pipe_allowed, end, output_options, progress_line, read_output, refuse_formats
+from kvdoctor.cli.options import (
+    GroupedOption,
+    chosen_policy,
+    command,
+    examples,
+    given_options,
+    policy_options,
+    table_options,
+)
+from kvdoctor.cli.output import closed_pipe_allowed, end, progress_line, quiet_option
+from kvdoctor.options import OUTPUT
 
 if TYPE_CHECKING:
     from kvdoctor.api import WrittenBaseline
 
 
-@click.command(
+@command(
+    "Write the findings that a gate is to know.",
     epilog=examples(
         ('kvdoctor baseline exports/*/ --reason "the app holds it" --until 2027-03-31', "take in what counts today"),
         ("kvdoctor baseline exports/*/ --prune", "remove what is not found any more"),
         ("kvdoctor baseline exports/*/ --check", "for CI: is the file up to date?"),
-    )
+    ),
 )
 @click.argument("paths", nargs=-1)
 @click.option(
-    "-o", "--out", metavar="FILE", help="Write this file.  [default: the policy's, else kvdoctor-baseline.json]"
+    "-o",
+    "--out",
+    metavar="FILE",
+    help="Write this file.  [default: the policy's, else kvdoctor-baseline.json]",
+    cls=GroupedOption,
+    group=OUTPUT,
 )
 @table_options("baseline")
-@output_options()
+@quiet_option
 @policy_options
 def baseline(paths: tuple[str, ...], out: str | None, **given: Any) -> NoReturn:
     """Run the gate, and write its findings into its baseline: those that a team lives with.
@@ -34,10 +49,9 @@ def baseline(paths: tuple[str, ...], out: str | None, **given: Any) -> NoReturn:
     """
     from kvdoctor import api
 
-    refuse_formats("baseline", given, ("text",))
     check = given["check"]
     options = with_cache_folder(given_options())
-    with progress_line(read_output(given)) as progress:
+    with progress_line(quiet=given["quiet"]) as progress:
         done = api.write_baseline(paths, out, policy=chosen_policy(given), progress=progress, **options)
     with closed_pipe_allowed():
         _print(done, check)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdoctor.cli.options import chosen_policy, examples, given_options, policy_options, table_options
-from kvdoctor.cli.output import output_options, refuse_formats
+from kvdoctor.cli.options import chosen_policy, command, examples, given_options, policy_options, table_options
+from kvdoctor.cli.output import format_option
 
 if TYPE_CHECKING:
     from kvdoctor.gating.policy import EffectiveValue, Policy
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 SCHEMA = "kvdoctor/config/1"
 
 
-@click.command(
+@command(
+    "Print the values in effect and their origins.",
     epilog=examples(
         ("kvdoctor config", "the values for the models of the policy, and where they come from"),
         ("kvdoctor config exports/marian --format json", "for one model, for programs"),
-    )
+    ),
 )
 @click.argument("paths", nargs=-1)
 @table_options("config")
-@output_options()
+@format_option(("text", "json"))
 @policy_options
 def config(paths: tuple[str, ...], **given: Any) -> None:
     """Print the values in effect for each PATH and their origins: default, policy, override or command line.
@@ -31,7 +32,6 @@ def config(paths: tuple[str, ...], **given: Any) -> None:
     """
     from kvdoctor import api
 
-    refuse_formats("config", given, ("text", "json"))
     policy = chosen_policy(given)
     models: tuple[str | None, ...] = paths or policy.models() or (None,)
     found = [(model, api.effective_values(policy, model, **given_options())) for model in models]

@@ -5,16 +5,17 @@ from typing import Any, NoReturn
 
 import click
 
-from kvdoctor.cli.options import chosen_policy, examples, given_options, policy_options, table_options
-from kvdoctor.cli.output import complain, end, finish, output_options, progress_line, read_output
+from kvdoctor.cli.options import chosen_policy, command, examples, given_options, policy_options, table_options
+from kvdoctor.cli.output import complain, end, finish, format_option, output_options, progress_line, read_output
 
 
-@click.command(
+@command(
+    "Read a model without running it.",
     epilog=examples(
         ("kvdoctor inspect exports/marian", "files, inputs, outputs, the cache contract"),
         ("kvdoctor inspect exports/llama --context 8192 --batch 4", "the memory of the cache"),
         ("kvdoctor inspect exports/marian --target onnxruntime==1.16.3", "what is too new for it"),
-    )
+    ),
 )
 @click.argument("path", type=click.Path())
 @table_options("inspect")
@@ -28,8 +29,9 @@ def inspect(path: str, **given: Any) -> NoReturn:
     finish(api.inspect(path, policy=chosen_policy(given), **given_options()), output)
 
 
-@click.command(
-    "step-test",
+@command(
+    "Run decode steps; name the failure and its cause.",
+    name="step-test",
     epilog=examples(
         ("kvdoctor step-test exports/marian", "what fails, where, why"),
         ("kvdoctor step-test exports/marian --consumer held", "as Optimum calls it"),
@@ -46,21 +48,20 @@ def step_test(path: str, **given: Any) -> NoReturn:
     from kvdoctor import api
 
     output = read_output(given)
-    with progress_line(output) as progress:
+    with progress_line(quiet=given["quiet"]) as progress:
         report = api.step_test(path, policy=chosen_policy(given), progress=progress, **given_options())
     finish(report, output)
 
 
-@click.command(
+@command(
+    "Print what a decode loop must feed, feed back and keep.",
     epilog=examples(
         ("kvdoctor contract exports/marian", "what a loop must feed, feed back and keep"),
         ("kvdoctor contract exports/marian --format json", "for programs"),
-    )
+    ),
 )
 @click.argument("path", type=click.Path())
-@click.option(
-    "--format", "format_", type=click.Choice(["text", "json"]), default="text", help="Print this on standard output."
-)
+@format_option(("text", "json"))
 def contract(path: str, format_: str) -> NoReturn:
     """Print the cache contract of each stack: what a loop must feed, feed back and keep."""
     from kvdoctor import api

@@ -5,19 +5,20 @@ from typing import Any, NoReturn
 
 import click
 
-from kvdoctor.cli.options import examples, given_options, table_options
+from kvdoctor.cli.options import command, examples, given_options, table_options
 from kvdoctor.cli.output import closed_pipe_allowed, end, output_options, progress_line, read_output, write
 
 FORMATS = ("text", "json", "markdown")
 
 
-@click.command(
+@command(
+    "Compare two models: contract, graph and behavior.",
     epilog=examples(
         ("kvdoctor diff exports/v1 exports/v2", "can the new export replace the old one?"),
         ("kvdoctor diff yesterday.json exports/v2", "the same, with a report of --format json"),
         ("kvdoctor diff --static exports/v1 v2.onnx", "contract and graph; nothing is run"),
         ("kvdoctor diff --agree tokens fp32 int8", "are the likeliest tokens the same?"),
-    )
+    ),
 )
 @click.argument("a")
 @click.argument("b")
@@ -33,7 +34,7 @@ def diff(a: str, b: str, **given: Any) -> NoReturn:
     from kvdoctor import api
 
     output = read_output(given, FORMATS)
-    with progress_line(output) as progress:
+    with progress_line(quiet=given["quiet"]) as progress:
         found = api.diff(a, b, progress=progress, **given_options())
     from kvdoctor.report.diff import print_diff, render
 

@@ -5,19 +5,20 @@ from typing import Any, NoReturn
 import click
 from click.core import ParameterSource
 
-from kvdoctor.cli.options import chosen_policy, examples, given_options, policy_options, table_options
+from kvdoctor.cli.options import chosen_policy, command, examples, given_options, policy_options, table_options
 from kvdoctor.cli.output import end, output_options, progress_line, read_output, show_gate
 
 FOR_RUNS = ("jobs", "cache_dir", "cluster")
 
 
-@click.command(
+@command(
+    "Check many models for CI: one verdict.",
     epilog=examples(
         ("kvdoctor gate exports/*/", "every model, one verdict"),
         ("kvdoctor gate exports/*/ --output sarif=kvdoctor.sarif -q", "with a file for code scanning"),
         ("kvdoctor gate exports/marian --fail-on warning", "stricter"),
         ("kvdoctor gate --static --by-folder exports/marian/model.onnx", "for a hook: runs nothing"),
-    )
+    ),
 )
 @click.argument("paths", nargs=-1, type=click.Path())
 @table_options("gate")
@@ -38,7 +39,7 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     output = read_output(given, models=models)
     if given["static"]:
         _refuse_with_static()
-    with progress_line(output) as progress:
+    with progress_line(quiet=given["quiet"]) as progress:
         done = api.gate(models, policy=policy, progress=progress, **with_cache_folder(given_options()))
     show_gate(done, output)
     end(done.exit_code)

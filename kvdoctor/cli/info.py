@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvdoctor.cli.options import examples
+from kvdoctor.cli.options import command, examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from kvdoctor.report.known_messages import KnownMessage
 
 
-@click.command(
+@command(
+    "Explain a finding, or look up an error message.",
     epilog=examples(
         ("kvdoctor explain KV203", "by code"),
         ("kvdoctor explain mask-not-offset", "by name"),
         ("kvdoctor explain KV3", "all checks of a kind"),
         ("kvdoctor explain 'MatMul dimension mismatch'", "a message of the runtime"),
         ("kvdoctor explain", "all of them"),
-    )
+    ),
 )
 @click.argument("text", required=False)
 def explain(text: str | None) -> None:
@@ -81,7 +82,7 @@ def _fill(text: str, first: str = "") -> str:
     return textwrap.fill(text, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
 
 
-@click.command(epilog=examples(("kvdoctor schema report", "the document of `--format json`")))
+@command("Print the JSON Schema of a document.", epilog=examples(("kvdoctor schema report", "that of `--format json`")))
 @click.argument("name", type=click.Choice(["report", "gate", "contract", "diff", "baseline"]))
 def schema(name: str) -> None:
     """Print the JSON Schema of a document."""
@@ -91,7 +92,10 @@ def schema(name: str) -> None:
     click.echo(json_format.dump(schemas()[name]), nl=False)
 
 
-@click.command(epilog=examples(("kvdoctor env", "to paste into a bug report")))
+@command(
+    "Print versions, execution providers and extras.",
+    epilog=examples(("kvdoctor env", "to paste into a bug report")),
+)
 def env() -> None:
     """Print versions, execution providers and extras, each with the command that repairs it."""
     from kvdoctor import api

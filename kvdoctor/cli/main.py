@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -15,17 +16,25 @@ import click
 from kvdoctor._version import __version__
 from kvdoctor.cli.options import examples
 from kvdoctor.cli.output import closed_pipe_allowed, complain, discard_output, end
-from kvdoctor.errors import KvdoctorError
+from kvdoctor.errors import KvdoctorError, did_you_mean
 
 EXIT_USAGE, EXIT_INCOMPLETE, EXIT_INTERRUPTED = 2, 3, 130
 
 COMMANDS = {
-    **dict.fromkeys(("inspect", "step-test", "contract"), "diagnose"),
-    **dict.fromkeys(("re-export", "repro"), "repair"),
-    **dict.fromkeys(("explain", "schema", "env"), "info"),
-    **{name: name for name in ("gate", "baseline", "config", "diff")},
+    "step-test": "diagnose",
+    "inspect": "diagnose",
+    "re-export": "repair",
+    "gate": "gate",
+    "explain": "info",
+    "contract": "diagnose",
+    "diff": "diff",
+    "repro": "repair",
+    "baseline": "baseline",
+    "config": "config",
+    "env": "info",
+    "schema": "info",
 }
-"""The commands, each with its module in this package."""
+"""The commands, the frequent ones first, each with its module in this package."""
 
 
 def find_command(name: str) -> click.Command | None:
@@ -56,26 +65,43 @@ class _Commands(click.Group):
             return super().invoke(context)
 
     def list_commands(self, _: click.Context) -> list[str]:
-        return sorted(COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, _: click.Context, name: str) -> click.Command | None:
         return find_command(name)
+
+    def resolve_command(
+        self, context: click.Context, words: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command of the first word; a path that exists is a step-test of it.
+
+        Raises:
+            UsageError: the word is neither.
+        """
+        word = words[0]
+        if word in COMMANDS:
+            return super().resolve_command(context, words)
+        if Path(word).exists():
+            return "step-test", find_command("step-test"), words
+        if os.sep in word or word.endswith(".onnx"):
+            raise click.UsageError(f"{word!r} does not exist; give an .onnx file or the folder of an export", context)
+        raise click.UsageError(f"there is no command {word!r}; {did_you_mean(word, COMMANDS)}".rstrip("; "), context)
 
 
 @click.group(
     cls=_Commands,
     epilog=examples(
+        ("kvdoctor exports/marian", "what decode steps show"),
         ("kvdoctor inspect exports/marian", "what the files declare"),
-        ("kvdoctor step-test exports/marian", "what decode steps show"),
         ("kvdoctor re-export exports/marian -o fixed", "a repaired and proved copy"),
         ("kvdoctor repro exports/marian -o to-send", "the failure without the weights"),
         ("kvdoctor gate exports/*", "for CI: exit code 0, 1, 2 or 3"),
     ),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.version_option(__version__, package_name="kvdoctor", message="kvdoctor %(version)s")
+@click.version_option(__version__, "-V", "--version", package_name="kvdoctor", message="kvdoctor %(version)s")
 def cli() -> None:
-    """Diagnose and repair ONNX decoders with a KV cache."""
+    """Diagnose and repair ONNX decoders with a KV cache. A PATH without COMMAND is step-tested."""
 
 
 def main() -> NoReturn:
@@ -116,11 +142,9 @@ def _show(error: click.ClickException) -> None:
     if isinstance(error, click.UsageError) and error.ctx is not None and error.message == error.ctx.get_help():
         click.echo(error.message, err=True)  # a command that was given nothing shows its help
         return
-    message = error.format_message()
-    if isinstance(error, click.MissingParameter) or printable(message) == message:
-        error.show()
-    else:
-        complain(printable(shortened(message, 1200)))
+    message = printable(shortened(error.format_message(), 1200))
+    asked = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx is not None else None
+    complain(message if asked is None else f"{message}\n  `{asked} --help` lists what it takes")
 
 
 def _end_in_order() -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from kvdoctor.choices import Choice, File, Flag, Names, WrongValue
-from kvdoctor.options import Option, options_of
+from kvdoctor.choices import File, Flag, Names, WrongValue
+from kvdoctor.options import CHECKS, HELP_GROUPS, OTHER, Option, options_of
 
 if TYPE_CHECKING:
     from kvdoctor.gating.policy import Policy
@@ -15,6 +15,37 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+
+
+class GroupedOption(click.Option):
+    """An option that stands under a heading of the help page."""
+
+    def __init__(self, *words: Any, group: str = OTHER, **more: Any) -> None:
+        super().__init__(*words, **more)
+        self.group = group
+
+
+class GroupedCommand(click.Command):
+    """A command whose help page has its options in groups.
+
+    Considered: cloup and rich-click. Each is a dependency for this one method, and rich-click loads rich.
+    """
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options by groups, each in the order of the command."""
+        groups: dict[str, list[tuple[str, str]]] = {name: [] for name in HELP_GROUPS}
+        for one in self.get_params(context):
+            if isinstance(one, click.Option) and (record := one.get_help_record(context)) is not None:
+                groups[one.group if isinstance(one, GroupedOption) else OTHER].append(record)
+        for name, records in groups.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records, col_max=24)
+
+
+def command(short: str, *, name: str | None = None, epilog: str) -> Callable[[Callable[..., Any]], GroupedCommand]:
+    """Make a command; `short` is its line in the list of commands, which 80 columns hold."""
+    return click.command(name, cls=GroupedCommand, short_help=short, epilog=epilog)
 
 
 def table_options(name: str) -> Callable[[Command], Command]:
@@ -31,8 +62,9 @@ def table_options(name: str) -> Callable[[Command], Command]:
 
 def policy_options(command: Command) -> Command:
     """Add the options that choose the policy."""
-    command = click.option("--no-config", is_flag=True, help="Follow no policy.")(command)
-    return click.option("--config", metavar="FILE", help="Follow the policy in this file.")(command)
+    group: dict[str, Any] = {"cls": GroupedOption, "group": CHECKS}
+    command = click.option("--no-config", is_flag=True, help="Follow no policy.", **group)(command)
+    return click.option("--config", metavar="FILE", help="Follow the policy in this file.", **group)(command)
 
 
 def given_options() -> dict[str, Any]:
@@ -86,9 +118,10 @@ def _click_option(option: Option) -> Callable[[Command], Command]:
             flag_value=value,
             default=option.default,
             help=option.flag_help or option.help,
+            cls=GroupedOption,
+            group=option.group,
         )
     several = isinstance(option.kind, Names)
-    words = option.kind.values if isinstance(option.kind, Choice) else ()
     return click.option(
         flag,
         option.keyword,
@@ -97,8 +130,22 @@ def _click_option(option: Option) -> Callable[[Command], Command]:
         metavar=option.kind.metavar,
         envvar=option.environment or None,
         help=_help(option),
-        shell_complete=lambda _context, _option, start: [word for word in words if word.startswith(start)],
+        shell_complete=_completer(option),
+        cls=GroupedOption,
+        group=option.group,
     )
+
+
+def _completer(option: Option) -> Callable[[click.Context, click.Parameter, str], Any]:
+    """Complete a path, or the last of several words."""
+
+    def complete(context: click.Context, parameter: click.Parameter, start: str) -> Any:
+        if isinstance(option.kind, File):
+            return click.Path().shell_complete(context, parameter, start)
+        before, comma, last = start.rpartition(",")
+        return [f"{before}{comma}{word}" for word in option.kind.words() if word.startswith(last)]
+
+    return complete
 
 
 def _reader(option: Option) -> Callable[[click.Context, click.Parameter, str | None], Any]:

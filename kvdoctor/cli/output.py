@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from kvdoctor.cli.options import given_paths
+from kvdoctor.cli.options import GroupedOption, given_paths
+from kvdoctor.options import OUTPUT
 from kvdoctor.report.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -21,6 +23,17 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 NEVER_OVERWRITTEN = {".onnx", ".ort", ".data", ".safetensors", ".toml", ".npz"}
 HEAD_BYTES = 4096
+CI_SECONDS = 30.0
+SUFFIXES = {
+    ".txt": "text",
+    ".json": "json",
+    ".md": "markdown",
+    ".html": "html",
+    ".htm": "html",
+    ".sarif": "sarif",
+    ".xml": "junit",
+}
+"""The format of a file, by its suffix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +52,21 @@ class Output:
 def output_options(formats: tuple[str, ...] = FORMATS) -> Callable[[Command], Command]:
     """Add the options that say what is printed and written; `formats` are those of the command."""
     options = (
-        click.option(
-            "--format", "format_", type=click.Choice(formats), default="text", help="Print this on standard output."
+        format_option(formats),
+        _option(
+            "--output",
+            "outputs",
+            multiple=True,
+            metavar="[FORMAT=]FILE",
+            help="Also write this file; without FORMAT its suffix names the format, as in report.html.",
         ),
-        click.option("--output", "outputs", multiple=True, metavar="FORMAT=FILE", help="Also write this file."),
-        click.option("-q", "--quiet", is_flag=True, help="Print the findings in short and the verdict."),
-        click.option(
-            "-v", "--verbose", is_flag=True, help="Print all evidence: every run, step, input, output and note."
-        ),
-        click.option(
+        quiet_option,
+        _option("-v", "--verbose", is_flag=True, help="Print all evidence: every run, step, input, output and note."),
+        _option(
             "--color",
             type=click.Choice(["auto", "always", "never"]),
             default="auto",
-            help="Color; NO_COLOR is honored.",
+            help="Color; NO_COLOR and FORCE_COLOR are honored.",
         ),
     )
 
@@ -61,6 +76,21 @@ def output_options(formats: tuple[str, ...] = FORMATS) -> Callable[[Command], Co
         return command
 
     return add
+
+
+def _option(*words: str, **more: Any) -> Callable[[Command], Command]:
+    return click.option(*words, cls=GroupedOption, group=OUTPUT, **more)
+
+
+def format_option(formats: tuple[str, ...]) -> Callable[[Command], Command]:
+    """Add the option for the format of standard output."""
+    choice = click.Choice(formats)
+    return _option("--format", "format_", type=choice, default="text", help="Print this on standard output.")
+
+
+def quiet_option(command: Command) -> Command:
+    """Add `--quiet`."""
+    return _option("-q", "--quiet", is_flag=True, help="Print the findings in short and the verdict.")(command)
 
 
 def read_output(given: dict[str, Any], formats: tuple[str, ...] = FORMATS, models: Sequence[str] = ()) -> Output:
@@ -73,9 +103,7 @@ def read_output(given: dict[str, Any], formats: tuple[str, ...] = FORMATS, model
     """
     files: list[tuple[str, Path]] = []
     for target in given["outputs"]:
-        name, _, file = target.partition("=")
-        if name not in formats or not file:
-            raise click.UsageError(f"--output takes FORMAT=FILE with a format of {', '.join(formats)}; got {target!r}")
+        name, file = _split_output(target, formats)
         path = Path(file)
         problem = _refused(file, path, [one for _, one in files]) or _would_destroy(file, path, models)
         if problem:
@@ -85,14 +113,20 @@ def read_output(given: dict[str, Any], formats: tuple[str, ...] = FORMATS, model
     return Output(given["format_"], tuple(files), verbosity, given["color"])
 
 
-def refuse_formats(command: str, given: dict[str, Any], formats: tuple[str, ...]) -> None:
-    """Refuse formats that a command does not print, and files that it does not write.
+def _split_output(target: str, formats: tuple[str, ...]) -> tuple[str, str]:
+    """Split FORMAT=FILE; the suffix of a FILE alone names its format.
 
     Raises:
-        UsageError: one was given.
+        UsageError: it has no format, or one that the command does not write.
     """
-    if given["format_"] not in formats or given["outputs"]:
-        raise click.UsageError(f"{command} is printed as --format {' or '.join(formats)}, and writes no --output")
+    name, equals, file = target.partition("=")
+    if equals and file and name in formats:
+        return name, file
+    if (found := SUFFIXES.get(Path(target).suffix.lower())) in formats and (not equals or os.sep in name):
+        return str(found), target
+    known = ", ".join(suffix for suffix, found in SUFFIXES.items() if found in formats)
+    takes = f"FORMAT=FILE with a format of {', '.join(formats)}, or a FILE that ends in {known}"
+    raise click.UsageError(f"--output takes {takes}; got {target!r}")
 
 
 def _refused(file: str, path: Path, others: list[Path]) -> str | None:
@@ -212,16 +246,39 @@ class ProgressLine:
 
 
 @contextmanager
-def progress_line(output: Output) -> Iterator[ProgressLine | None]:
-    """Show progress on standard error; None if that is no terminal, or with `--quiet`."""
-    if output.verbosity < 0 or not sys.stderr.isatty():
+def progress_line(*, quiet: bool) -> Iterator[ProgressLine | None]:
+    """Show progress on standard error. None with `--quiet`, and where that is no terminal and this is no CI job."""
+    if quiet or not (sys.stderr.isatty() or os.environ.get("CI")):
         yield None
+        return
+    if not sys.stderr.isatty():
+        with _regular_lines() as line:
+            yield line
         return
     from rich.console import Console
     from rich.markup import escape
 
     with Console(stderr=True).status("starting") as line:
         yield ProgressLine(lambda text: line.update(escape(text)))
+
+
+@contextmanager
+def _regular_lines() -> Iterator[ProgressLine]:
+    """Print the work in progress every half minute: CI services end a job that prints nothing for long."""
+    latest, ended = ["starting"], threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(CI_SECONDS):
+            complain(latest[0])
+
+    def update(text: str) -> None:
+        latest[0] = text
+
+    threading.Thread(target=repeat, daemon=True).start()
+    try:
+        yield ProgressLine(update)
+    finally:
+        ended.set()
 
 
 def finish(report: "Report", output: Output, **more: Any) -> NoReturn:

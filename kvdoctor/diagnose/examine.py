@@ -47,7 +47,11 @@ class StackObservation:
 
 
 def examine(context: ContractContext, options: Options, runtime: Runtime, files: WorkerFiles) -> StackObservation:
-    """Run all experiments on one stack, if its preconditions are met."""
+    """Run all experiments on one stack, if its preconditions are met.
+
+    Raises:
+        UsageError: the runtime does not have the execution provider.
+    """
     from kvdoctor.decode.experiments import load
 
     name, contract = context.stack.name, context.contract
@@ -55,6 +59,7 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
         reason = NotChecked(name, "KV2-KV3", f"not run: {unmet}", essential=True)
         return StackObservation(contract, measured=_list_measurements(StackResults()), not_checked=(reason,))
 
+    runtime.require_provider(options.provider)
     job = replace(build_job(context, options), keep_logits=files.logits, keep_calls=files.calls)
     results = runtime.examine(job, options.progress)
     skipped = tuple(_skip(name, e, options, runtime) for e in load() if not _is_wanted(e, options))

@@ -42,7 +42,7 @@ class _Console(Console):
 def open_console(color: str) -> Console:
     """Standard output: as wide as the terminal; in a pipe one line per fact, whatever its length."""
     terminal = sys.stdout.isatty()
-    colored = terminal or color == "always"
+    colored = terminal or color == "always" or (color == "auto" and _color_is_forced())
     return _Console(
         force_terminal=colored,
         color_system=None if color == "never" else "auto",
@@ -51,6 +51,11 @@ def open_console(color: str) -> Console:
         markup=False,
         emoji=False,
     )
+
+
+def _color_is_forced() -> bool:
+    """Whether the environment asks for color also in a pipe. Source: force-color.org and bixense.com/clicolors."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE"))
 
 
 def open_text() -> tuple[io.StringIO, Console]:

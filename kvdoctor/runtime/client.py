@@ -25,7 +25,7 @@ from kvdoctor.decode.messages import (
     WorkerError,
 )
 from kvdoctor.decode.runs import LOOPS, Run, Step
-from kvdoctor.errors import WorkerDied
+from kvdoctor.errors import UsageError, WorkerDied, similar_names
 from kvdoctor.runtime.process import Limits, Worker
 
 MOST_CRASHES = 5
@@ -48,6 +48,18 @@ class StackResults:
     seconds: dict[str, float] = field(default_factory=dict)
     unrounded_seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
+
+
+DEFAULT_PROVIDER = "CPUExecutionProvider"
+PACKAGES = {
+    "CUDAExecutionProvider": "onnxruntime-gpu",
+    "TensorrtExecutionProvider": "onnxruntime-gpu",
+    "DmlExecutionProvider": "onnxruntime-directml",
+    "OpenVINOExecutionProvider": "onnxruntime-openvino",
+    "MIGraphXExecutionProvider": "onnxruntime-migraphx",
+    "QNNExecutionProvider": "onnxruntime-qnn",
+}
+"""The packages of PyPI that have an execution provider. Source: onnxruntime.ai/docs/install and the packages' pages."""
 
 
 class Runtime:
@@ -83,6 +95,27 @@ class Runtime:
             WorkerDied: it does not answer within the time limit.
         """
         return self._worker.greet().onnxruntime
+
+    def require_provider(self, name: str) -> None:
+        """Refuse an execution provider that the runtime does not have. It would run on the CPU without a word.
+
+        Raises:
+            UsageError: it does not have it; the message names those that it has, and how to get this one.
+        """
+        if name == DEFAULT_PROVIDER:  # in every build: the worker need not be waited for
+            return
+        hello = self._worker.greet()
+        if name in hello.providers:
+            return
+        known = {one.lower().removesuffix("executionprovider"): one for one in (*hello.providers, *PACKAGES)}
+        close = similar_names(name.lower().removesuffix("executionprovider"), known)
+        meant = known[close[0]] if close else None
+        parts = [f"onnxruntime {hello.onnxruntime} has {', '.join(hello.providers)}"]
+        if meant is not None and meant != name:
+            parts.append(f"did you mean {meant}?")
+        if meant in PACKAGES:
+            parts.append(f"the package {PACKAGES[meant]} has it: install it in place of onnxruntime")
+        raise UsageError(f"--provider {name}: {'; '.join(parts)}".replace("?;", "?"))
 
     @property
     def versions(self) -> dict[str, str]:

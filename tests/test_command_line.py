@@ -1,0 +1,119 @@
+"""Help, usage errors, completion and color of the command line, as a user calls it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.command_line import ROOT, kvdoctor
+
+from kvdoctor.cli.main import COMMANDS, find_command
+from kvdoctor.cli.options import GroupedOption
+from kvdoctor.options import OTHER
+
+MARIAN = "fixtures/exports/marian-4.46.3"
+GPT2 = "fixtures/exports/gpt2"
+
+
+def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "kvdoctor", *arguments]
+    return subprocess.run(
+        line, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, **environment}, timeout=120
+    )
+
+
+def test_a_path_alone_is_step_tested() -> None:
+    code, out = kvdoctor(MARIAN, "-q")
+    assert (code, out) == kvdoctor("step-test", MARIAN, "-q")
+    assert "KV203" in out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_stands_under_a_heading_and_every_command_has_a_whole_line(name: str) -> None:
+    command = find_command(name)
+    assert command is not None
+    groups = {one.name: one.group for one in command.params if isinstance(one, GroupedOption)}
+    assert OTHER not in groups.values()
+    assert {one.name for one in command.params if one.param_type_name == "option"} == set(groups)
+    assert len(command.get_short_help_str(limit=200)) + len("  re-export  ") <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("stp-test", GPT2), "there is no command 'stp-test'; did you mean 'step-test'?"),
+        (("missing/model.onnx",), "'missing/model.onnx' does not exist; give an .onnx file or the folder of an export"),
+        (("step-test", GPT2, "--fail-on", "eror"), "got 'eror'; did you mean 'error'?"),
+        (("step-test", GPT2, "--require", "beems"), "got 'beems'; did you mean 'beam'?"),
+        (("step-test", GPT2, "--select", "cross-cash-emptied"), "did you mean 'cross-cache-emptied'?"),
+        (("step-test", GPT2, "--provider", "cuda"), "did you mean CUDAExecutionProvider? the package onnxruntime-gpu"),
+        (("step-test", GPT2, "--output", "report.doc"), "or a FILE that ends in .txt, .json, .md, .html"),
+        (("step-test",), "`python -m kvdoctor step-test --help` lists what it takes"),
+    ],
+)
+def test_a_usage_error_says_what_was_probably_meant(arguments: tuple[str, ...], said: str) -> None:
+    done = call(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("kvdoctor: ")
+    assert said in done.stderr
+
+
+def test_the_suffix_of_a_file_names_its_format(tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("a.html", "b.json", "c.sarif", "d.xml", "e.md")}
+    code, _ = kvdoctor("inspect", GPT2, *(f"--output={file}" for file in files.values()), f"--output=json={tmp_path}/f")
+    assert code == 0
+    assert files["a.html"].read_text().startswith("<!doctype html>")
+    assert files["b.json"].read_text() == (tmp_path / "f").read_text()
+    assert '"$schema"' in files["c.sarif"].read_text()
+    assert "<testsuite" in files["d.xml"].read_text()
+    assert files["e.md"].read_text().startswith("#")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("kvdoctor step-test --require batch,le", "batch,left-padding"),
+        ("kvdoctor step-test --select cross-cache-em", "cross-cache-emptied"),
+        ("kvdoctor step-test --consumer h", "held"),
+        ("kvdoctor re-", "re-export"),
+    ],
+)
+def test_a_shell_completes_commands_codes_and_uses(words: str, offered: str) -> None:
+    count = str(len(words.split()) - 1)
+    script = "from kvdoctor.cli.main import cli; cli.main(prog_name='kvdoctor')"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "_KVDOCTOR_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": count},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert f"plain,{offered}" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("environment", "colored"),
+    [({}, False), ({"FORCE_COLOR": "1"}, True), ({"CLICOLOR_FORCE": "1"}, True), ({"CLICOLOR_FORCE": "0"}, False)],
+)
+def test_color_can_be_forced_in_a_pipe(environment: dict[str, str], colored: bool) -> None:
+    assert ("\x1b[" in call("inspect", MARIAN, TERM="xterm", **environment).stdout) is colored
+
+
+def test_a_ci_job_without_a_terminal_sees_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvdoctor.cli import output
+
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.setattr(output, "CI_SECONDS", 0.01)
+    with output.progress_line(quiet=False) as line:
+        assert line is not None
+        line("plain-loop", 3, 27)
+        said = ""
+        while "3 of 27: plain-loop" not in said:
+            said += capsys.readouterr().err
+    with output.progress_line(quiet=True) as line:
+        assert line is None
