@@ -128,6 +128,7 @@ def test_findings_are_raised_in_words(sick: kvdoctor.Report) -> None:
     with pytest.raises(kvdoctor.Unhealthy) as raised:
         sick.raise_for_findings()
     text = str(raised.value)
+    assert text.splitlines()[0] == "KV203 cross-cache-emptied", "the line that the summary of pytest shows"
     assert "error[KV203] cross-cache-emptied (merged)" in text
     assert "  fix        kvdoctor re-export" in text
     assert "KV204" not in text, "a note does not count, and is not shown"
@@ -171,6 +172,7 @@ def test_a_gate_names_every_model_that_fails_it(models: Path) -> None:
     assert json.loads(json.dumps(judged.to_dict()))["reports"][1]["verdict"] == "unhealthy"
     with pytest.raises(kvdoctor.Unhealthy) as raised:
         judged.raise_for_findings()
+    assert str(raised.value).startswith("KV203 cross-cache-emptied\n")
     assert "healthy: healthy" not in str(raised.value)
     assert "error[KV203]" in str(raised.value)
 

@@ -11,7 +11,7 @@ from kvdoctor.errors import Unhealthy
 from kvdoctor.findings import SEVERITIES, Finding, NotChecked, means_incomplete
 from kvdoctor.report.facts import ModelFacts, StackFacts, TargetFacts, Verdict
 from kvdoctor.report.repair_record import RepairRecord
-from kvdoctor.report.wording.summary import summarize
+from kvdoctor.report.wording.summary import name_worst, summarize
 from kvdoctor.serialization import to_plain
 
 SCHEMA = "kvdoctor/report/1"
@@ -100,10 +100,11 @@ class Report:
         """Return if the exit code of the command line would be 0, by the report's `fail_on`.
 
         Raises:
-            Unhealthy: there are findings that count, or the model could not be checked; the message lists them.
+            Unhealthy: there are findings that count, or the model could not be checked; the message lists them, and
+                its first line names the worst, which is what pytest's summary shows.
         """
         if exit_code(self, self.arguments.get("fail_on", "error")) != EXIT_HEALTHY:
-            raise Unhealthy(f"\n{self}")
+            raise Unhealthy(f"{name_worst(self)}\n{self}")
 
 
 def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -105,15 +105,28 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def summarize(report: "Report") -> str:
-    """Verdict, the findings that count by the report's `fail_on`, and the essential checks that could not run."""
+def name_worst(report: "Report") -> str:
+    """What keeps a model from being healthy, in a few words: `KV203 cross-cache-emptied and 1 more`."""
+    counted = list(dict.fromkeys(f"{found.code} {found.name}" for found in _find_counted(report)))
+    if counted:
+        return counted[0] + (f" and {len(counted) - 1} more" if counted[1:] else "")
+    reasons = [f"{entry.code} not checked: {entry.reason}" for entry in report.not_checked if entry.essential]
+    return printable(shortened(reasons[0])) if reasons else name_verdict(report)
+
+
+def _find_counted(report: "Report") -> list[Finding]:
+    """The findings that count by the report's `fail_on`; by errors where it has none."""
     fail_on = report.arguments.get("fail_on")
     lowest = SEVERITIES.index(fail_on) if fail_on in SEVERITIES else len(SEVERITIES) - 1
+    return [finding for finding in report.findings if SEVERITIES.index(finding.severity) >= lowest]
+
+
+def summarize(report: "Report") -> str:
+    """Verdict, the findings that count by the report's `fail_on`, and the essential checks that could not run."""
     lines = [format_verdict(report)]
-    for finding in report.findings:
-        if SEVERITIES.index(finding.severity) >= lowest:
-            details = (f"  {label:<{LABEL_WIDTH}}{text}" for label, text in list_details(finding))
-            lines += ["", format_headline(finding), *details]
+    for finding in _find_counted(report):
+        details = (f"  {label:<{LABEL_WIDTH}}{text}" for label, text in list_details(finding))
+        lines += ["", format_headline(finding), *details]
     for entry in report.not_checked:
         stack = f" ({entry.stack})" if entry.stack else ""
         lines += [f"not checked: {entry.code}{stack} {entry.reason}"] if entry.essential else []
