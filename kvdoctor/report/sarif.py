@@ -75,7 +75,7 @@ def _rule(check: Check) -> dict[str, Any]:
         "shortDescription": {"text": summary},
         "fullDescription": {"text": shortened(full[:1].upper() + full[1:], LONGEST_DESCRIPTION)},
         "help": {"text": check.documentation, "markdown": _markdown(check, body)},
-        "helpUri": f"{HOME}/blob/v{__version__}/docs/checks.md",
+        "helpUri": f"{HOME}/blob/v{__version__}/docs/checks.md#{check.code.lower()}-{check.name}",
         "properties": {"tags": ["onnx", "kv-cache", check.name]},
     }
 

@@ -68,6 +68,8 @@ def _list_labels(finding: Finding) -> Iterator[tuple[str, str]]:
         yield "or", cut(text, LONGEST_CAUSE)
     else:
         yield "fix", cut(finding.repair.text, LONGEST_CAUSE)
+    if finding.severity == "error":
+        yield "more", f"kvdoctor explain {finding.code}"
 
 
 def _draw_cache(page: Page, report: Report, finding: Finding) -> list[Text]:
