@@ -25,7 +25,7 @@ from kvdoctor.report.repair_record import AppliedRepair, ChangedFile, FileDiff, 
 def report_fix(session: RepairSession, outcome: Outcome, out: str | None) -> Report:
     """The report of a repair; `out` is None if nothing is written, and then the verdict is that on the original."""
     before = outcome.before.report
-    after = replace(outcome.after.report, findings=tuple(_update_advice(outcome, out)))
+    after = replace(outcome.after.report, findings=_update_advice(outcome.after.report, before.model.path, out))
     advice = dict.fromkeys(line for one in outcome.applied for line in one.repair.advice)
     record = replace(
         _make_record(outcome),
@@ -52,18 +52,18 @@ def report_fix(session: RepairSession, outcome: Outcome, out: str | None) -> Rep
     return replace(after, command="re-export", verdict=verdict, repair=record, measured=measured, notes=tuple(notes))
 
 
-def _update_advice(outcome: Outcome, out: str | None) -> Iterator[Finding]:
-    """The findings on the copy, with advice that leads on: a second repair of the graph would not help either."""
-    source = shlex.quote(outcome.before.report.model.path)
-    copy = source if out is None else shlex.quote(out)
-    for finding in outcome.after.report.findings:
+def _update_advice(report: Report, source: str, out: str | None) -> tuple[Finding, ...]:
+    """Findings with advice that leads on after the repairs of the graph: trying them again would not help."""
+    given = shlex.quote(source)
+    copy = given if out is None else shlex.quote(out)
+    updated = []
+    for finding in report.findings:
         command = finding.repair.command
         if command is not None and command.startswith("kvdoctor re-export"):
             again = f"kvdoctor re-export {copy} --from CHECKPOINT -o FIXED"
-            command = again if finding.severity != "note" else command.replace(f" {source} ", f" {copy} ")
-            yield replace(finding, repair=replace(finding.repair, command=command))
-        else:
-            yield finding
+            command = again if finding.severity != "note" else command.replace(f" {given} ", f" {copy} ")
+        updated.append(replace(finding, repair=replace(finding.repair, command=command)))
+    return tuple(updated)
 
 
 def report_nothing_done(before: Report, not_repaired: tuple[NotRepaired, ...], fix: tuple[str, ...]) -> Report:
@@ -78,23 +78,22 @@ def report_nothing_done(before: Report, not_repaired: tuple[NotRepaired, ...], f
     record = RepairRecord(
         before.model.path, None, (), RepairSide(before.verdict, before.findings), None, (), not_repaired=left
     )
-    return replace(before, command="re-export", repair=record, notes=(*before.notes, text))
+    findings = before.findings if fix else _update_advice(before, before.model.path, None)
+    return replace(before, command="re-export", findings=findings, repair=record, notes=(*before.notes, text))
 
 
 def report_unproved(session: RepairSession, outcome: Outcome) -> Report:
     """The report if the proof failed: nothing is written."""
     before = outcome.before.report
-    note = (
-        f"the repair was not proved, so no copy was written; failed claims: {_describe_failed(outcome)}; "
-        "--keep-unproved writes it nevertheless"
-    )
+    note = "the repair was not proved, so no copy was written; --keep-unproved writes it nevertheless"
     tried = {name: one.repair.name for one in outcome.applied for name in one.because}
     record = replace(
         _make_record(outcome),
         not_repaired=_explain_remaining(before, outcome.not_repaired, tried),
         diff=tuple(_list_diffs(session, outcome)),
     )
-    return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
+    findings = _update_advice(before, before.model.path, None)
+    return replace(before, command="re-export", findings=findings, repair=record, notes=(*before.notes, note))
 
 
 def _make_record(outcome: Outcome) -> RepairRecord:

@@ -21,7 +21,6 @@ from kvdoctor.report.wording.units import shorten_names
 
 EXPORT_AGAIN = "export again with dynamic axes; sample sizes of 2 or more, all different"
 TWO_TOKENS = "export again with dynamic axes, and with sample inputs of 2 decoder tokens or more: 1 becomes a constant"
-IF_POSSIBLE = "if the graph shows which of its numbers stand for this length; else"
 
 
 @check("KV110", "past-axis-frozen", "contract")
@@ -39,9 +38,7 @@ def past_axis_frozen(context: ContractContext) -> Iterator[Fault]:
             declared="a past length that grows with each step",
             observed=describe(slot.dtype, slot.shape),
             cause=f"the past length is fixed at {slot.size('past')}",
-            repair=context.advise_graph_repair(
-                f"{IF_POSSIBLE} {TWO_TOKENS if slot.size('past') == 1 else EXPORT_AGAIN}"
-            ),
+            repair=context.advise_graph_repair(TWO_TOKENS if slot.size("past") == 1 else EXPORT_AGAIN),
             effects=(_describe_failed_step(context) or "the runtime refuses a step with any other past length",),
         )
 
@@ -118,7 +115,7 @@ def _choose_advice(context: ContractContext, severity: Severity) -> Advice:
     """A repair does not change an axis that is fixed on purpose."""
     if severity == "note":
         return Advice("re-export", EXPORT_AGAIN)
-    return context.advise_graph_repair(f"{IF_POSSIBLE} {EXPORT_AGAIN}")
+    return context.advise_graph_repair(EXPORT_AGAIN)
 
 
 def _find_fixed_size(port: Port, axis: Axis) -> int | None:
