@@ -83,7 +83,8 @@ def _outputs(wanted: list[str]) -> list[str]:
     script = "".join(f"{{ was=$?; printf '{MARK}'; (exit $was); }}\n{command}\n" for command in wanted)
     with TemporaryDirectory() as folder:
         at, programs = Path(folder, "here"), Path(folder, "programs")
-        shutil.copytree(ROOT / "fixtures" / "exports", at / "fixtures" / "exports")
+        for models in ("exports", "from_scratch"):
+            shutil.copytree(ROOT / "fixtures" / models, at / "fixtures" / models)
         programs.mkdir()
         for name, program in PROGRAMS.items():
             (programs / name).write_text(program.format(python=sys.executable), encoding="utf-8")
