@@ -40,6 +40,19 @@ def test_the_page_of_experiments_is_current() -> None:
     assert (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8") == make_experiments.page()
 
 
+def test_the_figures_of_the_readme_are_those_of_the_tables() -> None:
+    zoo, faults = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("zoo.md", "faults.md"))
+    rows = re.findall(r"^\| \w+ \| ([\w.-]+) \| [\w-]+ \| [\w-]+[^|]*\| \d", zoo, re.MULTILINE)
+    injected = re.search(
+        r"^(\d+) faults in (\d+) broken exports: (\d+) found, .*\(([\d.]+) in 100\)", faults, re.MULTILINE
+    )
+    assert injected is not None
+    plain = " ".join(README.split())
+    assert f"{len(rows)} exports of {len(set(rows))} architectures" in plain
+    kinds, exports, found, named = injected.groups()
+    assert f"{kinds} faults, injected into {exports} exports: {found} found, {named} in 100 by their own name" in plain
+
+
 def test_every_check_is_explained() -> None:
     for check in all_checks():
         text = CliRunner().invoke(cli, ["explain", check.name]).output
