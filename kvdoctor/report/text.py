@@ -16,6 +16,7 @@ from kvdoctor.report.text_details import show_details, show_findings, show_plan,
 from kvdoctor.report.text_page import VERDICTS, Page, open_console, open_text
 from kvdoctor.report.wording.alike import FindingGroup, format_places, group_findings, group_open_checks
 from kvdoctor.report.wording.contract import describe_contract, format_files, outline_contracts
+from kvdoctor.report.wording.deciding import find_deciding, find_pictured, tabulate_cache
 from kvdoctor.report.wording.finding import format_name, known_reason
 from kvdoctor.report.wording.health import (
     advise_decision,
@@ -140,32 +141,23 @@ def _show_screen(page: Page, report: Report, verbosity: int, show_diff: bool) ->
 def _show_cards(page: Page, report: Report, verbosity: int, in_short: bool = False) -> None:
     """The findings, as many as fit one screen: a card for each that counts, a line for each other one."""
     groups = [group for group in group_findings(report.findings) if _is_shown(group.first, report)]
-    in_full = [] if in_short else _find_main(report, groups)
+    in_full = [] if in_short else find_deciding(report, groups)
     room = MOST_LINES * max(1, COLUMNS // page.console.width)
-    drawn: set[str | None] = set()
+    pictured = find_pictured(groups) if verbosity >= 0 else []
     after_card = True
     for number, group in enumerate(groups):
-        first, is_card = group.first, group in in_full
-        lines = make_card(page, report, group, drawn, verbosity) if is_card else make_line(page, group)
+        is_card = group in in_full
+        picture = tabulate_cache(report, group.first) if is_card and group in pictured else None
+        lines = make_card(page, group, picture) if is_card else make_line(page, group)
         if number and len(lines) > room:
             _show_rest(page, groups[number:])
             break
         page.show([Text(""), *lines] if is_card or after_card else lines)
         room, after_card = room - len(lines), is_card
-        if first.known is None and first.severity == "error":
-            drawn.update(group.places)
     names = list(dict.fromkeys(list_unshown(report)))
     if verbosity >= 0 and names and not any(group.first.severity == "note" for group in groups):
         page.show([Text("")] if after_card else [])
         page.line(f"\u00b7 notes: {', '.join(names[:MOST_KNOWN])}", "dim")
-
-
-def _find_main(report: Report, groups: list[FindingGroup]) -> list[FindingGroup]:
-    """The findings that get a card: those that count; else the warnings, unless a repair left them."""
-    main = [group for group in groups if counts(group.first, report.arguments.get("fail_on", "error"))]
-    if main or report.repair is not None:
-        return main
-    return [group for group in groups if group.first.severity != "note"]
 
 
 def _is_shown(finding: Finding, report: Report) -> bool:

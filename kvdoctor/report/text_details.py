@@ -1,6 +1,5 @@
 """The evidence of a report as text, for `--verbose`: findings in full, tables of runs and steps, contracts, ports."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import Run
@@ -9,9 +8,9 @@ from kvdoctor.report.facts import StackFacts
 from kvdoctor.report.repair_record import RepairRecord
 from kvdoctor.report.safe import shortened
 from kvdoctor.report.text_page import STYLES, Page
-from kvdoctor.report.wording.alike import FindingGroup, group_findings, group_open_checks
+from kvdoctor.report.wording.alike import group_findings, group_open_checks, list_group_details
 from kvdoctor.report.wording.contract import describe_contract, list_file_facts, list_ports
-from kvdoctor.report.wording.finding import format_headline, list_details
+from kvdoctor.report.wording.finding import format_headline
 from kvdoctor.report.wording.memory import (
     describe_plan,
     format_plan_title,
@@ -78,20 +77,10 @@ def show_findings(page: Page, report: Report) -> None:
         finding = group.first
         style = "dim" if finding.known is not None else STYLES[finding.severity]
         page.line(shortened(format_headline(finding, group.places), 600), style)
-        page.pairs((label, shortened(text, 900)) for label, text in _list_all_details(group))
+        page.pairs((label, shortened(text, 900)) for label, text in list_group_details(group))
     for checks in group_open_checks(report.not_checked):
         count = f" ({len(checks.entries)} alike)" if len(checks.entries) > 1 else ""
         page.line(f"not checked: {checks.title}{count} {shortened(checks.reason, 600)}", "yellow")
-
-
-def _list_all_details(group: FindingGroup) -> Iterator[tuple[str, str]]:
-    """The details of the first finding, and behind each line what is different in the others."""
-    first = list(list_details(group.first))
-    yield from first
-    for finding in group.findings[1:]:
-        for label, text in list_details(finding):
-            if (label, text) not in first:
-                yield label, f"{finding.stack or finding.file}: {text}"
 
 
 def _show_stack(page: Page, stack: StackFacts, report: Report) -> None:

@@ -1,10 +1,11 @@
 """What is alike is told once: a finding on several stacks or files, checks that could not run for one reason."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvdoctor.findings import Finding, NotChecked
 from kvdoctor.report.safe import cut
+from kvdoctor.report.wording.finding import list_details
 
 MOST_PLACES, LONGEST_PLACE = 4, 60
 
@@ -34,6 +35,16 @@ def group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
         facts = (one.declared, one.observed, one.cause, one.repair, one.use, one.known)
         found.setdefault((one.code, one.severity, one.confidence, *facts), []).append(one)
     return [FindingGroup(tuple(alike)) for alike in found.values()]
+
+
+def list_group_details(group: FindingGroup) -> Iterator[tuple[str, str]]:
+    """The details of the first finding, and behind them what is different in the others, under its stack."""
+    first = list(list_details(group.first))
+    yield from first
+    for finding in group.findings[1:]:
+        for label, text in list_details(finding):
+            if (label, text) not in first:
+                yield label, f"{finding.stack or finding.file}: {text}"
 
 
 @dataclass(frozen=True, slots=True)
