@@ -7,6 +7,7 @@ from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLET
 from kvdoctor.report.page import findings, overview, repair, stack
 from kvdoctor.report.page.blocks import KINDS, PagePosition, chip, code, section, table, write_page
 from kvdoctor.report.page.markup import Content, Element, h
+from kvdoctor.report.safe import shortened
 from kvdoctor.report.wording.units import format_count
 
 MOST_STACKS = 8
@@ -63,7 +64,9 @@ def _sections(report: Report, place: PagePosition) -> Iterator[Part]:
     if report.repair is not None:
         yield from repair.repair_sections(report, report.repair, place)
     title = "Findings" if report.repair is None else "Findings now"
-    yield _part(place, "findings", title, *findings.show_findings(report.findings, place.below("now")))
+    if report.repair is not None and report.repair.is_planned:
+        title = "Findings that the copy would have"
+    yield _part(place, "findings", title, *findings.show_findings(report.findings, place.below("now"), report))
     for number, facts in enumerate(report.stacks[:MOST_STACKS]):
         name = f"stack-{number}"
         yield place.id(name), f"Stack {facts.name[:40]}", stack.stack_section(facts, report, place, name)
@@ -79,7 +82,7 @@ def _sections(report: Report, place: PagePosition) -> Iterator[Part]:
 def _brief_sections(report: Report, place: PagePosition) -> Iterator[Part]:
     """The sections that no reader can do without."""
     found, unchecked = report.findings[:MOST_IN_BRIEF], report.not_checked[:MOST_IN_BRIEF]
-    yield _part(place, "findings", "Findings", *findings.show_findings(found, place.below("now")))
+    yield _part(place, "findings", "Findings", *findings.show_findings(found, place.below("now"), report))
     yield _part(place, "not-checked", "Not checked", *findings.show_not_checked(unchecked, place))
 
 
@@ -95,7 +98,10 @@ def _gate_header(verdict: str, reports: Sequence[Report], last: Sequence[str]) -
         for name in ORDER
         if (number := sum(report.verdict == name for report in reports))
     ]
-    lines = [h("p", line) for line in last]
+    lines: list[Content] = [h("p", line) for line in last]
+    worst = next((report for report in reports if report.verdict == verdict and overview.find_worst(report)), None)
+    if verdict == "unhealthy" and worst is not None:
+        lines = [h("p", "The first of them, ", _path(worst), ":"), overview.show_worst(worst), *lines]
     lines.append(h("p", "Exit code ", h("strong", code_number), f": {overview.EXITS[code_number]}.", class_="exit"))
     return h(
         "header",
@@ -126,10 +132,9 @@ def _path(report: Report) -> Content:
 
 
 def _worst(report: Report) -> Content:
-    if not report.findings:
+    if (group := overview.find_worst(report)) is None:
         return report.not_checked[0].reason[:200] if report.verdict == "incomplete" and report.not_checked else "\u2013"
-    finding = report.findings[0]
-    return f"{finding.code} {finding.name}"
+    return f"{group.first.code} {group.first.name}", h("p", shortened(group.first.cause, 200), class_="hint")
 
 
 def _models(ordered: Sequence[tuple[int, Report]]) -> list[Element]:

@@ -19,9 +19,9 @@ from kvdoctor.report.wording.contract import describe_contract, format_files, ou
 from kvdoctor.report.wording.deciding import find_deciding, find_pictured, tabulate_cache
 from kvdoctor.report.wording.finding import format_name, known_reason
 from kvdoctor.report.wording.health import (
-    advise_decision,
     count_uses,
     describe_closeness,
+    explain_undecided,
     format_working,
     list_unshown,
     list_working,
@@ -201,13 +201,9 @@ def _show_working(page: Page, report: Report) -> None:
 
 def _show_undecided(page: Page, report: Report) -> None:
     """That the verdict is no pass, why, and what decides."""
-    groups = [group for group in group_open_checks(report.not_checked) if group.essential]
     page.line("")
     page.line("? not diagnosed: this is no pass", VERDICTS["incomplete"])
-    more = len(groups) - MOST_OPEN
-    reasons = [("why", f"{group.title}: {shortened(group.reason, 600)}") for group in groups[:MOST_OPEN]]
-    counted = [("", f"{format_count(more, 'more reason')} (-v)")] if more > 0 else []
-    page.pairs([*reasons, *counted, ("decide", advise_decision(report))])
+    page.pairs(explain_undecided(report, "-v"))
 
 
 def _outline_stacks(page: Page, report: Report) -> None:

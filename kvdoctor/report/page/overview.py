@@ -1,33 +1,41 @@
 """What stands around the stacks of a report: the verdict first; environment, files and notes last."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from kvdoctor.choices import FAIL_ON, FailOn
+from kvdoctor.findings import Finding
 from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code
+from kvdoctor.report.page import findings
 from kvdoctor.report.page.blocks import (
     KINDS,
     PagePosition,
     bullets,
     chip,
     code,
+    command,
     fold,
     label_list,
     more_line,
     table,
 )
 from kvdoctor.report.page.markup import Content, Element, h
+from kvdoctor.report.safe import shortened
+from kvdoctor.report.wording.alike import FindingGroup, group_findings
 from kvdoctor.report.wording.contract import list_file_facts, list_ports
+from kvdoctor.report.wording.deciding import find_deciding, list_fixes, name_cause
+from kvdoctor.report.wording.health import explain_undecided
 from kvdoctor.report.wording.repair import format_copy
-from kvdoctor.report.wording.summary import format_reproducer
+from kvdoctor.report.wording.summary import format_reproducer, name_verdict
 from kvdoctor.report.wording.targets import list_target_limits
 from kvdoctor.report.wording.units import format_count
 
 MEANS = {
     "healthy": "Decode steps were run with and without the cache, and their logits agree.",
-    "unhealthy": "At least one finding counts as a failure. Findings are listed below, the worst first.",
+    "unhealthy": "At least one finding counts as a failure. This is the worst:",
     "incomplete": "A check could not run that is essential for the verdict. The model may or may not be healthy.",
     "nothing-found": "Nothing was found in the files. The model was not run; step-test runs decode steps.",
 }
@@ -38,6 +46,9 @@ EXITS = {
 }
 MARKS = {"healthy": "\u2713", "unhealthy": "\u2715", "incomplete": "?", "nothing-found": "\u2013"}
 MOST_FILES, MOST_PORTS, MOST_NOTES = 100, 200, 100
+LONGEST_CAUSE = 400
+ADVISED_COMMAND = re.compile(r"(kvdoctor .+?)   \((.+)\)")
+"""A command with a remark on it."""
 
 
 def fail_on(report: Report) -> FailOn:
@@ -47,8 +58,8 @@ def fail_on(report: Report) -> FailOn:
 
 
 def count_chips(report: Report) -> list[Element]:
-    """The number of findings of each severity, and of checks that could not run."""
-    found = Counter(finding.severity for finding in report.findings)
+    """The number of findings of each severity, alike ones of several stacks once, and of checks that could not run."""
+    found = Counter(group.first.severity for group in group_findings(_find_told(report)))
     made = [chip(format_count(number, word), word) for word in ("error", "warning", "note") if (number := found[word])]
     if report.not_checked:
         made.append(chip(f"{len(report.not_checked)} not checked", "open"))
@@ -71,8 +82,8 @@ def verdict_header(report: Report, place: PagePosition) -> Element:
     """The command, the model, and the verdict on it."""
     code_number = exit_code(report, fail_on(report))
     threshold = f" (--fail-on {fail_on(report)})" if code_number != EXIT_INCOMPLETE else ""
-    lines: list[Content] = []
-    if report.findings or report.not_checked:
+    lines: list[Content] = [_show_reasons(report)]
+    if _find_told(report) or report.not_checked:
         lines.append(h("div", count_chips(report), class_="chips"))
     lines.append(h("p", "Exit code ", h("strong", code_number), f": {EXITS[code_number]}{threshold}.", class_="exit"))
     if report.repair is not None:
@@ -83,9 +94,55 @@ def verdict_header(report: Report, place: PagePosition) -> Element:
         "header",
         h("p", f"kvdoctor {report.command}", class_="eyebrow"),
         place.heading(code(report.model.path, 600) or "(no path)", id_=place.id("name")),
-        banner(report.verdict, MEANS[report.verdict], lines),
+        banner(report.verdict, _explain_verdict(report), lines),
         class_="report-head",
     )
+
+
+def find_worst(report: Report) -> FindingGroup | None:
+    """The worst of the findings that the verdict is about; none that is known, and no note that does not count."""
+    groups = find_deciding(report, group_findings(_find_told(report)))
+    return next((group for group in groups if group.first.known is None), None)
+
+
+def show_worst(report: Report) -> Content:
+    """The worst finding in short: what happens, the cause, and the fix."""
+    if (group := find_worst(report)) is None:
+        return None
+    label, text = name_cause(group.first)
+    return (
+        h("p", findings.show_title(group)),
+        h("p", shortened(group.first.cause, LONGEST_CAUSE)),
+        label_list([(label, shortened(text, LONGEST_CAUSE)), *_list_fixes(group.first)]),
+    )
+
+
+def _list_fixes(finding: Finding) -> Iterator[tuple[Content, Content]]:
+    for label, text in list_fixes(finding):
+        yield label, command(text) if text == finding.repair.command else shortened(text, LONGEST_CAUSE)
+
+
+def _find_told(report: Report) -> tuple[Finding, ...]:
+    """The findings that the verdict is about: after a dry run those of the original, which stays as it is."""
+    record = report.repair
+    return record.before.findings if record is not None and record.is_planned else report.findings
+
+
+def _explain_verdict(report: Report) -> str:
+    if report.repair is not None and report.repair.is_planned:
+        return f"{name_verdict(report)}."
+    return MEANS[report.verdict]
+
+
+def _show_reasons(report: Report) -> Iterator[Content]:
+    """What the verdict rests on: the worst finding, or why there is no verdict and what would give one."""
+    *why, (label, advice) = explain_undecided(report, "under \u201cNot checked\u201d")
+    if report.verdict != "incomplete" or not why:
+        yield show_worst(report)
+        return
+    given = ADVISED_COMMAND.fullmatch(advice)
+    shown = (command(given[1]), h("p", given[2])) if given is not None else advice
+    yield label_list([*why, (label, shown)])
 
 
 def show_environment(report: Report) -> Iterator[Content]:

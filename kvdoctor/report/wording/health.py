@@ -7,7 +7,8 @@ from kvdoctor.decode.runs import LOOPS, WRONG, Run
 from kvdoctor.findings import means_incomplete
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import StackFacts
-from kvdoctor.report.safe import cut
+from kvdoctor.report.safe import cut, shortened
+from kvdoctor.report.wording.alike import group_open_checks
 from kvdoctor.report.wording.runs import describe_result, format_difference
 from kvdoctor.report.wording.targets import select_local_runs
 from kvdoctor.report.wording.units import format_count
@@ -15,7 +16,7 @@ from kvdoctor.report.wording.units import format_count
 if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Experiment
 
-MOST_NAMES, LONGEST_REASON = 6, 80
+MOST_NAMES, MOST_REASONS, LONGEST_REASON = 6, 3, 80
 
 
 def list_uses(report: Report, stack: StackFacts) -> list[Run]:
@@ -116,6 +117,15 @@ def _describe_loop(report: Report, stack: StackFacts) -> str:
     return text
 
 
+def explain_undecided(report: Report, rest: str) -> list[tuple[str, str]]:
+    """Label and text: why there is no verdict, and what decides. Of many reasons `rest` names where the others are."""
+    groups = [group for group in group_open_checks(report.not_checked) if group.essential]
+    reasons = [("why", f"{group.title}: {shortened(group.reason, 600)}") for group in groups[:MOST_REASONS]]
+    if len(groups) > MOST_REASONS:
+        reasons.append(("", f"{format_count(len(groups) - MOST_REASONS, 'more reason')} ({rest})"))
+    return [*reasons, ("decide", advise_decision(report))]
+
+
 def advise_decision(report: Report) -> str:
     """What decides about a model that is neither healthy nor unhealthy: a command, or why there is none."""
     again = f"kvdoctor step-test {report.model.path}"
@@ -132,7 +142,7 @@ def advise_decision(report: Report) -> str:
     if any(stack.contract is None or stack.contract.missing for stack in report.stacks):
         return f"{again} --contract FILE   (`kvdoctor contract` prints what was read; complete it)"
     if not report.stacks or report.command == "inspect":
-        return f"kvdoctor inspect {report.model.path} -v shows what was read"
+        return f"kvdoctor inspect {report.model.path} -v   (shows what was read)"
     return "no command: kvdoctor cannot run this model step by step; compare it with its source in its own runtime"
 
 
