@@ -3,22 +3,16 @@
 import base64
 import hashlib
 import re
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree.ElementTree import Element
 
-import numpy as np
-import onnx
 import pytest
-from onnx.numpy_helper import from_array, to_array
-from support import chromium
-from support.pages import HTML, assert_sound, assert_tells, page, rendered, reports, revived, squeezed
-from support.text_fixtures import compile_text, load_all
+from support.pages import HTML, Page, assert_sound, assert_tells, kvdoctor, page, rendered, reports, revived, squeezed
 
+from kvdoctor.findings import KnownFinding, NotChecked
 from kvdoctor.report import formats
 from kvdoctor.report import html as gate_page
 from kvdoctor.report.document import Report
@@ -26,20 +20,14 @@ from kvdoctor.report.page.blocks import command, read_style
 from kvdoctor.report.page.cache_chart import trace_slot
 from kvdoctor.report.page.grouping import fit, group_slots, merge_names
 from kvdoctor.report.page.markup import h
+from kvdoctor.report.repair_record import RepairRecord, RepairSide
+from kvdoctor.report.wording.deciding import tabulate_cache
 
 EXPORTS = Path("fixtures/exports")
 ROOT = Path(__file__).parent.parent
 HOSTILE = "<script>alert(1)</script>\"'>]]>&amp;\u202egnp.\x1b[31m\x00\n::error::<img src=x onerror=alert(2)>"
 QUOTED = ("path", "where", "declared", "observed", "cause", "text", "reason", "error", "producer", "words", "scope")
 QUOTED += ("past", "present", "filled_by", "file", "name", "layout", "files", "notes", "subject", "effects", "evidence")
-
-
-def kvdoctor(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-    done = subprocess.run(
-        [sys.executable, "-m", "kvdoctor", *arguments], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.returncode in (0, 1, 3), done.stderr
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +94,84 @@ def test_no_healthy_model_looks_sick(three: list[Report]) -> None:
     healthy = rendered(three[1])
     assert "differs" in healthy.text
     assert not [element for element in healthy.all("span") if {"error", "bad", "failed", "differs"} & classes(element)]
+
+
+def only(made: Page, name: str) -> Element:
+    """The one element of a page with this class."""
+    (found,) = (element for element in made.all() if name in classes(element))
+    return found
+
+
+def words(element: Element) -> str:
+    return " ".join("".join(element.itertext()).split())
+
+
+def test_the_banner_names_the_cause_and_the_fix_of_the_worst_finding(sick: Report) -> None:
+    worst = sick.findings[0]
+    banner = words(only(rendered(sick), "banner"))
+    assert worst.code == "KV203"
+    for fact in (worst.name, "in merged", worst.cause, worst.evidence[0], worst.repair.command or "no command"):
+        assert fact in banner
+    known = replace(sick, findings=(replace(worst, known=KnownFinding("our loop keeps it")), *sick.findings[1:]))
+    banner = words(only(rendered(replace(known, verdict="healthy")), "banner"))
+    assert "KV203" not in banner
+    assert "KV315" in banner
+
+
+def test_the_banner_of_a_dry_run_is_about_the_original(sick: Report) -> None:
+    after = RepairSide("healthy", sick.findings[1:])
+    record = RepairRecord("x", None, (), RepairSide("unhealthy", sick.findings), after, (), proved=True)
+    made = rendered(replace(sick, findings=sick.findings[1:], repair=record))
+    banner = words(only(made, "banner"))
+    assert "dry run: the original stays unhealthy (1 error, 1 warning, 2 notes); the repaired copy would be" in banner
+    assert "KV203" in banner
+    assert "1 error" in banner
+    assert "Findingsthatthecopywouldhave" in made.text
+
+
+def test_the_banner_says_why_there_is_no_verdict(three: list[Report]) -> None:
+    unread = words(only(rendered(three[2]), "banner"))
+    assert three[2].findings[0].cause in unread
+    assert three[2].findings[0].repair.text in unread
+    unchecked = NotChecked("merged", "KV301", "no step <completed>", essential=True)
+    banner = words(only(rendered(replace(three[1], verdict="incomplete", not_checked=(unchecked,))), "banner"))
+    assert "why KV301 (merged): no step <completed>" in banner.replace("why", "why ")
+    assert f"kvdoctor step-test {three[1].model.path} --reference CHECKPOINT" in banner
+
+
+def test_an_error_has_the_picture_of_the_cache_in_its_card(sick: Report, three: list[Report]) -> None:
+    made = rendered(sick)
+    (card,) = (found for found in made.all("article") if {"finding", "error"} <= classes(found))
+    (table,) = (found for found in card.iter(f"{HTML}table") if "lengths" in classes(found))
+    picture = tabulate_cache(sick, sick.findings[0])
+    assert picture is not None
+    shown = [[words(cell) for cell in row] for row in table.iter(f"{HTML}tr")]
+    assert shown == [[" ".join(cell.split()) for cell in row] for row in (picture.header, *picture.rows)]
+    assert [words(cell) for cell in table.iter(f"{HTML}td") if "wrong" in classes(cell)] == [
+        "7 \u2192 0 empty, null pointer \u2190 here"
+    ]
+    assert picture.quote in words(card)
+    assert not [table for table in rendered(three[1]).all("table") if "lengths" in classes(table)]
+
+
+def test_alike_findings_of_several_stacks_are_one_card(sick: Report) -> None:
+    made = rendered(sick)
+    alike = [finding for finding in sick.findings if finding.code == "KV315"]
+    assert [finding.stack for finding in alike] == ["merged", "pair"]
+    (card,) = (words(found) for found in made.all("article") if "KV315" in words(found))
+    assert "mask-not-offset in merged, pair" in card
+    for finding in alike:
+        assert f"{finding.fingerprint} ({finding.stack})" in card
+        assert finding.where in card
+    assert "1 warning" in words(only(made, "banner"))
+
+
+def test_a_command_is_one_element_that_a_click_selects(sick: Report) -> None:
+    made = rendered(sick)
+    selected = {words(found) for found in made.all("code") if "copy" in classes(found)}
+    assert {finding.repair.command for finding in sick.findings if finding.repair.command} <= selected
+    assert {f"kvdoctor explain {finding.code}" for finding in sick.findings} <= selected
+    assert ".copy{user-select:all;" in read_style()
 
 
 def classes(element: Any) -> set[str]:
@@ -262,187 +328,3 @@ def test_an_inspection_tells_what_was_asked(tmp_path: Path) -> None:
     assert_sound(made)
     for word in ("nothing found", "Memory plan for 2 sequences", "Inputs and outputs of", "No decode step was run"):
         assert squeezed(word) in made.text, word
-
-
-# --- in a browser -----------------------------------------------------------------------------------------------------
-
-
-BROWSER = chromium.found()
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here (apt-get install chromium)")
-WORTH_A_LOOK = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Audits.issueAdded")
-
-
-def layered(count: int) -> onnx.ModelProto:
-    """A decoder of so many layers, a healthy one with the Attention operator of opset 23."""
-    text = load_all()["layout-attention-23-healthy"].files["model.onnx"]
-    head, _, body = text.partition("{\n")
-    layer = re.search(r"  q1 = .*?x2 = Add \(x1, out1\)\n", body, re.DOTALL)
-    assert layer is not None
-    more = ""
-    for n in range(2, count):
-        one = re.sub(r"\b(q|k|v|mixed|out)1\b", rf"\g<1>{n}", layer.group())
-        one = re.sub(r"\bx([12])\b", lambda found, n=n: f"x{n + int(found[1]) - 1}", one).replace(".1.", f".{n}.")
-        more += re.sub(r"w_([qkvo])1", rf"w_\g<1>{n}", one)
-    body = body.replace(layer.group(), layer.group() + more).replace("(x2, w_logits)", f"(x{count}, w_logits)")
-    for line in re.findall(r"^ .*\.1\..*$", head, re.MULTILINE):
-        added = ",\n".join(line.rstrip(",").replace(".1.", f".{n}.") for n in range(2, count))
-        head = head.replace(line, f"{line.rstrip(',')},\n{added}" + ("," if line.endswith(",") else ""))
-    weights = re.search(r"  float\[8, 8\] w_q1.*$", head, re.MULTILINE)
-    assert weights is not None
-    added = ",\n".join(re.sub(r"w_([qkvo])1", rf"w_\g<1>{n}", weights.group()) for n in range(2, count))
-    model = compile_text(head.replace(weights.group(), f"{weights.group()},\n{added}") + "{\n" + body)
-    for weight in model.graph.initializer:
-        if weight.name.startswith("w_o"):
-            # What each of many layers adds is small: the logits must not be lost in rounding.
-            weight.CopyFrom(from_array(to_array(weight) * np.float32(1 / count), weight.name))
-    return model
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Report]]]:
-    """The page of each kind of report, written by the command line, with the reports that it is made of."""
-    folder = tmp_path_factory.mktemp("pages")
-    (folder / "layers").mkdir()
-    onnx.save(layered(48), folder / "layers" / "model.onnx")
-    (folder / "broken").mkdir()
-    (folder / "broken" / "model.onnx").write_bytes(b"")
-    name = folder / "<script>alert(1)</script> '\" \u202e;$(id)"
-    odd = load_all()["present-drops-past"].write(name)
-    calls: dict[str, list[str | Path]] = {
-        "sick": ["step-test", EXPORTS / "marian-4.57.6"],
-        "whisper": ["step-test", EXPORTS / "whisper"],
-        "layers": ["step-test", folder / "layers"],
-        "hostile": ["step-test", odd],
-        "broken": ["step-test", folder / "broken"],
-        "fixed": ["re-export", EXPORTS / "marian-4.46.3", "-o", folder / "fixed"],
-        "repro": ["repro", EXPORTS / "marian-4.46.3", "-o", folder / "repro"],
-        "gate": ["gate", EXPORTS / "gpt2", EXPORTS / "t5", folder / "broken", EXPORTS / "llama-gqa"],
-    }
-    made = {}
-    for kind, call in calls.items():
-        html, facts = folder / f"{kind}.html", folder / f"{kind}.json"
-        kvdoctor(*call, "-q", f"--output=html={html}", f"--output=json={facts}")
-        made[kind] = (html, reports(facts))
-    return made
-
-
-KINDS = ("sick", "whisper", "layers", "hostile", "broken", "fixed", "repro", "gate")
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[chromium.Tab]:
-    assert BROWSER is not None
-    with chromium.tab(BROWSER) as opened:
-        yield opened
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_pages_of_the_command_line_have_every_fact(kind: str, pages: dict[str, tuple[Path, list[Report]]]) -> None:
-    file, told = pages[kind]
-    made = page(file.read_text(encoding="utf-8"))
-    assert_sound(made)
-    for report in told:
-        assert_tells(made, report)
-    if kind == "layers":
-        assert told[0].verdict == "healthy"
-        assert len(told[0].stacks[0].contract.slots) == 96  # type: ignore[union-attr]
-        assert file.stat().st_size < 200_000
-        assert "layers0to47" in made.text
-    if kind == "fixed":
-        beside = file.parent / "fixed" / "kvdoctor-report.html"
-        assert_sound(page(beside.read_text(encoding="utf-8")))
-        for title in ("Before and after", "Repairs", "Proof", "Undo", "Findings now"):
-            assert squeezed(title) in made.text
-
-
-@pytest.mark.slow
-@needs_browser
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_browser_has_nothing_to_complain_of(
-    kind: str, pages: dict[str, tuple[Path, list[Report]]], tab: chromium.Tab
-) -> None:
-    file, told = pages[kind]
-    tab.call("Emulation.setScriptExecutionDisabled", value=True)
-    for width, scheme in ((360, "dark"), (1400, "light")):
-        tab.size(width)
-        tab.colors(scheme)
-        tab.open(file.as_uri())
-        loud = [event for event in tab.events if event.get("method") in WORTH_A_LOOK]
-        assert not loud, loud
-        asked = [
-            event["params"]["request"]["url"]
-            for event in tab.events
-            if event.get("method") == "Network.requestWillBeSent"
-        ]
-        assert asked == [file.as_uri()]
-        assert tab.evaluate("document.documentElement.scrollWidth") == width
-        styled = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert styled == {"dark": "rgb(19, 22, 27)", "light": "rgb(255, 255, 255)"}[scheme]
-        clipped = tab.evaluate(CLIPPED)
-        assert not clipped, clipped
-        # innerText is what is drawn, and nothing that is hidden.
-        seen = squeezed(tab.evaluate("document.body.innerText"))
-        for report in told:
-            assert report.verdict.replace("-", "") in seen.replace(" ", "")
-            for finding in report.findings:
-                assert squeezed(finding.name) in seen
-
-
-CLIPPED = """[...document.querySelectorAll('svg[role=img] text')].filter(t => {
-  const box = t.getBBox(), view = t.ownerSVGElement.viewBox.baseVal;
-  return t.getClientRects().length && (box.x < view.x - 1 || box.x + box.width > view.x + view.width + 1
-    || box.y < view.y - 1 || box.y + box.height > view.y + view.height + 1);
-}).map(t => t.textContent)"""
-
-
-LOOKED_AT = {
-    "hostile": (360, "light", "document"),
-    "sick": (1400, "dark", "document"),
-    "fixed": (360, "dark", "{include: ['header', 'nav', '#before-after', '#done', '#changed', '#proof', '#undo']}"),
-    "gate": (1400, "light", "{include: ['nav', '.report-head', '#models', 'footer']}"),
-}
-"""What axe-core is shown of a page, which takes seconds: the width, the colors, and the parts of their own kind."""
-
-
-@pytest.mark.slow
-@needs_browser
-@pytest.mark.parametrize("kind", LOOKED_AT)
-def test_everyone_can_read_it(kind: str, pages: dict[str, tuple[Path, list[Report]]], tab: chromium.Tab) -> None:
-    """The rules of axe-core: names, landmarks, headings, tables, contrast, focus; with everything folded out."""
-    import axe_core_python
-
-    rules = (Path(axe_core_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
-    width, scheme, parts = LOOKED_AT[kind]
-    tab.call("Emulation.setScriptExecutionDisabled", value=False)
-    tab.size(width)
-    tab.colors(scheme)
-    tab.open(pages[kind][0].as_uri())
-    tab.evaluate("document.querySelectorAll('details').forEach(found => { found.open = true })")
-    tab.evaluate(f"{rules}; 0")
-    found = tab.evaluate(
-        f"axe.run({parts}).then(all => ({{passed: all.passes.map(rule => rule.id), violations: "
-        "all.violations.map(rule => [rule.id, rule.nodes.slice(0, 3).map(node => node.html)])}))"
-    )
-    assert not found["violations"], found["violations"]
-    assert "color-contrast" in found["passed"]
-
-
-@pytest.mark.slow
-@needs_browser
-def test_printed_it_is_folded_out(pages: dict[str, tuple[Path, list[Report]]], tab: chromium.Tab) -> None:
-    tab.size(800)
-    tab.colors("dark", "print")
-    tab.open(pages["sick"][0].as_uri())
-    slots = "[...document.querySelectorAll('details td')].every(cell => cell.getClientRects().length)"
-    assert tab.evaluate(slots)
-    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert tab.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
-    made = tab.call("Page.printToPDF", printBackground=True)["data"]
-    assert base64.b64decode(made).startswith(b"%PDF-")
-    tab.colors("light")
-
-
-def test_the_browser_tests_run_where_main_is_held_to() -> None:
-    """`.ci/run` gets a browser, so that the tests above are not skipped there for want of one."""
-    assert "chromium" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")

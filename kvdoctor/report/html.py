@@ -5,7 +5,7 @@ from typing import Any
 
 from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code
 from kvdoctor.report.page import findings, overview, repair, stack
-from kvdoctor.report.page.blocks import KINDS, PagePosition, chip, code, section, table, write_page
+from kvdoctor.report.page.blocks import APPENDIX, KINDS, PagePosition, chip, code, section, table, write_page
 from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.report.safe import shortened
 from kvdoctor.report.wording.units import format_count
@@ -74,9 +74,9 @@ def _sections(report: Report, place: PagePosition) -> Iterator[Part]:
         yield _part(place, "more", "More stacks", h("p", f"{len(left)} more are in --format json: {', '.join(left)}"))
     yield _part(place, "not-checked", "Not checked", *findings.show_not_checked(report.not_checked, place))
     if report.notes:
-        yield _part(place, "notes", "Notes", *overview.show_notes(report))
-    yield _part(place, "environment", "Environment", *overview.show_environment(report))
-    yield _part(place, "files", "Files", *overview.show_files(report, place))
+        yield _part(place, "notes", "Notes", *overview.show_notes(report), class_=APPENDIX)
+    yield _part(place, "environment", "Environment", *overview.show_environment(report), class_=APPENDIX)
+    yield _part(place, "files", "Files", *overview.show_files(report, place), class_=APPENDIX)
 
 
 def _brief_sections(report: Report, place: PagePosition) -> Iterator[Part]:
@@ -86,8 +86,8 @@ def _brief_sections(report: Report, place: PagePosition) -> Iterator[Part]:
     yield _part(place, "not-checked", "Not checked", *findings.show_not_checked(unchecked, place))
 
 
-def _part(place: PagePosition, name: str, title: str, *content: Content) -> Part:
-    return place.id(name), title, section(place, name, title, *content)
+def _part(place: PagePosition, name: str, title: str, *content: Content, class_: str | None = None) -> Part:
+    return place.id(name), title, section(place, name, title, *content, class_=class_)
 
 
 def _gate_header(verdict: str, reports: Sequence[Report], last: Sequence[str]) -> Element:

@@ -3,6 +3,8 @@
 import itertools
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from kvdoctor.report.document import Report
 from kvdoctor.report.safe import printable
 from kvdoctor.serialization import from_plain
 
+ROOT = Path(__file__).parents[2]
 HTML = "{http://www.w3.org/1999/xhtml}"
 HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 LOADING = ("src", "srcset", "action", "formaction", "data", "poster", "background", "ping", "style")
@@ -36,6 +39,15 @@ class Page:
         """Elements of HTML by their names, in the order of the page; without names all elements, of SVG too."""
         wanted = {HTML + tag for tag in tags}
         yield from (element for element in self.root.iter() if not tags or element.tag in wanted)
+
+
+def kvdoctor(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    """The command line, which gives a verdict."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvdoctor", *arguments], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode in (0, 1, 3), done.stderr
+    return done
 
 
 def page(source: str) -> Page:

@@ -19,6 +19,8 @@ LONGEST_CELL = 400
 LONGEST_COMMAND = 5000
 KINDS = {"unhealthy": "bad", "incomplete": "open", "healthy": "good", "nothing-found": "plain"}
 """The color of each verdict."""
+APPENDIX, PRINT_ALL = "appendix", "print-all"
+"""The class of what is not printed, and the id of the box that has it printed; the style sheet knows both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ class PagePosition:
     def heading(self, *title: Content, id_: str | None = None, class_: str | None = None) -> Element:
         """A heading of the level of this position."""
         return h(f"h{min(self.level, 6)}", title, id=id_, class_=class_)
+
+
+def appendix(*content: Content) -> Element:
+    """A part that is printed only where all is asked for; so is a section of this class."""
+    return h("div", content, class_=APPENDIX)
 
 
 def section(place: PagePosition, name: str, title: Content, *content: Content, class_: str | None = None) -> Element:
@@ -85,7 +92,7 @@ def command(text: str) -> Element:
     altered = printable(short) != text
     parts = [short[start : start + 1000] for start in range(0, len(short), 1000)]
     note = h("p", "The name has characters that are shown as escapes here. Type them yourself.", class_="hint")
-    return h("div", h("pre", h("code", parts, class_="copy"), tabindex=0), note if altered else None, class_="command")
+    return h("div", h("pre", h("code", parts, class_="copy")), note if altered else None, class_="command")
 
 
 def fold(summary: Content, *content: Content, open_: bool = False) -> Element:
@@ -142,10 +149,20 @@ def write_page(title: str, links: Iterable[tuple[str, Content]], *content: Conte
             h("main", content, id="report", tabindex=-1),
             class_="frame",
         ),
-        h("footer", _foot()),
+        h("footer", _foot(), _printing()),
     )
     written = "".join(map(str, body))
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{written}\n</body>\n</html>\n'
+
+
+def _printing() -> Content:
+    """The box that decides how much is printed, without a script; on paper, that the page has more."""
+    words = "contracts in words, differences by layer, experiments, steps, times, versions, options and files"
+    box = h("input", type="checkbox", id=PRINT_ALL)
+    return (
+        h("p", h("label", box, " Print all of this page: also ", words, "."), class_="screen"),
+        h("p", "The page has more than is printed here: ", words, ".", class_="paper"),
+    )
 
 
 def _foot() -> Element:

@@ -15,7 +15,7 @@ from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 Value = str | int | float | bool | None
 Content = Union[str, int, "Element", None, Iterable["Content"]]
 
-VOID = {"br", "meta", "wbr"}
+VOID = {"br", "input", "meta", "wbr"}
 NEVER = {"script", "style", "iframe", "object", "embed", "form", "base", "link", "img"}
 NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
 LOADING = {"src", "style", "srcset", "srcdoc", "action", "formaction", "ping", "background", "data"}

@@ -1,12 +1,14 @@
 """What `re-export` did: findings before, repairs, changes, proof, costs, and what the caller must do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from kvdoctor.findings import Finding
 from kvdoctor.report.document import Report
 from kvdoctor.report.page import findings
 from kvdoctor.report.page.blocks import (
     KINDS,
     PagePosition,
+    appendix,
     bullets,
     chip,
     code,
@@ -18,6 +20,7 @@ from kvdoctor.report.page.blocks import (
 )
 from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.report.repair_record import FileDiff, RepairRecord
+from kvdoctor.report.wording.alike import group_findings
 from kvdoctor.report.wording.repair import (
     describe_export,
     format_export_title,
@@ -27,7 +30,7 @@ from kvdoctor.report.wording.repair import (
 )
 from kvdoctor.report.wording.units import format_count
 
-MOST_CHANGES, MOST_PROOFS, MOST_LINES = 200, 200, 2000
+MOST_CHANGES, MOST_PROOFS, MOST_LINES, MOST_LISTED = 200, 200, 2000, 20
 
 
 def repair_sections(report: Report, record: RepairRecord, place: PagePosition) -> Iterator[tuple[str, str, Element]]:
@@ -82,16 +85,21 @@ def _sides(record: RepairRecord, place: PagePosition) -> Iterator[Content]:
                 "div",
                 below.heading(title, " ", chip(side.verdict, KINDS[side.verdict])),
                 h("p", code(path)),
-                bullets([chip(f.severity, f.severity), f" {f.code} {f.name}"] for f in side.findings[:20])
-                if side.findings
-                else h("p", "No findings."),
-                more_line(len(side.findings) - 20, "finding"),
+                _list_findings(side.findings),
                 class_="side",
             )
             for title, path, side in sides
         ),
         class_="sides",
     )
+
+
+def _list_findings(found: Sequence[Finding]) -> Content:
+    """The names of findings, alike ones of several stacks once."""
+    groups = group_findings(found)
+    if not groups:
+        return h("p", "No findings.")
+    return bullets(map(findings.show_title, groups[:MOST_LISTED])), more_line(len(groups) - MOST_LISTED, "finding")
 
 
 def _export(record: RepairRecord, place: PagePosition) -> Iterator[Content]:
@@ -128,7 +136,7 @@ def _diff(found: FileDiff) -> Iterator[Content]:
     lines = (h("span", line, class_=kinds.get(line[:1], "same")) for line in found.lines[:MOST_LINES])
     more = h("p", f"... and {format_count(left_out, 'more line')}.", class_="hint") if left_out else None
     pre = h("pre", lines, class_="diff", tabindex=0)
-    yield fold(("The graph of ", code(found.file), ", line by line"), pre, more)
+    yield appendix(fold(("The graph of ", code(found.file), ", line by line"), pre, more))
 
 
 def _proof(record: RepairRecord, place: PagePosition) -> Iterator[Content]:

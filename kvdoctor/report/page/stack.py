@@ -10,7 +10,9 @@ from kvdoctor.report.document import Report
 from kvdoctor.report.facts import StackFacts
 from kvdoctor.report.page import cache_chart, charts, contract_diagram
 from kvdoctor.report.page.blocks import (
+    APPENDIX,
     PagePosition,
+    appendix,
     chip,
     code,
     fold,
@@ -71,14 +73,14 @@ def stack_section(stack: StackFacts, report: Report, place: PagePosition, name: 
                 )
             )
         if (times := charts.draw_times(report, stack.name, below)) is not None:
-            parts.append(section(below, "times", "Time per step, measured on this machine", times))
+            parts.append(section(below, "times", "Time per step, measured on this machine", times, class_=APPENDIX))
     else:
         parts.append(h("p", "No cache contract could be read."))
     if stack.cache is not None and stack.cache.parts and is_plan_requested(report.arguments):
         parts.append(section(below, "memory", "Memory", *_memory(stack.cache, below)))
-    parts.append(section(below, "experiments", "Experiments", *_experiments(runs, below)))
+    parts.append(section(below, "experiments", "Experiments", *_experiments(runs, below), class_=APPENDIX))
     if contract is not None and any(run.steps for run in done):
-        parts.append(section(below, "steps", "Steps", *_steps(done, stack, below)))
+        parts.append(section(below, "steps", "Steps", *_steps(done, stack, below), class_=APPENDIX))
     if targets := list(_targets(report, stack.name, below)):
         parts.append(section(below, "targets", "Target runtimes", *targets))
     return section(place, name, ("Stack ", h("span", stack.name, class_="name")), parts, class_="stack")
@@ -90,12 +92,12 @@ def _contract(stack: StackFacts, place: PagePosition) -> Iterator[Content]:
     title = place.id("contract-title")
     if contract.slots and {"prefill", "decode"} <= contract.phases.keys():
         yield scrollable(title, contract_diagram.draw_contract(contract, place.id("diagram")))
-        yield label_list((label, shortened(text, 900)) for label, text in describe_contract(stack))
+        yield appendix(label_list((label, shortened(text, 900)) for label, text in describe_contract(stack)))
     rows = [[code(cell) for cell in row] for row in list(list_slots(contract))[:MOST_SLOTS]]
     header = ("past input", "type", "growth", "carry to the next step", "present output")
     made = table(place.id("slots"), f"The slots of {stack.name}", header, rows)
-    yield fold(f"All {format_count(len(contract.slots), 'slot')} of the graph", made)
-    yield more_line(len(contract.slots) - MOST_SLOTS, "slot")
+    left_out = more_line(len(contract.slots) - MOST_SLOTS, "slot")
+    yield appendix(fold(f"All {format_count(len(contract.slots), 'slot')} of the graph", made), left_out)
 
 
 def _differences(done: Sequence[Run], stack: StackFacts, limit: Tolerance, place: PagePosition) -> Iterator[Content]:
@@ -103,7 +105,7 @@ def _differences(done: Sequence[Run], stack: StackFacts, limit: Tolerance, place
     others = {experiment.name for experiment in load() if not experiment.judged}
     done = [run for run in done if run.experiment not in others]
     yield charts.draw_differences(done, stack.contract, limit, place)
-    yield charts.draw_layers(done, stack.contract, place.below())
+    yield appendix(charts.draw_layers(done, stack.contract, place.below()))
 
 
 def _experiments(runs: Sequence[Run], place: PagePosition) -> Iterator[Content]:
