@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
+import html5lib
 import pytest
 from support.pages import HTML, Page, assert_sound, assert_tells, kvdoctor, page, rendered, reports, revived, squeezed
 
@@ -172,6 +173,20 @@ def test_a_command_is_one_element_that_a_click_selects(sick: Report) -> None:
     assert {finding.repair.command for finding in sick.findings if finding.repair.command} <= selected
     assert {f"kvdoctor explain {finding.code}" for finding in sick.findings} <= selected
     assert ".copy{user-select:all;" in read_style()
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own(sick: Report) -> None:
+    named = replace(sick, model=replace(sick.model, path=HOSTILE))
+    fragment = named._repr_html_()
+    title, frame = html5lib.parseFragment(fragment)
+    assert [title.tag, frame.tag] == [f"{HTML}p", f"{HTML}iframe"]
+    assert "unhealthy (1 error, 1 warning, 2 notes, 1 not checked)" in words(title)
+    assert frame.get("sandbox") == ""
+    assert set(frame.keys()) == {"sandbox", "srcdoc", "title", "style"}
+    source = frame.get("srcdoc")
+    # Links would else be relative to the notebook, and load it into the frame.
+    assert source.replace('<base href="about:srcdoc">', "", 1) == formats.render(named, "html")
+    assert source.index("<base") < source.index("Content-Security-Policy")
 
 
 def classes(element: Any) -> set[str]:

@@ -1,8 +1,12 @@
 """In a browser: nothing is loaded or clipped, everyone can read it, on a telephone, on paper and in a notebook."""
 
 import base64
+import http.server
 import re
+import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -232,6 +236,41 @@ def test_a_telephone_shows_commands_whole(pages: dict[str, tuple[Path, list[Repo
 
 CUT = """[...document.querySelectorAll('.command pre, .copy')].filter(
   shown => shown.clientWidth && shown.scrollWidth > shown.clientWidth + 1).map(shown => shown.textContent)"""
+
+
+HOST = "<!doctype html><meta charset=utf-8><style>p{color:rgb(1,2,3)}</style><body><p id=cell>x</p>%s</body>"
+
+
+@pytest.mark.slow
+@needs_browser
+def test_in_a_notebook_a_link_leads_within_the_page(
+    pages: dict[str, tuple[Path, list[Report]]], tab: chromium.Tab, tmp_path: Path
+) -> None:
+    (report,) = pages["sick"][1]
+    (tmp_path / "notebook.html").write_text(HOST % report._repr_html_(), encoding="utf-8")
+    asked = []
+
+    class Server(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            asked.append(self.path)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Server, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tab.size(1000)
+        tab.open(f"http://127.0.0.1:{server.server_port}/notebook.html")
+        assert tab.evaluate("getComputedStyle(document.getElementById('cell')).color") == "rgb(1, 2, 3)"
+        before = tab.call("Page.captureScreenshot")["data"]
+        top = tab.evaluate("document.querySelector('iframe').getBoundingClientRect().top")
+        for kind in ("mousePressed", "mouseReleased"):
+            # The second link of "On this page".
+            tab.call("Input.dispatchMouseEvent", type=kind, x=150, y=top + 62, button="left", clickCount=1)
+        deadline = time.monotonic() + 10
+        while (after := tab.call("Page.captureScreenshot")["data"]) == before and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.3)
+        server.shutdown()
+    assert after != before
+    assert asked.count("/notebook.html") == 1
 
 
 def test_the_browser_tests_run_where_main_is_held_to() -> None:

@@ -11,7 +11,7 @@ from kvdoctor.errors import Unhealthy
 from kvdoctor.findings import SEVERITIES, Finding, NotChecked, means_incomplete
 from kvdoctor.report.facts import ModelFacts, StackFacts, TargetFacts, Verdict
 from kvdoctor.report.repair_record import RepairRecord
-from kvdoctor.report.wording.summary import name_worst, summarize
+from kvdoctor.report.wording.summary import format_verdict, name_worst, summarize
 from kvdoctor.serialization import to_plain
 
 SCHEMA = "kvdoctor/report/1"
@@ -95,6 +95,12 @@ class Report:
     def __str__(self) -> str:
         """The report in short: the verdict and the findings that count. `kvdoctor.render` writes all of it."""
         return summarize(self)
+
+    def _repr_html_(self) -> str:
+        """The page of the report, as a notebook shows what a cell returns."""
+        from kvdoctor.report import formats, notebook  # a report is made without a page far more often than with one
+
+        return notebook.frame(formats.render(self, "html"), f"kvdoctor {self.command}: {format_verdict(self)}")
 
     def raise_for_findings(self) -> None:
         """Return if the exit code of the command line would be 0, by the report's `fail_on`.
