@@ -91,6 +91,7 @@ def test_what_the_worker_needs_is_light() -> None:
 HEAVY = {
     *("numpy", "rich", "onnxruntime", "onnx", "email", "msgspec"),
     *("kvdoctor.runtime.client", "kvdoctor.gating.run", "kvdoctor.report.diff_document", "kvdoctor.diagnose.pipeline"),
+    *("kvdoctor.report.html", "kvdoctor.report.notebook"),
 }
 """Not needed to read a model, faulty or not; each takes a tenth of the time of an inspection or more."""
 

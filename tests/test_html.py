@@ -116,7 +116,22 @@ def test_the_banner_names_the_cause_and_the_fix_of_the_worst_finding(sick: Repor
     known = replace(sick, findings=(replace(worst, known=KnownFinding("our loop keeps it")), *sick.findings[1:]))
     banner = words(only(rendered(replace(known, verdict="healthy")), "banner"))
     assert "KV203" not in banner
-    assert "KV315" in banner
+    assert "A finding that does not count as a failure:warning KV315" in banner
+
+
+def test_the_banner_of_a_gate_names_the_worst_finding_of_a_model(gate: Path, sick: Report) -> None:
+    made = page((gate / "gate.html").read_text(encoding="utf-8"))
+    banner, *others = (words(found) for found in made.all("div") if "banner" in classes(found))
+    assert len(others) == 3
+    for fact in (
+        sick.model.path,
+        "KV203",
+        sick.findings[0].evidence[0],
+        sick.findings[0].repair.command or "no command",
+    ):
+        assert fact in banner
+    row = next(words(row) for row in made.all("tr") if "KV203" in words(row))
+    assert sick.findings[0].cause in row
 
 
 def test_the_banner_of_a_dry_run_is_about_the_original(sick: Report) -> None:

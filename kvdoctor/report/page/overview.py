@@ -39,6 +39,7 @@ MEANS = {
     "incomplete": "A check could not run that is essential for the verdict. The model may or may not be healthy.",
     "nothing-found": "Nothing was found in the files. The model was not run; step-test runs decode steps.",
 }
+HARMLESS = "A finding that does not count as a failure:"
 EXITS = {
     EXIT_HEALTHY: "every check ran as requested, and no finding counts as a failure",
     EXIT_FINDINGS: "at least one finding counts as a failure",
@@ -131,6 +132,8 @@ def _find_told(report: Report) -> tuple[Finding, ...]:
 def _explain_verdict(report: Report) -> str:
     if report.repair is not None and report.repair.is_planned:
         return f"{name_verdict(report)}."
+    if report.verdict in ("healthy", "nothing-found") and find_worst(report) is not None:
+        return f"{MEANS[report.verdict]} {HARMLESS}"
     return MEANS[report.verdict]
 
 

@@ -24,9 +24,9 @@ from kvdoctor.report.wording.alike import group_findings
 from kvdoctor.report.wording.repair import (
     describe_export,
     format_export_title,
-    format_not_repaired,
     list_caller_duties,
     list_costs,
+    list_not_repaired,
 )
 from kvdoctor.report.wording.units import format_count
 
@@ -59,7 +59,7 @@ def _parts(report: Report, record: RepairRecord, place: PagePosition) -> Iterato
         yield (
             "not-repaired",
             "Not repaired",
-            [bullets(map(format_not_repaired, record.not_repaired[:MOST_PROOFS]))],
+            [bullets(list_not_repaired(record)[:MOST_PROOFS])],
         )
     if record.advice:
         yield "advice", "Changes to the loop, if you cannot use the copy", [bullets(record.advice)]
