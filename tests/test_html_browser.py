@@ -238,6 +238,21 @@ CUT = """[...document.querySelectorAll('.command pre, .copy')].filter(
   shown => shown.clientWidth && shown.scrollWidth > shown.clientWidth + 1).map(shown => shown.textContent)"""
 
 
+@pytest.mark.slow
+@needs_browser
+def test_one_click_selects_a_command_as_one_line(
+    pages: dict[str, tuple[Path, list[Report]]], tab: chromium.Tab
+) -> None:
+    tab.size(360)
+    tab.open(pages["sick"][0].as_uri())
+    box = "document.querySelector('.banner .copy').getBoundingClientRect()"
+    left, top, height = tab.evaluate(f"(box => [box.left, box.top, box.height])({box})")
+    for kind in ("mousePressed", "mouseReleased"):
+        tab.call("Input.dispatchMouseEvent", type=kind, x=left + 30, y=top + 5, button="left", clickCount=1)
+    assert height > 40  # it stands in several lines
+    assert tab.evaluate("getSelection().toString()") == pages["sick"][1][0].findings[0].repair.command
+
+
 HOST = "<!doctype html><meta charset=utf-8><style>p{color:rgb(1,2,3)}</style><body><p id=cell>x</p>%s</body>"
 
 
