@@ -30,7 +30,7 @@ PICTURES = {
 def make_pictures(images: Path) -> None:
     """Write the pictures into a folder."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from support import chromium  # type: ignore[import-untyped]
+    from support import chromium
 
     browser, convert = chromium.found(), shutil.which("convert")
     if browser is None or convert is None:
