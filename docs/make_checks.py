@@ -9,7 +9,8 @@ HEAD = """# The checks
 
 Made from the docstrings of `kvdoctor/diagnose/checks/` by `python docs/make_checks.py`. The same text is printed by
 `kvdoctor explain CODE`. Codes: KV0xx file and environment, KV1xx the contract as declared, KV2xx what decode steps
-showed, KV3xx numbers, KV4xx target runtimes. Names and codes are never reused.
+showed, KV3xx numbers, KV4xx target runtimes, KV5xx speed and size. Names and codes are never reused: a new check takes
+the number after the highest of its block.
 """
 
 

@@ -207,7 +207,8 @@ def check(code: str, name: str, when: Literal["caller"]) -> "Register[CallerCont
 def check(code: str, name: str, when: Round, *, incomplete: bool = False, needs: tuple[str, ...] = ()) -> Register[Any]:
     """Register a function as the check of that code and name in one round.
 
-    A check that runs in two rounds has two functions in the same module, both registered under its code.
+    A check that runs in two rounds has two functions in the same module, both registered under its code. Write `when`
+    as a literal: the modules of a round are found by that text, and the others are not loaded.
     """
 
     def register(function: Callable[[Any], Iterator[Fault]]) -> Callable[[Any], Iterator[Fault]]:

@@ -231,9 +231,14 @@ class GateChoices:
         GATES,
         group=LIMITS,
     )
-    static: bool = option(Flag(), False, "Read the files and run nothing. The verdict is never healthy.", ("gate",))
+    static: bool = option(
+        Flag(),
+        False,
+        "Read the files and run nothing. No model is called healthy; exit code 0 if nothing is found.",
+        ("gate",),
+    )
     by_folder: bool = option(
-        Flag(), False, "Check the export that each file belongs to, and each export once.", ("gate",)
+        Flag(), False, "Take each file for the whole export that it belongs to, and check each export once.", ("gate",)
     )
 
 
@@ -380,12 +385,17 @@ class Options:
         group=INPUT,
     )
     prompt_ids: tuple[int, ...] = option(
-        Numbers(), (), "Begin with these token ids, as in 1,2,3.", ("step-test",), reported="if set", group=INPUT
+        Numbers(),
+        (),
+        "Begin with these token ids, as in 1,2,3.",
+        ("step-test",),
+        reported="if set",
+        group=INPUT,
     )
     inputs: str | None = option(
         File(),
         None,
-        "Read encoder inputs and input_ids by name from this .npz file.",
+        "Read encoder inputs and input_ids by name from this .npz file; without it they are made up.",
         ("step-test",),
         reported="if set",
         group=INPUT,
@@ -460,7 +470,7 @@ class Options:
     select: tuple[str, ...] = option(
         CODES,
         (),
-        "Run only these checks: codes, prefixes or names.",
+        "Run only these checks: codes, prefixes or names, with commas.",
         ALL,
         policy='select = ["KV2", "KV3"]',
         reported="always",
@@ -468,7 +478,7 @@ class Options:
     ignore: tuple[str, ...] = option(
         CODES,
         (),
-        "Leave out these checks: codes, prefixes or names.",
+        "Leave out these checks: codes, prefixes or names, with commas.",
         ALL,
         policy='ignore = ["names-mislead"]',
         reported="always",
@@ -484,7 +494,7 @@ class Options:
     require: tuple[Required, ...] = option(
         Names("a list of uses", "USES", convert=_check_uses, known=lambda: REQUIRED),
         (),
-        f"Require these uses, so that their findings become errors: {', '.join(REQUIRED)}.",
+        f"Make the findings of these uses errors, with commas: {', '.join(REQUIRED)}.",
         ALL,
         policy='require = ["batch", "beam"]',
         reported="if set",
@@ -501,7 +511,7 @@ class Options:
     thorough: bool = option(
         Flag(),
         False,
-        "Also run what takes long: the full context, a sweep of lengths, other run modes.",
+        "Also run what takes long: the full context, a sweep of lengths, other optimization levels.",
         RUNS,
         policy="thorough = true",
         reported="if set",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @command(
-    "Write the findings that a gate is to know.",
+    "Record findings that a gate is to pass over.",
     epilog=examples(
         ('kvdoctor baseline exports/*/ --reason "the app holds it" --until 2027-03-31', "take in what counts today"),
         ("kvdoctor baseline exports/*/ --prune", "remove what is not found any more"),

@@ -15,7 +15,7 @@ SCHEMA = "kvdoctor/config/1"
 
 
 @command(
-    "Print the values in effect and their origins.",
+    "Print the policy in effect, and where each value is from.",
     epilog=examples(
         ("kvdoctor config", "the values for the models of the policy, and where they come from"),
         ("kvdoctor config exports/marian --format json", "for one model, for programs"),

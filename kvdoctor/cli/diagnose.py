@@ -22,7 +22,10 @@ from kvdoctor.cli.output import complain, end, finish, format_option, output_opt
 @output_options()
 @policy_options
 def inspect(path: str, **given: Any) -> NoReturn:
-    """Read a model without running it: files, inputs and outputs, the cache contract. Load no weights."""
+    """Read a model without running it: files, inputs and outputs, the cache contract. Load no weights.
+
+    PATH is an .onnx file or the folder of an export. Exit codes as of step-test.
+    """
     from kvdoctor import api
 
     output = read_output(given)
@@ -44,7 +47,11 @@ def inspect(path: str, **given: Any) -> NoReturn:
 @output_options()
 @policy_options
 def step_test(path: str, **given: Any) -> NoReturn:
-    """Run decode steps with and without the cache; name the failure and its cause."""
+    """Run decode steps with and without the cache; name the failure and its cause.
+
+    PATH is an .onnx file or the folder of an export. Exit code 0: healthy. 1: a finding at or above --fail-on. 2: wrong
+    usage. 3: something could not be checked.
+    """
     from kvdoctor import api
 
     output = read_output(given)

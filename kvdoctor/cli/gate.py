@@ -27,7 +27,9 @@ FOR_RUNS = ("jobs", "cache_dir", "cluster")
 def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     """Inspect and step-test models for CI; without PATH, those of the policy (docs/policy.md).
 
-    Exit code 0: healthy. 1: findings that are not known. 2: wrong usage. 3: something could not be checked.
+    PATH is an .onnx file, a folder of exports or a pattern. Exit code 0: healthy. 1: a finding at or above --fail-on
+    that the baseline does not list. 2: wrong usage. 3: something could not be checked. `kvdoctor baseline` records
+    findings that the gate is to pass over.
     """
     import gc
 

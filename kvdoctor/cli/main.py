@@ -101,7 +101,10 @@ class _Commands(click.Group):
 )
 @click.version_option(__version__, "-V", "--version", package_name="kvdoctor", message="kvdoctor %(version)s")
 def cli() -> None:
-    """Diagnose and repair ONNX decoders with a KV cache. A PATH without COMMAND is step-tested."""
+    """Diagnose and repair ONNX decoders with a KV cache. A PATH without COMMAND is step-tested.
+
+    `kvdoctor COMMAND -h` has the options. Exit code 0: healthy. 1: findings. 2: wrong usage. 3: not checked.
+    """
 
 
 def main() -> NoReturn:

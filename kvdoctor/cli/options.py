@@ -64,7 +64,12 @@ def policy_options(command: Command) -> Command:
     """Add the options that choose the policy."""
     group: dict[str, Any] = {"cls": GroupedOption, "group": CHECKS}
     command = click.option("--no-config", is_flag=True, help="Follow no policy.", **group)(command)
-    return click.option("--config", metavar="FILE", help="Follow the policy in this file.", **group)(command)
+    return click.option(
+        "--config",
+        metavar="FILE",
+        help="Follow the policy in this file; else that of kvdoctor.toml or pyproject.toml in this folder or above.",
+        **group,
+    )(command)
 
 
 def given_options() -> dict[str, Any]:

@@ -13,7 +13,7 @@ import click
 
 from kvdoctor.cli.options import GroupedOption, given_paths
 from kvdoctor.options import OUTPUT
-from kvdoctor.report.formats import FORMATS
+from kvdoctor.report.formats import FORMATS, SUFFIXES
 
 if TYPE_CHECKING:
     from kvdoctor.gating.verdict import GateResult
@@ -24,16 +24,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 NEVER_OVERWRITTEN = {".onnx", ".ort", ".data", ".safetensors", ".toml", ".npz"}
 HEAD_BYTES = 4096
 CI_SECONDS = 30.0
-SUFFIXES = {
-    ".txt": "text",
-    ".json": "json",
-    ".md": "markdown",
-    ".html": "html",
-    ".htm": "html",
-    ".sarif": "sarif",
-    ".xml": "junit",
-}
-"""The format of a file, by its suffix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +75,9 @@ def _option(*words: str, **more: Any) -> Callable[[Command], Command]:
 def format_option(formats: tuple[str, ...]) -> Callable[[Command], Command]:
     """Add the option for the format of standard output."""
     choice = click.Choice(formats)
-    return _option("--format", "format_", type=choice, default="text", help="Print this on standard output.")
+    return _option(
+        "--format", "format_", type=choice, default="text", help="Print this on standard output.", show_default=True
+    )
 
 
 def quiet_option(command: Command) -> Command:

@@ -22,6 +22,16 @@ MODULES = {
     "github": "github",
 }
 FORMATS = tuple(MODULES)
+SUFFIXES = {
+    ".txt": "text",
+    ".json": "json",
+    ".md": "markdown",
+    ".html": "html",
+    ".htm": "html",
+    ".sarif": "sarif",
+    ".xml": "junit",
+}
+"""The format of a file that is given without one, by its suffix."""
 
 
 def render(report: "Report", name: str) -> str:

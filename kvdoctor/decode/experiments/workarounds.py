@@ -75,7 +75,7 @@ EXPERIMENTS = (
         late_cache,
         judged=False,
         unless_passed="plain-loop",
-        why="same fault, reached at a later step",
+        why="it fails like the plain loop, at a later step",
         order=22,
     ),
 )

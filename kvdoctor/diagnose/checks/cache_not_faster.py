@@ -4,9 +4,9 @@ What it means: after 50 tokens, a decode step with the cache should take a fract
 whole sequence. If it does not, the graph does work that is independent of the number of new tokens: it copies or
 recomputes the whole sequence, or most of the step has nothing to do with the sequence.
 
-How it is decided: by medians of several runs of each. The step must be at least 1.25 times as fast as the call without
-a cache. It is not decided if that call takes less than 5 ms, since the fixed cost of a call then hides the rest. The
-figures are under `measured` in the JSON report.
+How it is decided: the step and the call without a cache are run several times; their medians are compared. The step
+must be at least 1.25 times as fast as the call without a cache. It is not decided if that call takes less than 5 ms,
+since the fixed cost of a call then hides the rest. The figures are under `measured` in the JSON report.
 
 Reproduce: `kvdoctor step-test MODEL`, the line `cache speed-up`.
 

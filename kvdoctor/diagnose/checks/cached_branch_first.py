@@ -1,8 +1,8 @@
 """The first step uses the cached branch.
 
 What it means: some loops set `use_cache_branch` to true from the first step on (or another switch to the value of later
-steps). They feed an empty or dummy cache to the branch that never computes the cross-attention cache. The finding
-reports the effect on this model; the file itself is not at fault.
+steps). They feed an empty or dummy cache to the branch that never computes the cross-attention cache. A
+loop that does this is at fault, not the file; the finding shows what happens to this model then.
 
 Reproduce: `kvdoctor step-test MODEL`, experiment `cached-branch-first`.
 

@@ -1,18 +1,18 @@
 """Logits with the cache differ from the reference run.
 
 What it means: decoding with the cache runs, but its logits differ from those of one call over the whole sequence
-without a cache, by more than rounding explains, and no other check names the cause or the half of the step that is
-wrong (KV301). If dropping the past changes nothing at all, the graph, or one of its layers, ignores the cache (KV302).
-NaN or infinity is KV304.
+without a cache, by more than rounding explains, and no other check names the cause, or says whether reading the past or
+adding entries is wrong (KV301). If dropping the past changes nothing at all, the graph, or one of its layers, ignores
+the cache (KV302). NaN or infinity is KV304.
 
 How it is decided: the difference of each step is measured in standard deviations of the logits. For a dynamically
 quantized model, the noise of its own arithmetic is measured first, by sequences of several lengths without any cache; a
 difference below four times that noise is not a fault. A model that rounds (float16, bfloat16, quantized activations) is
 run a second time as a float32 copy, where different splits of a correct model agree to 1e-6 standard deviations. A
 difference there is a fault, and a warning if the own rounding of the model is larger than it. If the float32
-copy is correct, only rounding makes the model differ: one step now and then is not a fault, most steps are a warning.
-So is a cache that the graph itself rounds on its way out (QuantizeLinear and DequantizeLinear, a Cast to fewer bits and
-back) and that moves the logits beyond the limit of the model's arithmetic: its size is in the finding.
+copy is correct, only rounding makes the model differ: a few such steps are ignored, most steps are a warning. It is
+also a warning if the graph rounds the cache before it returns it (QuantizeLinear and DequantizeLinear, a Cast to fewer
+bits and back), and that changes the logits by more than the limit of the model's arithmetic; the finding has the size.
 
 Reproduce: `kvdoctor step-test MODEL -v`: one table lists the difference of each step; a second table lists its effect
 on the next token (cosine, divergence, the likeliest tokens), the growth of the error over the steps, and the difference

@@ -1,9 +1,11 @@
 """The graph has a cache, but its contract cannot be read.
 
 What it means: some inputs or outputs look like a cache, but kvdoctor could not read from the graph what a loop must
-feed, feed back and keep. No decode step was run, so nothing is known of the health of the model. Or no state leaves the
-graph at all, although it appends new keys and values to constants: the module kept its cache in an attribute or a
-buffer, and the export stored the content as constants. Every call then starts from the same cache.
+feed, feed back and keep. No decode step was run, so nothing is known of the health of the model.
+
+The same code stands for a cache that the export stored as constants: the module kept it in an attribute or a buffer, so
+the graph appends new keys and values to constants and has neither past inputs nor present outputs. Every call then
+starts from the same cache.
 
 Reproduce: `kvdoctor inspect MODEL` lists what was found and what is missing.
 

@@ -54,7 +54,7 @@ def _describe_failed_step(context: ContractContext) -> str | None:
 
 @check("KV111", "batch-axis-frozen", "contract")
 def batch_axis_frozen(context: ContractContext) -> Iterator[Fault]:
-    """Token ids or slots with a fixed batch: a note where nothing grows, in graphs of fixed size."""
+    """Token ids or slots with a fixed batch: only a note in a graph of fixed sizes throughout."""
     severity: Severity = "note" if _is_fixed(context) else "warning"
     yield from _find_fixed_inputs(context, "batch", lambda _file, _size: severity, "any number of sequences at once")
 

@@ -3,7 +3,7 @@
 What it means: `--trace FILE` contains the inputs and outputs of your program. The finding names the first step whose
 feed does not follow from the contract and the steps before it: an input that is missing or has another type, the cached
 branch too early, a past that is stale or belongs to another slot, a mask or positions that do not match the cache, and
-so on. Its effects are what the same steps show when they are run again locally.
+so on. The `effect` lines say what happened when kvdoctor ran your steps again.
 
 Reproduce: `kvdoctor step-test MODEL --trace FILE`; docs/trace.md shows how to write the file in seven languages.
 

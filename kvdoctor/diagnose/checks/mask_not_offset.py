@@ -2,11 +2,11 @@
 
 What it means: the mask counts the new tokens from the start of the cache, not from its end, or is missing when there is
 a past. One token per step is mostly right; several new tokens on a cache (a chunked prefill, a second turn, speculative
-decoding) attend to tokens after them, or do not attend to all of the past. It is a warning if only that is wrong, an
-error if the loop with one token per step is.
+decoding) attend to tokens after them, or do not attend to all of the past. It is an error if steps of one token are
+wrong, and a warning if only steps of several tokens are.
 
 How it is decided: of 3 new tokens on a past of 5, the logits of the first must not change with the tokens after it, and
-must change with each entry of the past; of one token per step, with each entry of the past.
+must change with each entry of the past. With one token per step, its logits must change with each entry of the past.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiments `chunk` and `why-chunk`.
 

@@ -4,8 +4,9 @@ What it means: a step with a past computes its tokens at a wrong position of the
 generated text is grammatical but wrong, and no runtime reports an error.
 
 How it is decided: in the first layer, the entry that a step adds to the cache depends only on its token and position.
-It is compared with the entry of the same token in a prefill at its true position, and at every other one. If keys do
-not encode positions (T5), swapping two entries of the past must change the logits.
+It is compared with the entries of the same token in prefills at its true position and at all others, which shows the
+position that it was given. If keys do not encode positions (T5), swapping two entries of the past must change the
+logits.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
 

@@ -162,7 +162,7 @@ class DifferenceSearch:
             of_root = "" if divergence.root == divergence.value else f" of {root}"
             words = f"its output is {off}; with the reference value{of_root} the logits are right"
         elif source == "graph":
-            words = f"its output is {off}, and later values diverge too"
+            words = f"its output is {off}, and so are values behind it"
         else:
             words = f"no single node stands out: differences grow from node to node, and its output is {off}"
         lines = []
@@ -172,7 +172,7 @@ class DifferenceSearch:
             lines = [f"its input{'s' * several} {' and '.join(same)} {'are' if several else 'is'} right"]
         if divergence.compared < divergence.values:
             compared = f"{divergence.compared} of {divergence.values} intermediate tensors could be compared"
-            lines.append(f"{compared}; the first wrong one may be earlier")
+            lines.append(f"{compared}; the earliest divergence may be before it")
         seen = {flat.label(name): self._fed(flat, name) for name in node.inputs if name}
         return FaultLocation(
             node=node.in_file,

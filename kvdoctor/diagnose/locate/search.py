@@ -83,7 +83,7 @@ def _locate_difference(run: Run, context: LocateContext, runner: GraphRunner, fe
     reference = context.calls / f"{run.experiment}-reference.npz"
     index = next((i for i, step in enumerate(run.steps) if step.step == run.failed_step), None)
     if index is None or not reference.is_file():
-        raise CannotLocate("there is no run without a cache that ends with the same token")
+        raise CannotLocate("no reference run covers this step, so no node was searched for")
     step = run.steps[index]
     left, right = (
         PhaseGraph(name, file_of(context, name), branches_taken(context, name))

@@ -7,7 +7,7 @@ from typing import Any
 from kvdoctor.diagnose.checkpoint import Checkpoint
 from kvdoctor.errors import UsageError
 from kvdoctor.model.output_folder import refuse_unfit
-from kvdoctor.repair.export.exporters.registry import Exporter, find_exporter
+from kvdoctor.repair.export.exporters.registry import Exporter, find_exporter, load
 from kvdoctor.repair.request import ExportRequest, RepairRequest
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -60,7 +60,8 @@ def _refuse_unfit_options(export: ExportRequest, exporter: Exporter) -> None:
     if export.dtype is not None and export.dtype not in exporter.dtypes:
         raise UsageError(f"--dtype {export.dtype}: the exporter {name} writes {', '.join(exporter.dtypes)}")
     if export.task is not None and not exporter.takes_task:
-        raise UsageError(f"--task is for the exporter optimum; {name} takes the task from the checkpoint")
+        takers = ", ".join(other.name for other in load() if other.takes_task)
+        raise UsageError(f"--task is for the exporter {takers}; {name} takes the task from the checkpoint")
     if export.opset is None:
         return
     if exporter.opsets is None:

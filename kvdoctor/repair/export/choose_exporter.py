@@ -42,7 +42,7 @@ def list_plans(request: ExportRequest, source: SourceFacts) -> Iterator[ExportPl
         yield replace(first, opset=None, choices=choices)
     if request.exporter is None and request.task is None:
         for other in load():
-            if other.name not in (exporter.name, "genai") and _supports(other, request):
+            if other.name != exporter.name and not other.own_layout and _supports(other, request):
                 yield _make_plan(request, source, other, f"{exporter.name} cannot export it")
 
 

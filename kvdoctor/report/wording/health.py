@@ -40,7 +40,7 @@ def list_working(report: Report) -> list[StackFacts]:
 
 
 def format_working(report: Report, stacks: Sequence[StackFacts]) -> Iterator[str]:
-    """`merged, pair work: plain-loop, batch, rewind; not: chunk`: a line for stacks in which the same works.
+    """`merged, pair work: plain-loop, batch, rewind; these do not: chunk`: a line for stacks in which the same works.
 
     Of a report that is not healthy the uses that work are only counted: it is read for what does not.
     """
@@ -88,7 +88,7 @@ def _name_uses(report: Report, stack: StackFacts) -> str:
     passed = [run.experiment for run in runs if run.shows == "passed"]
     working = ", ".join(passed) if report.verdict == "healthy" else f"{len(passed)} of {len(runs)} uses"
     failing = ", ".join(run.experiment for run in runs if run.shows in WRONG)
-    return working + (f"; not: {failing}" if failing else "")
+    return working + (f"; these do not: {failing}" if failing else "")
 
 
 def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, str]]:

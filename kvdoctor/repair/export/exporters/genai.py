@@ -39,5 +39,6 @@ EXPORTER = Exporter(
     dtypes=("fp32", "fp16", "bf16", "int8", "int4"),
     opsets=None,
     flags=choose_flags,
+    own_layout=True,
     order=30,
 )

@@ -18,7 +18,8 @@ class Exporter:
 
     `writes` are the layouts of its exports, by the beginnings of their names. `opsets` are the lowest and the highest
     ONNX opset that it can write, None if the caller cannot choose one. `flags` gives the flags of its script for a
-    model to be replaced, and the reason for each.
+    model to be replaced, and the reason for each. `own_layout` says that its files are for a runtime of its own: it
+    never stands in for another exporter that failed.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Exporter:
     opsets: tuple[int, int] | None
     flags: Callable[[SourceFacts], tuple[dict[str, Any], tuple[ExportChoice, ...]]]
     takes_task: bool = False
+    own_layout: bool = False
     order: int = field(default=50)
 
 
