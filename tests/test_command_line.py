@@ -60,6 +60,12 @@ def test_a_usage_error_says_what_was_probably_meant(arguments: tuple[str, ...], 
     assert said in done.stderr
 
 
+def test_a_folder_of_exports_is_sent_to_the_gate() -> None:
+    code, out = kvdoctor("inspect", "fixtures/exports", "-v")
+    assert code == 3
+    assert "`kvdoctor gate fixtures/exports` checks the exports below it" in out
+
+
 def test_the_suffix_of_a_file_names_its_format(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("a.html", "b.json", "c.sarif", "d.xml", "e.md")}
     code, _ = kvdoctor("inspect", GPT2, *(f"--output={file}" for file in files.values()), f"--output=json={tmp_path}/f")
