@@ -1,10 +1,11 @@
 """Finds the caches whose presents hold the new entries alone, which a loop appends to the past."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvdoctor.analysis.dataflow.states import StateFlow
 from kvdoctor.analysis.dialects.dialect import SlotName
+from kvdoctor.analysis.slot_rules import pair_by_affix
 from kvdoctor.contract import Dim
 from kvdoctor.model.view import GraphView
 
@@ -32,6 +33,31 @@ class NewEntries:
             return True
         is_present = name.present == state.delta or name.present not in self.view.outputs
         return state.delta is not None and is_present and self.are_alone(state)
+
+    def find_changed(self, states: dict[str, StateFlow]) -> dict[str, StateFlow]:
+        """Unnamed pasts whose new entries are changed on their way out, each with the output that has its name.
+
+        No output returns the entries that the attention sees. One that is declared as long as the tokens, and named
+        after the past as the others are, is what a loop appends; whether its content is right, a run shows.
+        """
+        joined = {past: state for past, state in states.items() if state.joined and state.growth == "grow"}
+        lost = {past for past, state in joined.items() if state.output is None and state.delta is None}
+        if not lost or any(state.output is not None for state in joined.values()):
+            return {}
+        known = {state.delta for state in joined.values() if state.delta is not None}
+        fitting = {name for name in self.view.outputs if any(self._fits(past, joined[past], name) for past in lost)}
+        pairs = pair_by_affix(list(joined), known | fitting)
+        return {past: replace(joined[past], delta=pairs[past]) for past in lost if pairs.get(past) in fitting - known}
+
+    def _fits(self, past: str, state: StateFlow, output: str) -> bool:
+        """Whether an output is declared like a past, but for its length, which is that of the tokens."""
+        before, after = self.view.inputs[past], self.view.outputs[output]
+        if before.shape is None or after.shape is None or len(before.shape) != len(after.shape):
+            return False
+        if before.dtype != after.dtype or self._size_of(output, state.axis) not in self._token_sizes:
+            return False
+        sizes = zip(before.shape, after.shape, strict=True)
+        return all(one == other for at, (one, other) in enumerate(sizes) if at != state.axis)
 
     def are_alone(self, state: StateFlow | None) -> bool:
         """Whether an output of new entries is declared as long as the tokens, not as past and new together."""

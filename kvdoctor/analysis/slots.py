@@ -152,7 +152,9 @@ class SlotReader:
                     found[past] = state
         # A prefix joins a cache, so its delta is the whole present of that cache: such an output is no delta.
         whole = {state.output for state in found.values() if state is not None and state.output is not None}
-        return found | {p: replace(s, delta=None) for p, s in found.items() if s is not None and s.delta in whole}
+        found |= {p: replace(s, delta=None) for p, s in found.items() if s is not None and s.delta in whole}
+        unnamed = {past: state for past, state in found.items() if past not in names and state is not None}
+        return found | self._new_entries.find_changed(unnamed)
 
     def _is_past(self, port: Declared, state: StateFlow) -> bool:
         """Whether an unnamed input is a past: used by an attention, or joined by new entries and returned."""

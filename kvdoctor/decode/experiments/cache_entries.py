@@ -19,6 +19,23 @@ def growing(contract: CacheContract) -> tuple[Slot, ...]:
     return tuple(slot for slot in found if "past" in slot.axes and slot.present is not None)
 
 
+def by_position(contract: CacheContract) -> tuple[Slot, ...]:
+    """Self-attention slots in which each token has an entry at its position, in the order of their layers.
+
+    Besides those that come back longer: caches to which the loop appends what comes back, and buffers of fixed size.
+    A ring is one until it is full.
+    """
+    whole = growing(contract)
+    found = (s for s in contract.of_kind("self-attention") if s.present is not None)
+    return tuple(slot for slot in found if slot in whole or _keeps_places(slot))
+
+
+def _keeps_places(slot: Slot) -> bool:
+    if slot.growth == "delta":
+        return slot.carry == "append" and "past" in slot.axes
+    return slot.growth in ("static", "ring") and slot.carry == "feed-back" and "capacity" in slot.axes
+
+
 def as_probe(call: Call) -> Call:
     """The call as one that may fail."""
     return replace(call, kind="probe", expected=None)
@@ -49,7 +66,7 @@ def add_noise(builder: FeedBuilder, past: Past, places: Iterable[int], slots: It
     changed: dict[str, Any] = dict(past)
     rng = np.random.default_rng(11)
     places = list(places)
-    for slot in growing(builder.contract) if slots is None else slots:
+    for slot in by_position(builder.contract) if slots is None else slots:
         tensor = as_array(past[slot.past]).copy()
         for place in (place for place in places if place < tensor.shape[_at(slot)]):
             index: list[Any] = [slice(None)] * tensor.ndim
@@ -63,7 +80,7 @@ def add_noise(builder: FeedBuilder, past: Past, places: Iterable[int], slots: It
 def swap_entries(builder: FeedBuilder, past: Past, one: int, other: int) -> Past:
     """The past with two of its entries in each other's place."""
     changed: dict[str, Any] = dict(past)
-    for slot in growing(builder.contract):
+    for slot in by_position(builder.contract):
         tensor = as_array(past[slot.past])
         order = list(range(tensor.shape[_at(slot)]))
         if max(one, other) >= len(order):
@@ -86,5 +103,13 @@ def read_returned(slot: Slot, answer: Answer, first: bool) -> Array:
     return answer.outputs[(slot.filled_by if first else slot.present) or ""].array()
 
 
+def take_returned(slot: Slot, answer: Answer, first: bool, start: int, stop: int) -> Array:
+    """Entries of the positions start to stop of what came back for a slot, which may be the new ones alone."""
+    before = answer.past if slot.growth == "delta" and not first else 0
+    return take_entries(slot, read_returned(slot, answer, first), start - before, stop - before)
+
+
 def _at(slot: Slot) -> int:
-    return slot.axes.index("past")
+    at = slot.length_axis
+    assert at is not None, f"{slot.past} has entries"  # noqa: S101 - only slots whose entries are counted come here
+    return at

@@ -11,7 +11,7 @@ from kvdoctor.decode.experiments import Decision, Experiment
 from kvdoctor.decode.experiments.cache_entries import (
     add_noise,
     as_probe,
-    growing,
+    by_position,
     read_returned,
     same_entries,
     same_logits,
@@ -20,10 +20,12 @@ from kvdoctor.decode.experiments.cache_entries import (
 )
 from kvdoctor.decode.experiments.determinism import looks_ahead
 from kvdoctor.decode.experiments.entry_origins import (
+    Piece,
     crossed,
-    new_entry,
+    of_another,
     other_attention,
-    right_entry,
+    other_prefill,
+    pieces_of,
     same_for_two,
     where_from,
 )
@@ -45,8 +47,10 @@ def why(builder: FeedBuilder) -> Decision:
     cause = yield from look(builder, start, expected, whole)
     if cause is None or cause.name in GENERAL_CAUSES:
         wrong = yield from first_wrong(builder, expected)
-        if wrong is not None and wrong != start:
-            cause = (yield from look(builder, wrong, expected, whole)) or cause
+        # A step that leaves a wrong cache has right logits itself: the next one is the first that is wrong.
+        for place in (wrong, wrong - 1) if wrong is not None else ():
+            if place > start and (cause is None or cause.name in GENERAL_CAUSES):
+                cause = (yield from look(builder, place, expected, whole)) or cause
     return cause
 
 
@@ -93,6 +97,10 @@ def look(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> De
     past = builder.carry(None, first, "held")
     if builder.past_length(past) != start:
         return None  # what the lengths say has checks of its own
+    if any(
+        slot.growth == "ring" and (slot.size("capacity") or 0) < whole.new for slot in by_position(builder.contract)
+    ):
+        return None  # the oldest entries are overwritten
     if cause := (yield from _other_mathematics(builder, past, expected)):
         return cause
     step = yield as_probe(builder.decode(start, start + 1, past))
@@ -103,6 +111,8 @@ def look(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> De
         return Cause(
             "nondeterministic", f"the same step on a past of {start} tokens gives other logits the second time"
         )
+    if cause := other_prefill(builder, start, first, whole):
+        return cause
     return (yield from _step(builder, start, past, step, whole))
 
 
@@ -113,18 +123,19 @@ def _repeated(one: Array, other: Array, limit: Tolerance) -> bool:
 
 def _step(builder: FeedBuilder, start: int, past: Past, step: Answer, whole: Answer) -> Decision:
     """What one step sees of the past, whether it keeps it, and what it adds."""
-    limit, slots = builder.tolerance, growing(builder.contract)
+    limit, slots = builder.tolerance, by_position(builder.contract)
     everything = yield as_probe(builder.decode(start, start + 1, add_noise(builder, past, range(start))))
     if not everything.failed and same_logits(everything.logits, step.logits, limit):
         return Cause("past-ignored", "noise in all of the past changes no logit of the step")
     for slot in slots:
-        if not _keeps(slot, step, past, limit):
+        if slot.growth != "delta" and not _keeps(slot, step, past, limit):
             return crossed(slot, slots, step, past, limit) or Cause(
                 "present-rewrites-past",
                 f"{slot.present} differs from {slot.past} in entries 0 to {start - 1}, which a step must keep",
             )
-    wrong = _wrong(builder, slots, start, step, whole)
-    if wrong and wrong[0].layer == slots[0].layer:
+    pieces = pieces_of(slots, whole)
+    wrong = _wrong(builder, pieces, start, step, whole)
+    if wrong and wrong[0].layer == pieces[0].layer:
         return (yield from where_from(builder, start, wrong[0], step, whole))
     if unseen := (yield from _unseen(builder, start, past, step, slots)):
         return _half_blind(unseen)
@@ -133,26 +144,39 @@ def _step(builder: FeedBuilder, start: int, past: Past, step: Answer, whole: Ans
 
 def _deeper(builder: FeedBuilder, start: int, past: Past, step: Answer, whole: Answer) -> Decision:
     """The first layer adds the right entry, and all entries are seen: distances, slots, the first wrong layer."""
-    limit, slots = builder.tolerance, growing(builder.contract)
+    limit, slots = builder.tolerance, by_position(builder.contract)
     if cause := (yield from _no_distance(builder, start, past, step, whole)):
         return cause
     if cause := (yield from _blind_layer(builder, start, past, step)):
         return cause
+    pieces = pieces_of(slots, whole)
+    if cause := _zero_entries(pieces, whole, start):
+        return cause
     for slot in slots:
-        if not read_returned(slot, whole, True).any():
-            return Cause("new-entries-wrong", f"a prefill returns nothing but zeros as {slot.filled_by}")
         answer = yield as_probe(builder.decode(start, start + 1, add_noise(builder, past, range(start), [slot])))
         if not answer.failed and same_logits(answer.logits, step.logits, limit):
             return Cause("cache-misread", f"noise in all of {slot.past} changes no logit of the step")
-    if wrong := _wrong(builder, slots, start, step, whole):
-        return (yield from other_attention(builder, start, past, wrong[0])) or _first_wrong_slot(wrong, slots)
+    if wrong := _wrong(builder, pieces, start, step, whole):
+        if cause := of_another(builder, start, wrong[0], step, whole):
+            return cause
+        return (yield from other_attention(builder, start, past, wrong[0])) or _first_wrong(wrong, pieces)
     return same_for_two(slots, whole, limit) or _last_result(start, step, whole, limit)
 
 
-def _first_wrong_slot(wrong: list[Slot], slots: tuple[Slot, ...]) -> Cause:
+def _zero_entries(pieces: tuple[Piece, ...], whole: Answer, start: int) -> Cause | None:
+    """Keys or values of some tokens that a prefill leaves out of the cache."""
+    for piece in pieces:
+        zero = [place for place in range(start) if not piece.right_entry(whole, place).any()]
+        if zero:
+            which = "all entries" if len(zero) == start else f"entry {zero[0]}"
+            return Cause("new-entries-wrong", f"a prefill returns zeros in {which} of {piece.filled_by}")
+    return None
+
+
+def _first_wrong(wrong: list[Piece], pieces: tuple[Piece, ...]) -> Cause:
     """Where keys or values of a layer alone are wrong, its input is right; where all are, the layer before is wrong."""
     first = wrong[0]
-    if any(slot.layer == first.layer and slot not in wrong for slot in slots):
+    if any(piece.layer == first.layer and piece not in wrong for piece in pieces):
         return Cause(
             "new-entries-wrong", f"the new entry of {first.present} is wrong, and others of its layer are right"
         )
@@ -169,7 +193,7 @@ def _last_result(start: int, step: Answer, whole: Answer, limit: Tolerance) -> C
 
 def _blind_layer(builder: FeedBuilder, start: int, past: Past, step: Answer) -> Decision:
     """A layer that takes no part of the past, neither of its keys nor of its values, or not all of its entries."""
-    slots = growing(builder.contract)
+    slots = by_position(builder.contract)
     for layer in dict.fromkeys(slot.layer for slot in slots if slot.layer is not None):
         mine = [slot for slot in slots if slot.layer == layer]
         answer = yield as_probe(builder.decode(start, start + 1, add_noise(builder, past, range(start), mine)))
@@ -197,18 +221,16 @@ def first_wrong(builder: FeedBuilder, expected: Array) -> "Generator[Call, Answe
     return None
 
 
-def _wrong(builder: FeedBuilder, slots: Iterable[Slot], start: int, step: Answer, whole: Answer) -> list[Slot]:
-    """Slots whose new entry is not that of the same token in a prefill of the whole sequence."""
+def _wrong(builder: FeedBuilder, pieces: Iterable[Piece], start: int, step: Answer, whole: Answer) -> list[Piece]:
+    """Keys or values of a layer whose new entry is not that of the same token in a prefill of the whole sequence."""
     limit = builder.tolerance
-    return [s for s in slots if not same_entries(new_entry(s, step, start), right_entry(s, whole, start), limit)]
+    return [p for p in pieces if not same_entries(p.new_entry(step, start), p.right_entry(whole, start), limit)]
 
 
 def _keeps(slot: Slot, step: Answer, past: Past, limit: Tolerance) -> bool:
     """Whether a present begins with the past that was fed."""
-    fed = as_array(past[slot.past])
-    return same_entries(
-        take_entries(slot, read_returned(slot, step, False), 0, fed.shape[slot.axes.index("past")]), fed, limit
-    )
+    fed = take_entries(slot, as_array(past[slot.past]), 0, step.past)
+    return same_entries(take_entries(slot, read_returned(slot, step, False), 0, step.past), fed, limit)
 
 
 def _other_mathematics(builder: FeedBuilder, past: Past, expected: Array) -> Decision:
@@ -267,6 +289,8 @@ def _no_distance(builder: FeedBuilder, start: int, past: Past, step: Answer, who
     answer = yield as_probe(builder.decode(start, start + 1, swap_entries(builder, past, 0, start - 1)))
     if answer.failed or not same_logits(answer.logits, step.logits, builder.tolerance):
         return None
+    if not (yield from _counts_distance(builder, start)):
+        return None
     return Cause(
         "positions-not-offset",
         "keys hold no position here, and two entries of the past in each other's place change nothing: the step counts "
@@ -274,14 +298,35 @@ def _no_distance(builder: FeedBuilder, start: int, past: Past, step: Answer, who
     )
 
 
+def _counts_distance(builder: FeedBuilder, start: int) -> "Generator[Call, Answer, bool]":
+    """Whether the first attention of a call without a cache tells the order of the tokens before it.
+
+    Some models have no positions at all. The entries of the second layer show it. The logits do so only where there is
+    none: deeper layers see in what order earlier tokens saw one another.
+    """
+    order = np.arange(builder.tokens.shape[1])
+    order[[0, start - 1]] = start - 1, 0
+    one = yield as_probe(builder.prefill(start + 1))
+    other = yield as_probe(replace(builder, tokens=builder.tokens[:, order]).prefill(start + 1))
+    if one.failed or other.failed:
+        return False
+    pieces = pieces_of(by_position(builder.contract), one)
+    second = [piece for piece in pieces if piece.layer not in (None, pieces[0].layer)]
+    if not second:
+        return not same_logits(one.logits[:, -1:], other.logits[:, -1:], builder.tolerance)
+    second = [piece for piece in second if piece.layer == second[0].layer]
+    return any(
+        not same_entries(p.right_entry(one, start), p.right_entry(other, start), builder.tolerance) for p in second
+    )
+
+
 def _has_free_keys(builder: FeedBuilder, start: int, whole: Answer) -> "Generator[Call, Answer, bool]":
     """Whether keys hold no position: that of a token is the same at the start and later."""
-    slot = growing(builder.contract)[0]
+    piece = pieces_of(by_position(builder.contract), whole)[0]
     alone = yield as_probe(replace(builder, tokens=builder.tokens[:, start:]).prefill(1))
     if alone.failed:
         return False
-    there = right_entry(slot, whole, start)
-    return same_entries(take_entries(slot, read_returned(slot, alone, True), 0, 1), there, builder.tolerance)
+    return same_entries(piece.right_entry(alone, 0), piece.right_entry(whole, start), builder.tolerance)
 
 
 def can_be_looked_into(contract: CacheContract) -> str | None:
@@ -290,7 +335,7 @@ def can_be_looked_into(contract: CacheContract) -> str | None:
         return "dynamic quantization rounds every entry another way"
     if contract.new_tokens is not None:
         return "no call takes several tokens without a cache"
-    return None if growing(contract) else "no past grows entry by entry"
+    return None if by_position(contract) else "no token has an entry of its own in the cache"
 
 
 EXPERIMENTS = (

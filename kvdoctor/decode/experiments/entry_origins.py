@@ -1,20 +1,22 @@
 """Where a wrong entry of a cache comes from: another place, another slot, another graph, or nowhere. numpy only."""
 
 from collections.abc import Generator, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvdoctor.contract import Slot
+from kvdoctor.contract import Axis, Slot
 from kvdoctor.decode.calls import Answer, Array, Call, Past, as_array
 from kvdoctor.decode.experiments import Decision
 from kvdoctor.decode.experiments.cache_entries import (
     as_probe,
+    by_position,
     change_token,
-    growing,
     read_returned,
     same_entries,
+    same_logits,
     take_entries,
+    take_returned,
 )
 from kvdoctor.decode.experiments.workarounds import has_length
 from kvdoctor.decode.feeds import FeedBuilder
@@ -22,74 +24,133 @@ from kvdoctor.decode.runs import Cause
 from kvdoctor.decode.tolerances import Tolerance
 
 
-def new_entry(slot: Slot, step: Answer, start: int) -> Array:
-    """The entry that a step added."""
-    return _first_layer(slot, take_entries(slot, read_returned(slot, step, False), start, start + 1))
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The keys or the values of one layer: a slot, or a part of one that holds several.
+
+    `at` are the indexes into the axes of layers and of parts, where the slot has them.
+    """
+
+    slot: Slot
+    layer: int | None
+    at: tuple[tuple[Axis, int], ...] = ()
+
+    @property
+    def present(self) -> str:
+        """The output, with the layer and the part where it holds several."""
+        return (self.slot.present or "") + self._within
+
+    @property
+    def filled_by(self) -> str:
+        """The output that first fills it."""
+        return (self.slot.filled_by or "") + self._within
+
+    @property
+    def _within(self) -> str:
+        words = {"layers": "layer", "parts": "part"}
+        return f" ({', '.join(f'{words[axis]} {index}' for axis, index in self.at)})" if self.at else ""
+
+    def of(self, entries: Array) -> Array:
+        """This piece of the entries of its slot."""
+        for axis, index in self.at:
+            entries = np.take(entries, [index], axis=self.slot.axes.index(axis))
+        return entries
+
+    def new_entry(self, step: Answer, start: int) -> Array:
+        """The entry that a step added."""
+        return self.of(take_returned(self.slot, step, False, start, start + 1))
+
+    def right_entry(self, whole: Answer, start: int, stop: int | None = None) -> Array:
+        """The entry of the same token in a prefill of the whole sequence, or the entries up to another."""
+        return self.of(take_returned(self.slot, whole, True, start, stop or start + 1))
 
 
-def right_entry(slot: Slot, whole: Answer, start: int) -> Array:
-    """The entry of the same token in a prefill of the whole sequence."""
-    return _first_layer(slot, take_entries(slot, read_returned(slot, whole, True), start, start + 1))
+def pieces_of(slots: Iterable[Slot], answer: Answer, first: bool = True) -> tuple[Piece, ...]:
+    """The keys and values of each layer, by the shapes that came back, in the order of the layers."""
+    found = []
+    for slot in slots:
+        shape = read_returned(slot, answer, first).shape
+        axes: list[Axis] = [axis for axis in ("layers", "parts") if axis in slot.axes]
+        for indexes in np.ndindex(*(shape[slot.axes.index(axis)] for axis in axes)):
+            at = tuple(zip(axes, indexes, strict=True))
+            found.append(Piece(slot, dict(at).get("layers", slot.layer), at))
+    return tuple(found)
 
 
-def _first_layer(slot: Slot, entries: Array) -> Array:
-    """Of a slot that stacks all layers the first, which depends on nothing but the token and its position."""
-    return np.take(entries, [0], axis=slot.axes.index("layers")) if "layers" in slot.axes else entries
-
-
-def where_from(builder: FeedBuilder, start: int, slot: Slot, step: Answer, whole: Answer) -> Decision:
+def where_from(builder: FeedBuilder, start: int, piece: Piece, step: Answer, whole: Answer) -> Decision:
     """The first layer's new entry is wrong, which depends on the token and its position alone."""
-    limit, new = builder.tolerance, new_entry(slot, step, start)
-    place = yield from _place(builder, start, slot, new)
+    place = yield from _place(builder, start, piece, piece.new_entry(step, start))
     if place is not None:
         return Cause(
             "positions-not-offset",
-            f"the new entry of {slot.present} at position {start} is that of the same token at position {place}",
+            f"the new entry of {piece.present} at position {start} is that of the same token at position {place}",
         )
-    for other in growing(builder.contract):
-        if other is not slot and same_entries(new, right_entry(other, whole, start), limit):
-            name = "key-value-swapped" if other.layer == slot.layer else "layers-swapped"
-            return Cause(name, f"the new entry of {slot.present} is what a prefill returns as {other.filled_by}")
-    if cause := (yield from _no_token(builder, start, slot, step)):
+    if cause := of_another(builder, start, piece, step, whole):
         return cause
-    if cause := (yield from _other_first_entry(builder, start, slot)):
+    if cause := (yield from _no_token(builder, start, piece, step)):
         return cause
-    return Cause("new-entries-wrong", f"the new entry of {slot.present} is wrong already, in the first layer")
+    if cause := (yield from _other_first_entry(builder, start, piece)):
+        return cause
+    return Cause("new-entries-wrong", f"the new entry of {piece.present} is wrong already, in the first layer")
 
 
-def _place(builder: FeedBuilder, start: int, slot: Slot, new: Array) -> "Generator[Call, Answer, int | None]":
+def of_another(builder: FeedBuilder, start: int, piece: Piece, step: Answer, whole: Answer) -> Cause | None:
+    """A new entry that is the right one of another layer, or of the other part of the same one."""
+    new = piece.new_entry(step, start)
+    for other in pieces_of(by_position(builder.contract), whole):
+        if other != piece and same_entries(new, other.right_entry(whole, start), builder.tolerance):
+            name = "key-value-swapped" if other.layer == piece.layer else "layers-swapped"
+            return Cause(name, f"the new entry of {piece.present} is what a prefill returns as {other.filled_by}")
+    return None
+
+
+def _place(builder: FeedBuilder, start: int, piece: Piece, new: Array) -> "Generator[Call, Answer, int | None]":
     """The position whose entry this is: one token at all positions shows what it would be at each."""
     everywhere = np.repeat(builder.tokens[:, start : start + 1], builder.scenario.total, axis=1)
     answer = yield as_probe(replace(builder, tokens=everywhere).prefill(builder.scenario.total))
     if answer.failed:
         return None
-    entries = _first_layer(slot, read_returned(slot, answer, True))
-    if same_entries(new, take_entries(slot, entries, start, start + 1), builder.tolerance):
+    if same_entries(new, piece.right_entry(answer, start), builder.tolerance):
         return None
     places = range(builder.scenario.total)
-    return next(
-        (p for p in places if same_entries(new, take_entries(slot, entries, p, p + 1), builder.tolerance)),
-        None,
-    )
+    return next((p for p in places if same_entries(new, piece.right_entry(answer, p), builder.tolerance)), None)
 
 
-def _no_token(builder: FeedBuilder, start: int, slot: Slot, step: Answer) -> Decision:
+def _no_token(builder: FeedBuilder, start: int, piece: Piece, step: Answer) -> Decision:
     """An entry that is the same whatever the token holds nothing of it."""
     first = yield as_probe(builder.prefill(start))
     other = change_token(builder, start)
-    if first.failed or not slot.present:
+    if first.failed or not piece.slot.present:
         return None
     answer = yield as_probe(other.decode(start, start + 1, builder.carry(None, first, "held")))
-    if answer.failed or not np.array_equal(new_entry(slot, answer, start), new_entry(slot, step, start)):
+    if answer.failed or not np.array_equal(piece.new_entry(answer, start), piece.new_entry(step, start)):
         return None
-    return Cause("present-does-not-grow", f"the new entry of {slot.present} is the same whatever the token is")
+    return Cause("present-does-not-grow", f"the new entry of {piece.present} is the same whatever the token is")
+
+
+def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer) -> Cause | None:
+    """Entries that a prefill fills the cache with, and that one of more tokens returns otherwise.
+
+    No later token changes the keys and values of an earlier one, in any layer: one of the two prefills is wrong.
+    """
+    for piece in pieces_of(by_position(builder.contract), whole):
+        if piece.slot.trimmed or piece.slot.window is not None:
+            continue
+        ours, theirs = piece.right_entry(first, 0, start), piece.right_entry(whole, 0, start)
+        if ours.shape != theirs.shape or same_entries(ours, theirs, builder.tolerance):
+            continue
+        return Cause(
+            "new-entries-wrong",
+            f"a prefill of {start} tokens returns other entries as {piece.filled_by} than one of more tokens",
+        )
+    return None
 
 
 def crossed(slot: Slot, slots: Iterable[Slot], step: Answer, past: Past, limit: Tolerance) -> Cause | None:
     """A present that begins with the past of another slot."""
     for other in slots:
-        fed = as_array(past[other.past])
-        begin = take_entries(slot, read_returned(slot, step, False), 0, fed.shape[other.axes.index("past")])
+        fed = take_entries(other, as_array(past[other.past]), 0, step.past)
+        begin = take_entries(slot, read_returned(slot, step, False), 0, step.past)
         if other is not slot and fed.any() and same_entries(begin, fed, limit):
             name = "key-value-swapped" if other.layer == slot.layer else "layers-swapped"
             return Cause(name, f"{slot.present} begins with the entries that were fed as {other.past}")
@@ -112,26 +173,38 @@ def _from_empty(builder: FeedBuilder, past: Past, stop: int) -> Call:
     return as_probe(builder.decode(0, stop, Past({**past, **emptied})))
 
 
-def _other_first_entry(builder: FeedBuilder, start: int, slot: Slot) -> Decision:
-    """From an empty past nothing can be wrong with positions: another entry of the first token is other mathematics."""
+def _other_first_entry(builder: FeedBuilder, start: int, piece: Piece) -> Decision:
+    """From an empty past nothing can be wrong with positions: another entry of the first token is other mathematics.
+
+    Where the logits of two tokens are right, the attention has used the right entry, and another one leaves the graph.
+    """
     if builder.contract.first_step == "empty-past":
         return None
     first = yield as_probe(builder.prefill(start))
     if first.failed:
         return None
-    answer = yield _from_empty(builder, builder.carry(None, first, "held"), 1)
+    past = builder.carry(None, first, "held")
+    answer = yield _from_empty(builder, past, 1)
     if answer.failed:
         return None
-    ours, theirs = new_entry(slot, answer, 0), right_entry(slot, first, 0)
+    ours, theirs = piece.new_entry(answer, 0), piece.right_entry(first, 0)
     if ours.shape != theirs.shape or same_entries(ours, theirs, builder.tolerance):
         return None
+    if has_length(builder.contract) is None and not builder.contract.last_logits_only:
+        right, both = (yield as_probe(builder.prefill(2))), (yield _from_empty(builder, past, 2))
+        if not right.failed and not both.failed and same_logits(both.logits, right.logits, builder.tolerance):
+            return Cause(
+                "new-entries-wrong",
+                f"from an empty past two tokens get the logits that they get without a past, and the first one gets "
+                f"another entry in {piece.present}: the attention uses other entries than those returned",
+            )
     return Cause(
         "branches-disagree",
-        f"from an empty past {slot.present} gets another entry for the first token than without a past",
+        f"from an empty past {piece.present} gets another entry for the first token than without a past",
     )
 
 
-def other_attention(builder: FeedBuilder, start: int, past: Past, slot: Slot) -> Decision:
+def other_attention(builder: FeedBuilder, start: int, past: Past, piece: Piece) -> Decision:
     """A deeper layer adds a wrong entry: do the branches compute different things where no offset is at play?
 
     Two tokens on an empty past: the second one's entry in a deeper layer rests on the attention of the layers before.
@@ -139,7 +212,7 @@ def other_attention(builder: FeedBuilder, start: int, past: Past, slot: Slot) ->
     """
     if builder.contract.first_step == "empty-past":
         return None
-    if cause := (yield from _other_first_entry(builder, start, slot)):
+    if cause := (yield from _other_first_entry(builder, start, piece)):
         return cause
     if has_length(builder.contract) is not None:
         return None  # it takes one token at a time
@@ -148,11 +221,11 @@ def other_attention(builder: FeedBuilder, start: int, past: Past, slot: Slot) ->
     changed = yield _from_empty(change_token(builder, 0), past, 2)
     if right.failed or both.failed or changed.failed:
         return None
-    limit, ours = builder.tolerance, new_entry(slot, both, 1)
-    if same_entries(ours, right_entry(slot, right, 1), limit) or same_entries(ours, new_entry(slot, changed, 1), limit):
+    limit, ours = builder.tolerance, piece.new_entry(both, 1)
+    if same_entries(ours, piece.right_entry(right, 1), limit) or same_entries(ours, piece.new_entry(changed, 1), limit):
         return None
     return Cause(
         "branches-disagree",
-        f"of two tokens on an empty past the second one sees the first, and gets another entry in {slot.present} than "
+        f"of two tokens on an empty past the second one sees the first, and gets another entry in {piece.present} than "
         "without a past",
     )

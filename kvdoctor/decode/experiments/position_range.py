@@ -39,6 +39,8 @@ def is_all_attention(contract: CacheContract) -> str | None:
     """The first layer's keys must rest on the token and its position alone: no state of another kind before them."""
     if reason := can_be_looked_into(contract):
         return reason
+    if not growing(contract):
+        return "no past grows entry by entry"
     kinds = {slot.kind for slot in contract.slots}
     first = growing(contract)[0]
     if kinds - {"self-attention", "cross-attention"} or first.layer != 0 or first.used_as == "value":
