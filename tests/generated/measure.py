@@ -18,10 +18,12 @@ from .designs import BASES
 from .exports import build
 from .faults import KINDS, applicable, truth
 from .harmless import HARMLESS, changed, off
-from .strikes import Strike
+from .strikes import Fault
 
 RIGHT = 1e-4
 """In standard deviations of the logits: a healthy decoder is off by less."""
+LOOP = 10
+"""Tokens of the loop that a step-test runs first."""
 
 
 @dataclass(frozen=True)
@@ -65,28 +67,29 @@ class Said:
     @property
     def acceptable(self) -> bool:
         """Whether an expert would accept the leading name: by the kind, or by where the fault strikes."""
-        return self.found and self.leading in (
-            *KINDS[self.case.kind].accept,
-            *names_by_strike(KINDS[self.case.kind].strike),
-        )
+        fault = KINDS[self.case.kind]
+        return self.found and self.leading in (*fault.accept, *names_by_strike(fault))
+
+    @property
+    def exact(self) -> bool:
+        """Whether the leading name says more than that the logits differ."""
+        return self.acceptable and self.leading != "cached-differs"
 
     def __str__(self) -> str:
         finding = f"{self.severity} {self.leading}" if self.leading else "-"
         return f"{self.case.name} | {self.verdict} {self.code} | {finding} | {self.seconds:.1f} s"
 
 
-def names_by_strike(strike: Strike) -> tuple[str, ...]:
-    """The checks that say where a fault strikes: at some lengths, with several new tokens, else in any step."""
-    if strike.new_from > 1 or strike.across is not None or strike.token:
+def names_by_strike(fault: Fault) -> tuple[str, ...]:
+    """The checks that say where a fault strikes: with several new tokens, at some lengths, in which half of a step."""
+    strike = fault.strike
+    if strike.branch != "prefill" and (strike.new_from > 1 or strike.across is not None or strike.token):
         return ("chunk-differs",)
-    if (
-        strike.past_from > 1
-        or strike.past_to is not None
-        or strike.past_every is not None
-        or strike.position is not None
-    ):
-        return ("wrong-at-lengths",)
-    return ("cache-misread", "new-entries-wrong")
+    lengths = (strike.past_to, strike.past_every, strike.position)
+    limited = strike.past_from > 1 or strike.new_from > 1 or any(length is not None for length in lengths)
+    # The smallest walk that shows it goes further than the loop does.
+    far = sum(fault.walk.chunks[:-1]) > LOOP
+    return ("cache-misread", "new-entries-wrong", *(("wrong-at-lengths",) if limited or far else ()))
 
 
 def faulty(bases: int = 0) -> list[Case]:
@@ -174,7 +177,8 @@ def summary(all_said: list[Said]) -> str:
             *lines,
             f"faulty: {len(wrong)} models of {kinds} kinds; found {len(found)}, "
             f"with an error {sum(said.severity == 'error' for said in found)}, silent {len(silent)}, "
-            f"not completely checked {len(open_ones)}; leading name acceptable {len(found) - len(unaccepted)}",
+            f"not completely checked {len(open_ones)}; leading name acceptable {len(found) - len(unaccepted)}, "
+            f"more than cached-differs {sum(said.exact for said in found)}",
             f"healthy: {len(right)} models; false alarms {len(alarms)}",
             f"{seconds:.0f} s",
         ]

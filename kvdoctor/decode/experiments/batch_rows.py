@@ -4,9 +4,16 @@ from typing import Any
 
 import numpy as np
 
-from kvdoctor.decode.calls import Past, Scenario, as_array
+from kvdoctor.decode.calls import Answer, Past, Scenario, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use
-from kvdoctor.decode.experiments.cache_entries import as_probe, change_token, same_logits
+from kvdoctor.decode.experiments.cache_entries import (
+    as_probe,
+    by_position,
+    change_token,
+    read_returned,
+    same_entries,
+    same_logits,
+)
 from kvdoctor.decode.experiments.loops import has_exact_rows, takes_any_batch
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
@@ -36,8 +43,8 @@ def reorder(builder: FeedBuilder) -> Calls:
 
 
 def why_batch(builder: FeedBuilder) -> Decision:
-    """Noise in the cache of one row, of each kind in turn, must not change the logits of the other."""
-    start, limit = builder.scenario.prompt, builder.tolerance
+    """Noise in the cache of one row, of each kind in turn, must not change the logits or the cache of the other."""
+    start = builder.scenario.prompt
     answer = yield as_probe(builder.prefill(start))
     if answer.failed:
         return None
@@ -49,19 +56,34 @@ def why_batch(builder: FeedBuilder) -> Decision:
         other = 1 - row
         for kind in dict.fromkeys(slot.kind for slot in builder.contract.slots if "batch" in slot.axes):
             changed = yield as_probe(builder.decode(start, start + 1, _noisy(builder, past, kind, row)))
-            if not changed.failed and not same_logits(changed.logits[[other]], step.logits[[other]], limit):
+            if what := _changed_in(builder, other, changed, step):
                 return Cause(
                     "batch-rows-interact",
-                    f"in a step on a past of {start}, row {other}'s logits change with the {kind} cache of row {row}",
+                    f"in a step on a past of {start}, {what} of row {other} change with the {kind} cache of row {row}",
                 )
         changed = yield as_probe(
             change_token(builder, start, row * builder.contract.codebooks).decode(start, start + 1, past)
         )
-        if not changed.failed and not same_logits(changed.logits[[other]], step.logits[[other]], limit):
+        if what := _changed_in(builder, other, changed, step):
             return Cause(
                 "batch-rows-interact",
-                f"in a step on a past of {start}, row {other}'s logits change with the token of row {row}",
+                f"in a step on a past of {start}, {what} of row {other} change with the token of row {row}",
             )
+    return None
+
+
+def _changed_in(builder: FeedBuilder, row: int, one: Answer, other: Answer) -> str | None:
+    """What two steps give a row differently, in words: its logits, or what is returned of its cache."""
+    if one.failed:
+        return None
+    if not same_logits(one.logits[[row]], other.logits[[row]], builder.tolerance):
+        return "the logits"
+    for slot in (slot for slot in by_position(builder.contract) if "batch" in slot.axes):
+        ours, theirs = (
+            np.take(read_returned(slot, answer, False), [row], axis=slot.axes.index("batch")) for answer in (one, other)
+        )
+        if not same_entries(ours, theirs, builder.tolerance):
+            return f"the entries in {slot.present}"
     return None
 
 

@@ -36,6 +36,12 @@ def _keeps_places(slot: Slot) -> bool:
     return slot.growth in ("static", "ring") and slot.carry == "feed-back" and "capacity" in slot.axes
 
 
+def keeps_all(slot: Slot, tokens: int) -> bool:
+    """Whether a slot holds the entries of so many tokens, each at its position: a window drops the oldest."""
+    full = slot.growth == "ring" and (slot.size("capacity") or 0) < tokens
+    return not slot.trimmed and slot.window is None and not full
+
+
 def as_probe(call: Call) -> Call:
     """The call as one that may fail."""
     return replace(call, kind="probe", expected=None)

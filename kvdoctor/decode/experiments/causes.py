@@ -24,6 +24,7 @@ from kvdoctor.decode.experiments.entry_origins import (
     crossed,
     of_another,
     other_attention,
+    other_position,
     other_prefill,
     pieces_of,
     same_for_two,
@@ -243,6 +244,10 @@ def _other_mathematics(builder: FeedBuilder, past: Past, expected: Array) -> Dec
     first = yield as_probe(builder.decode(0, 1, Past({**past, **emptied})))
     if first.failed or same_logits(first.logits, expected[:, :1], builder.tolerance):
         return None
+    pieces = pieces_of(by_position(contract), first, first=False)
+    for piece in (piece for piece in pieces if piece.layer == pieces[0].layer):
+        if cause := (yield from other_position(builder, 0, piece, first)):
+            return cause
     return Cause(
         "branches-disagree",
         "from an empty self-attention past the cached branch gives the first token other logits than the one without "

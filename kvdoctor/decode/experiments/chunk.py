@@ -1,10 +1,19 @@
 """Several new tokens on top of a cache: chunked prefill, a second turn, speculation."""
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Answer, Past, Scenario
+from kvdoctor.decode.calls import Answer, Array, Past, Scenario
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens
-from kvdoctor.decode.experiments.cache_entries import add_noise, as_probe, change_token, same_logits
+from kvdoctor.decode.experiments.cache_entries import (
+    add_noise,
+    as_probe,
+    by_position,
+    change_token,
+    keeps_all,
+    same_entries,
+    same_logits,
+)
 from kvdoctor.decode.experiments.causes import can_be_looked_into
+from kvdoctor.decode.experiments.entry_origins import other_position, pieces_of
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
 
@@ -41,6 +50,11 @@ def why_chunk(builder: FeedBuilder) -> Decision:
     base = yield as_probe(builder.decode(start, start + CHUNK, past))
     if base.failed:
         return None
+    expected = yield from builder.whole()
+    if cause := _moved_logits(base.logits, expected[:, start : start + CHUNK], builder):
+        return cause
+    if cause := (yield from _wrong_entries(builder, base)):
+        return cause
     other = yield as_probe(builder.with_other_tokens(start + 1).decode(start, start + CHUNK, past))
     if not other.failed and not same_logits(other.logits[:, :1], base.logits[:, :1], limit):
         return Cause(
@@ -55,6 +69,33 @@ def why_chunk(builder: FeedBuilder) -> Decision:
                 f"of {CHUNK} new tokens on a past of {start}, the first one does not see entry {place} of the past",
             )
     return (yield from _blind_to_new(builder, past, base))
+
+
+def _moved_logits(made: Array, right: Array, builder: FeedBuilder) -> Cause | None:
+    """Logits of a new token that are the right ones of another: what each token attends to cannot be told from them."""
+    for one, other in ((i, j) for i in range(CHUNK) for j in range(CHUNK) if i != j):
+        if same_logits(made[:, one : one + 1], right[:, other : other + 1], builder.tolerance):
+            return Cause("cache-misread", f"new token {one} of {CHUNK} gets the logits of new token {other}")
+    return None
+
+
+def _wrong_entries(builder: FeedBuilder, base: Answer) -> Decision:
+    """Entries of the first layer rest on the token and its position alone: no mask makes them wrong."""
+    start, total = builder.scenario.prompt, builder.scenario.total
+    whole = yield as_probe(builder.prefill(total))
+    if whole.failed:
+        return None
+    whole_slots = [slot for slot in by_position(builder.contract) if keeps_all(slot, total)]
+    pieces = pieces_of(whole_slots, whole)
+    for piece in (piece for piece in pieces if piece.layer == pieces[0].layer):
+        for place in range(start, start + CHUNK):
+            if same_entries(piece.new_entry(base, place), piece.right_entry(whole, place), builder.tolerance):
+                continue
+            return (yield from other_position(builder, place, piece, base)) or Cause(
+                "new-entries-wrong",
+                f"{CHUNK} new tokens on a past of {start} get another entry at {place} of {piece.present}",
+            )
+    return None
 
 
 def _blind_to_new(builder: FeedBuilder, past: Past, base: Answer) -> Decision:

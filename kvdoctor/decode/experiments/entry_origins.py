@@ -1,6 +1,6 @@
 """Where a wrong entry of a cache comes from: another place, another slot, another graph, or nowhere. numpy only."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from kvdoctor.decode.experiments.cache_entries import (
     as_probe,
     by_position,
     change_token,
+    keeps_all,
     read_returned,
     same_entries,
     same_logits,
@@ -79,12 +80,8 @@ def pieces_of(slots: Iterable[Slot], answer: Answer, first: bool = True) -> tupl
 
 def where_from(builder: FeedBuilder, start: int, piece: Piece, step: Answer, whole: Answer) -> Decision:
     """The first layer's new entry is wrong, which depends on the token and its position alone."""
-    place = yield from _place(builder, start, piece, piece.new_entry(step, start))
-    if place is not None:
-        return Cause(
-            "positions-not-offset",
-            f"the new entry of {piece.present} at position {start} is that of the same token at position {place}",
-        )
+    if cause := (yield from other_position(builder, start, piece, step)):
+        return cause
     if cause := of_another(builder, start, piece, step, whole):
         return cause
     if cause := (yield from _no_token(builder, start, piece, step)):
@@ -104,27 +101,38 @@ def of_another(builder: FeedBuilder, start: int, piece: Piece, step: Answer, who
     return None
 
 
-def _place(builder: FeedBuilder, start: int, piece: Piece, new: Array) -> "Generator[Call, Answer, int | None]":
-    """The position whose entry this is: one token at all positions shows what it would be at each."""
+def other_position(builder: FeedBuilder, start: int, piece: Piece, step: Answer) -> Decision:
+    """A new entry that is the one of its token at another position.
+
+    One token at all positions shows what its entry would be at each.
+    """
+    new = piece.new_entry(step, start)
     everywhere = np.repeat(builder.tokens[:, start : start + 1], builder.scenario.total, axis=1)
     answer = yield as_probe(replace(builder, tokens=everywhere).prefill(builder.scenario.total))
-    if answer.failed:
+    if answer.failed or same_entries(new, piece.right_entry(answer, start), builder.tolerance):
         return None
-    if same_entries(new, piece.right_entry(answer, start), builder.tolerance):
-        return None
-    places = range(builder.scenario.total)
-    return next((p for p in places if same_entries(new, piece.right_entry(answer, p), builder.tolerance)), None)
+    for place in range(builder.scenario.total):
+        if same_entries(new, piece.right_entry(answer, place), builder.tolerance):
+            return Cause(
+                "positions-not-offset",
+                f"the new entry of {piece.present} at position {start} is that of the same token at position {place}",
+            )
+    return None
 
 
 def _no_token(builder: FeedBuilder, start: int, piece: Piece, step: Answer) -> Decision:
     """An entry that is the same whatever the token holds nothing of it."""
     first = yield as_probe(builder.prefill(start))
-    other = change_token(builder, start)
     if first.failed or not piece.slot.present:
         return None
-    answer = yield as_probe(other.decode(start, start + 1, builder.carry(None, first, "held")))
-    if answer.failed or not np.array_equal(piece.new_entry(answer, start), piece.new_entry(step, start)):
-        return None
+    past, right = builder.carry(None, first, "held"), piece.new_entry(step, start)
+    for token in (None, builder.tokens.min(), builder.tokens.max()):
+        other = change_token(builder, start)
+        if token is not None:
+            other.tokens[:, start] = token
+        answer = yield as_probe(other.decode(start, start + 1, past))
+        if answer.failed or not np.array_equal(piece.new_entry(answer, start), right):
+            return None
     return Cause("present-does-not-grow", f"the new entry of {piece.present} is the same whatever the token is")
 
 
@@ -134,7 +142,7 @@ def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer
     No later token changes the keys and values of an earlier one, in any layer: one of the two prefills is wrong.
     """
     for piece in pieces_of(by_position(builder.contract), whole):
-        if piece.slot.trimmed or piece.slot.window is not None:
+        if not keeps_all(piece.slot, whole.new):
             continue
         ours, theirs = piece.right_entry(first, 0, start), piece.right_entry(whole, 0, start)
         if ours.shape != theirs.shape or same_entries(ours, theirs, builder.tolerance):

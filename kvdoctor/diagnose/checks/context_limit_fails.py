@@ -3,7 +3,8 @@
 What it means: a config, or the size of a buffer, declares how many tokens a sequence may have, but the loop fails or
 differs from the reference run before that: a position table, a rotary table or a mask ends earlier. Or positions stop
 counting: from some token on all tokens have the same position, with and without the cache, so that both agree and both
-are wrong. A step that fails beyond the declared length is not a fault.
+are wrong; also where no length is declared, unless a table of positions ends there. A step that fails beyond the
+declared length is not a fault.
 
 How it is decided: the loop is run to the declared length. One token at each of 50 positions must have a different key
 in the first layer at every position, or, if keys do not encode positions, at none.
@@ -28,19 +29,30 @@ NUMBERS = CauseText(
     declared="a different position for each token, up to the declared length",
     advice="export again with tables of the declared length, or declare the length that the graph supports",
 )
+UNDECLARED = replace(
+    NUMBERS,
+    cause="positions stop counting, where no config, buffer or table of positions ends",
+    declared="a different position for each token",
+)
+POSITIONS = 50
+"""Positions that the experiment `numbering` compares: a table with fewer rows may be what ends there."""
 
 
 @check("KV209", "context-limit-fails", "runs", needs=("full-context", "numbering"))
 def context_limit_fails(context: RunContext) -> Iterator[Fault]:
     """The full context, where fewer tokens work."""
-    usable = context.contract.usable_length
-    if usable is None or find_explanation(context):
+    usable, rows = context.contract.usable_length, positions(context)
+    if find_explanation(context):
         return
-    if (positions(context) or usable) < usable:
+    if usable is not None and rows is not None and rows < usable:
         return  # the config declares more than the rows of the position table, which KV020 reports
     numbering = context.find_run("numbering")
     if numbering is not None and numbering.cause is not None:
-        yield build_fault(context, numbering, NUMBERS, "warning")
+        # Positions may well stop at the last row of a table, where no length is declared.
+        if usable is not None or rows is None or rows >= POSITIONS:
+            yield build_fault(context, numbering, NUMBERS if usable is not None else UNDECLARED, "warning")
+        return
+    if usable is None:
         return
     for outcome in ("failed", "differs"):
         for run, use in find_faulty_uses(context, outcome):
