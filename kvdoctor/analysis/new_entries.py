@@ -35,10 +35,10 @@ class NewEntries:
         return state.delta is not None and is_present and self.are_alone(state)
 
     def find_changed(self, states: dict[str, StateFlow]) -> dict[str, StateFlow]:
-        """Unnamed pasts whose new entries are changed on their way out, each with the output that has its name.
+        """Unnamed pasts whose new entries are changed on their way out, each with the output that fits it.
 
-        No output returns the entries that the attention sees. One that is declared as long as the tokens, and named
-        after the past as the others are, is what a loop appends; whether its content is right, a run shows.
+        No output returns the entries that the attention sees. One that is declared as long as the tokens, and has the
+        name or the place of the past, is what a loop appends; whether its content is right, a run shows.
         """
         joined = {past: state for past, state in states.items() if state.joined and state.growth == "grow"}
         lost = {past for past, state in joined.items() if state.output is None and state.delta is None}
@@ -46,8 +46,15 @@ class NewEntries:
             return {}
         known = {state.delta for state in joined.values() if state.delta is not None}
         fitting = {name for name in self.view.outputs if any(self._fits(past, joined[past], name) for past in lost)}
-        pairs = pair_by_affix(list(joined), known | fitting)
+        pairs = pair_by_affix(list(joined), known | fitting) or self._pair_by_order(joined, known | fitting)
         return {past: replace(joined[past], delta=pairs[past]) for past in lost if pairs.get(past) in fitting - known}
+
+    def _pair_by_order(self, joined: dict[str, StateFlow], presents: set[str]) -> dict[str, str]:
+        """Pair pasts and presents in the order of the graph, if those that the dataflow pairs are in this order."""
+        pasts = [name for name in self.view.inputs if name in joined]
+        pairs = dict(zip(pasts, (name for name in self.view.outputs if name in presents), strict=False))
+        known = {past: state.delta for past, state in joined.items() if state.delta is not None}
+        return pairs if len(pasts) == len(presents) and known and known.items() <= pairs.items() else {}
 
     def _fits(self, past: str, state: StateFlow, output: str) -> bool:
         """Whether an output is declared like a past, but for its length, which is that of the tokens."""

@@ -1,10 +1,12 @@
 """Writes docs/faults.md from a run of all faults.
 
     python tests/faults/make_table.py [--exports DIR] [FAULT ...]
+    python tests/faults/make_table.py --generated RESULTS [RESULTS ...]
 
-It takes about a quarter of an hour and makes the isolated environments of the zoo. DIR keeps the exports, for the next
-run. With FAULTs only those are run, and the others stand as they stood. Nothing is written where a fault is not found,
-or something harmless is.
+The first takes about a quarter of an hour and makes the isolated environments of the zoo. DIR keeps the exports, for
+the next run. With FAULTs only those are run, and the others stand as they stood. Nothing is written where a fault is
+not found, or something harmless is. The second writes the section of the generated decoders alone, from results of
+`python -m tests.generated.measure --record RESULTS`.
 """
 
 import argparse
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "zoo"), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent / "zoo"), str(HERE.parent), str(HERE.parents[1])]
 
 from making import Maker  # noqa: E402 - the modules are found from here on
 from outcome import Missing, Outcome, healthy_export, treat  # noqa: E402
@@ -24,6 +26,7 @@ from registry import Fault, load  # noqa: E402
 
 from kvdoctor.options import Options  # noqa: E402
 from kvdoctor.runtime.client import Runtime  # noqa: E402
+from tests.generated import page as generated_page  # noqa: E402
 
 DOCUMENT = HERE.parents[1] / "docs" / "faults.md"
 DEMANDED = 95
@@ -79,8 +82,14 @@ class Measured:
             self.misnamed[base] = outcome.called
 
 
-def page(measured: dict[str, Measured]) -> str:
-    """The whole page."""
+def generated_section(text: str) -> str:
+    """The section of the generated decoders of a page, with its heading; empty where there is none."""
+    _, title, rest = text.partition(generated_page.TITLE)
+    return f"\n{title}{rest}" if title else ""
+
+
+def page(measured: dict[str, Measured], generated: str) -> str:
+    """The whole page, with the section of the generated decoders."""
     faults = load()
     rows, silent, other = [], [], []
     for name, fault in faults.items():
@@ -93,13 +102,13 @@ def page(measured: dict[str, Measured]) -> str:
         rows.append(_line(name, fault.idea, fault.check, fault.severity, _exports(fault), *counts, decided))
         other += [_line(name, base, called) for base, called in cells.misnamed.items()]
     text = HEAD.format(summary=_summary(measured)) + "\n".join(rows) + "\n" + HARMLESS_HEAD + "\n".join(silent) + "\n"
-    return text + (MISNAMED_HEAD + "\n".join(other) + "\n" if other else "")
+    return text + (MISNAMED_HEAD + "\n".join(other) + "\n" if other else "") + generated
 
 
 def read(text: str) -> dict[str, Measured]:
     """The measured cells of a page."""
     measured: dict[str, Measured] = {}
-    for line in text.splitlines():
+    for line in text.partition(generated_page.TITLE)[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("| ") or cells[0] in ("fault", "change", "---"):
             continue
@@ -147,10 +156,16 @@ def main() -> int:
     """Reads the command line, runs all faults, writes the page and returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--exports", type=Path, metavar="DIR", help="where the exports are kept, or lie already")
+    parser.add_argument("--generated", type=Path, nargs="+", metavar="RESULTS", help="results of tests/generated")
     parser.add_argument("faults", nargs="*", metavar="FAULT", choices=[*load(), []], help="run these only")
     args = parser.parse_args()
     chosen = {name: fault for name, fault in load().items() if name in args.faults or not args.faults}
-    before = read(DOCUMENT.read_text(encoding="utf-8")) if args.faults else {}
+    text = DOCUMENT.read_text(encoding="utf-8")
+    if args.generated:
+        section = generated_page.section(generated_page.read_results(args.generated))
+        DOCUMENT.write_text(page(read(text), f"\n{section}"), encoding="utf-8")
+        return 0
+    before = read(text) if args.faults else {}
     measured, problems = {name: Measured() if name in chosen else before[name] for name in load()}, []
     with tempfile.TemporaryDirectory() as scratch, Runtime(Options().limits) as runtime:
         maker = Maker(args.exports or Path(scratch, "exports"))
@@ -168,7 +183,7 @@ def main() -> int:
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 1
-    DOCUMENT.write_text(page(measured), encoding="utf-8")
+    DOCUMENT.write_text(page(measured, generated_section(text)), encoding="utf-8")
     return 0
 
 

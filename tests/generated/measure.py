@@ -22,6 +22,23 @@ from .strikes import Fault
 
 RIGHT = 1e-4
 """In standard deviations of the logits: a healthy decoder is off by less."""
+SILENT = {
+    "cross cache lost at past 14 only": "the walk over all lengths keeps the cross-attention cache of the prefill",
+    **dict.fromkeys(
+        (
+            "written in a ring of 23",
+            "values lost between pasts 30 and 33",
+            "buffer cleared at past 32",
+            "rotary scaled from past 28 on",
+        ),
+        "in the ring of 24: a buffer is taken to hold as many tokens as it has places, and no step goes beyond",
+    ),
+    "batch of the tokens declared as 1": "a note: a graph for one sequence may be meant so",
+    "present cut to 16": "in the fused cache: more than 16 tokens fail without a cache too, as beyond a table's end",
+    "positions of row 0 in all rows": "in a batch without padding all rows have these positions; a mask of four axes "
+    "is not fed padding",
+}
+"""Kinds of faults that a step-test does not find in some designs, with the reason."""
 LOOP = 10
 """Tokens of the loop that a step-test runs first."""
 
@@ -63,6 +80,11 @@ class Said:
     def found(self) -> bool:
         """A finding that is more than a note."""
         return self.severity in ("error", "warning")
+
+    @property
+    def alarm(self) -> bool:
+        """Whether a healthy model is called faulty, or is left unjudged."""
+        return self.case.healthy and (self.found or self.verdict != "healthy")
 
     @property
     def acceptable(self) -> bool:
@@ -159,7 +181,7 @@ def summary(all_said: list[Said]) -> str:
     open_ones = [said for said in wrong if not said.found and said.verdict == "incomplete"]
     silent = [said for said in wrong if not said.found and said.verdict != "incomplete"]
     unaccepted = [said for said in found if not said.acceptable]
-    alarms = [said for said in right if said.found or said.verdict != "healthy"]
+    alarms = [said for said in right if said.alarm]
     lines = []
     for title, listed in (
         ("silent", silent),
