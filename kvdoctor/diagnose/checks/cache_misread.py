@@ -3,12 +3,14 @@
 What it means: a step reads the cache, and adds an entry to it. Either the entries that it was fed and those that it
 adds are those that a prefill returns, and the logits computed from them are wrong (KV317): the past is scaled,
 reordered, cut or masked on its way to the attention, the entries are rounded or clipped on their way out of the graph,
-or what follows the attention differs from the call without a cache. Or the keys or values that
-the step adds are not those that a call without a cache computes for the same token (KV318).
+or what follows the attention differs from the call without a cache. Or the keys or values that are added are wrong
+(KV318): those of the step are not the ones that a call without a cache computes for the same token, or a prefill fills
+the cache with other entries than its own attention used.
 
-How it is decided: each new entry is compared with the entry of the same token in one call over all tokens, layer by
-layer; then noise is put into entries of the past. Positions, masks, exchanged layers and the like have checks of their
-own, which go first. A difference that only a float32 copy of the model shows is a warning.
+How it is decided: the entries of a prefill are compared with those of a longer one, and each new entry with the entry
+of the same token in one call over all tokens, layer by layer; then noise is put into entries of the past. Positions,
+masks, exchanged layers and the like have checks of their own, which go first. A difference that only a float32 copy of
+the model shows is a warning.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
 
@@ -36,7 +38,7 @@ def cache_misread(context: RunContext) -> Iterator[Fault]:
 @check("KV318", "new-entries-wrong", "runs")
 def new_entries_wrong(context: RunContext) -> Iterator[Fault]:
     """Wrong keys or values that a step adds to the cache."""
-    text = "the keys or values that a step adds to the cache are not those of a call without a cache"
+    text = "the keys or values that are added to the cache are not those of a call without a cache"
     yield from _report(context, "new-entries-wrong", text)
 
 
