@@ -7,6 +7,7 @@ is no threshold of a length may be among them: it costs a few steps, and decides
 """
 
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -46,6 +47,8 @@ LOOKS_UP = {"Gather": 1, "GatherND": 1, "GatherElements": 1}
 
 LEAST, MOST = 2, 1 << 17
 """Bounds of a number that is taken for a length in tokens; larger ones mean "to the end" in most graphs."""
+NEAR = 32
+"""Values that are looked at for where a place comes from."""
 MOST_FOUND = 64
 """Thresholds of a graph up to which they are listed, the smallest first."""
 
@@ -68,6 +71,29 @@ def find_thresholds(flow: Flow, graph: Graph) -> tuple[Threshold, ...]:
                 found.setdefault(number, f'{node.op} "{node.proto.name}"' if node.proto.name else node.op)
         counts.follow(node)
     return tuple(Threshold(length, found[length]) for length in sorted(found)[:MOST_FOUND])
+
+
+def writes_around(flow: Flow, size: int) -> bool:
+    """Whether everything that a graph writes into a tensor goes to a place that is counted modulo `size`."""
+    writes = [node for node in flow.nodes if node.op in ("ScatterND", "ScatterElements", "TensorScatter")]
+    places = [node.inputs[2 if node.op == "TensorScatter" else 1 :][:1] for node in writes]
+    return bool(writes) and all(place and _is_modulo(flow, place[0], size) for place in places)
+
+
+def _is_modulo(flow: Flow, value: str, size: int) -> bool:
+    """Whether a place is computed, within a few nodes, by a Mod with this number."""
+    waiting, seen = deque([value]), {value}
+    while waiting and len(seen) < NEAR:
+        node = flow.producers.get(waiting.popleft())
+        if node is None:
+            continue
+        if node.op == "Mod" and list(_numbers(flow.constant(node.input(1)))) == [size]:
+            return True
+        for name in node.inputs:
+            if name and name not in seen:
+                seen.add(name)
+                waiting.append(name)
+    return False
 
 
 class _Counts:

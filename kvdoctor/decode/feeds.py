@@ -41,7 +41,8 @@ class FeedBuilder:
     padding on the left, to be masked and not counted; `encoder_padding` how many encoder states are padding
     on the right. `samples` are the user's, in place of synthetic tokens and encoder inputs. `drawn` are the rows of an
     earlier builder that this one has, unless it has all of them in order. `tolerances` are the requested
-    ones (decode/tolerances.py), `thresholds` the lengths at which the graphs may change what they compute.
+    ones (decode/tolerances.py), `thresholds` the lengths at which the graphs may change what they compute, `ring` the
+    tokens after which the graph writes its buffers from their start again.
     """
 
     contract: CacheContract
@@ -54,6 +55,7 @@ class FeedBuilder:
     drawn: tuple[int, ...] = ()
     tolerances: Mapping[str, float] = field(default_factory=dict)
     thresholds: tuple[int, ...] = ()
+    ring: int | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens.size:

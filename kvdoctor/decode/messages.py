@@ -43,6 +43,7 @@ class ExperimentJob:
         trace: The file of the caller's own steps, which are run again as the last experiment.
         tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
         thresholds: Lengths in tokens at which the graphs may change what they compute.
+        ring: Tokens after which the graph writes its buffers from their start again; None where it does not.
     """
 
     stack: str
@@ -60,6 +61,7 @@ class ExperimentJob:
     trace: Path | None = None
     tolerances: dict[str, float] = field(default_factory=dict)
     thresholds: tuple[int, ...] = ()
+    ring: int | None = None
     threads: int = field(default_factory=count_threads)
     tag: Literal["experiments"] = "experiments"
 
@@ -114,7 +116,7 @@ class CompareJob:
 class RecordJob:
     """Run one experiment and write its calls down as a script; `exact` keeps the floats that the loop computed.
 
-    `thresholds` are those of the `ExperimentJob`.
+    `thresholds` and `ring` are those of the `ExperimentJob`.
     """
 
     stack: str
@@ -125,6 +127,7 @@ class RecordJob:
     seed: int = 0
     provider: str = CPU
     thresholds: tuple[int, ...] = ()
+    ring: int | None = None
     threads: int = field(default_factory=count_threads)
     tag: Literal["record"] = "record"
 

@@ -11,7 +11,7 @@ from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import REPLAY, Node, Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.float32_rerun import rerun_in_float32
-from kvdoctor.diagnose.lengths import list_thresholds, list_unvisited
+from kvdoctor.diagnose.lengths import find_ring, list_thresholds, list_unvisited
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
@@ -122,6 +122,7 @@ def build_job(context: ContractContext, options: Options) -> ExperimentJob:
         provider=options.provider,
         tolerances=dict(options.tolerances),
         thresholds=tuple(one.length for one in list_thresholds(context.stack, context.contract)),
+        ring=find_ring(context.stack, context.contract),
         prompt=options.prompt_ids,
         inputs=Path(options.inputs).absolute() if options.inputs is not None else None,
         trace=Path(options.trace).absolute() if options.trace is not None else None,

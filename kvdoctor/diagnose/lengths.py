@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from kvdoctor.analysis.stacks import StackFiles
-from kvdoctor.analysis.thresholds import Threshold, find_thresholds
+from kvdoctor.analysis.thresholds import Threshold, find_thresholds, writes_around
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.decode.runs import REFERENCE_CHANGES, Run
 from kvdoctor.diagnose.context import ContractContext
@@ -26,6 +26,15 @@ def list_thresholds(stack: StackFiles, contract: CacheContract) -> tuple[Thresho
         for threshold in find_thresholds(dataflow.flow, graph) if dataflow is not None else ():
             found.setdefault(threshold.length, threshold)
     return tuple(found[length] for length in sorted(found))
+
+
+def find_ring(stack: StackFiles, contract: CacheContract) -> int | None:
+    """The capacity of the buffers of a contract, where the graph that decodes writes them from their start again."""
+    graph, size = contract.graph("decode"), contract.capacity
+    file = next((file for file in stack.files.values() if file.name == graph.file), None)
+    if size is None or size != contract.usable_length or file is None or file.dataflow is None:
+        return None
+    return size if writes_around(file.dataflow.flow, size) else None
 
 
 def list_unvisited(context: ContractContext) -> Iterator[NotChecked]:

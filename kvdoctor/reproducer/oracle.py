@@ -69,7 +69,7 @@ class OutcomeDifference:
 
 @dataclass
 class Oracle:
-    """Runs scripts and experiments of one stack in the worker. `thresholds` are those of its diagnosis."""
+    """Runs scripts and experiments of one stack in the worker. `thresholds` and `ring` are those of its diagnosis."""
 
     runtime: Runtime
     stack: str
@@ -77,6 +77,7 @@ class Oracle:
     seed: int
     scratch: Path
     thresholds: tuple[int, ...] = ()
+    ring: int | None = None
 
     def record(self, folder: Path, contract: CacheContract, experiment: str, exact: bool = False) -> CallScript:
         """Run an experiment and record its calls, up to its failure."""
@@ -89,6 +90,7 @@ class Oracle:
             seed=self.seed,
             provider=self.provider,
             thresholds=self.thresholds,
+            ring=self.ring,
         )
         calls: list[ScriptCall] = []
         level = "all"

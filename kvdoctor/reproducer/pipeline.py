@@ -15,7 +15,7 @@ from kvdoctor.decode.experiments import load
 from kvdoctor.decode.runs import WRONG, Run
 from kvdoctor.decode.script import CallScript
 from kvdoctor.decode.tolerances import TOLERANCES
-from kvdoctor.diagnose.lengths import list_thresholds
+from kvdoctor.diagnose.lengths import find_ring, list_thresholds
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.findings import SEVERITIES, Finding
 from kvdoctor.model.output_folder import Pending, refuse_unfit, whole_folder
@@ -130,7 +130,8 @@ def repro(request: ReproRequest, options: Options) -> Report:
         try:
             failure = _choose_failure(findings, report, folder)
             lengths = tuple(one.length for one in list_thresholds(failure.stack, failure.contract))
-            oracle = Oracle(runtime, failure.stack.name, options.provider, options.seed, Path(scratch), lengths)
+            ring = find_ring(failure.stack, failure.contract)
+            oracle = Oracle(runtime, failure.stack.name, options.provider, options.seed, Path(scratch), lengths, ring)
             return _Reproduction(request, options, folder, failure, oracle).run(report)
         except NotReproduced as reason:
             return replace(report, reproducer=Reproducer(None, str(reason)))

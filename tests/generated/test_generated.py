@@ -42,6 +42,8 @@ NAMED = {
     ("logits of a chunk rolled", "4-D mask"): "chunk-differs",
     ("rows exchanged", "mqa alibi"): "batch-rows-interact",
     ("keys scaled in a step", "ring"): "new-entries-wrong",
+    ("buffer cleared at past 32", "ring"): "wrong-at-lengths",
+    ("positions stop at 30 everywhere", "static learned"): "context-limit-fails",
     ("positions stop at 30 everywhere", "fused"): "context-limit-fails",
 }
 """What a fault in a base must be called: the healthy bases must be silent."""

@@ -26,6 +26,8 @@ SHORT = Scenario().total
 """Tokens of a call without a cache that must give the logits of the walk's reference run."""
 MOST_LENGTH, MOST_THRESHOLDS = 260, 6
 """The longest sequence around a threshold, in tokens, and the number of thresholds that are visited."""
+AROUND = 3
+"""Steps on a full ring that must be right before others are judged."""
 BEFORE, BEHIND, CHUNK = 2, 4, 3
 """Tokens before and behind a threshold, since a length may be counted with an offset; tokens of a chunk behind it."""
 
@@ -40,13 +42,30 @@ def each_length(builder: FeedBuilder) -> Calls:
     answer = yield builder.prefill(1, expected[:, :1])
     past = builder.carry(None, answer, "held")
     for position in range(1, total):
+        if position == builder.ring and not (yield from _goes_around(builder, past, expected)):
+            return
         answer = yield builder.decode(position, position + 1, past, expected[:, position : position + 1])
         past = builder.carry(past, answer, "held")
 
 
+def _goes_around(builder: FeedBuilder, past: Past, expected: Array) -> "Generator[Call, Answer, bool]":
+    """Whether the first steps on a full ring get the logits of a call without a cache.
+
+    Such a call forgets what the ring overwrites only where the attention has a window of that size. Where it has none,
+    the two rightly differ.
+    """
+    start = builder.ring or 0
+    for position in range(start, min(start + AROUND, expected.shape[1])):
+        answer = yield as_probe(builder.decode(position, position + 1, past))
+        if answer.failed or not same_logits(answer.logits, expected[:, position : position + 1], builder.tolerance):
+            return False
+        past = builder.carry(past, answer, "held")
+    return True
+
+
 def _walker(builder: FeedBuilder) -> FeedBuilder:
-    """A builder of the whole walk: up to the last token of a full buffer, where a ring begins anew."""
-    steps = min(WALK, builder.contract.usable_length or WALK)
+    """A builder of the whole walk: up to the last token of a full buffer, or around a ring."""
+    steps = min(WALK, (None if builder.ring else builder.contract.usable_length) or WALK)
     return replace(builder, scenario=replace(builder.scenario, prompt=1, steps=steps), tokens=builder.tokens[:, :0])
 
 

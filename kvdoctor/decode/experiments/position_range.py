@@ -7,7 +7,14 @@ import numpy as np
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Scenario
 from kvdoctor.decode.experiments import Decision, Experiment
-from kvdoctor.decode.experiments.cache_entries import as_probe, growing, read_returned, same_entries, take_entries
+from kvdoctor.decode.experiments.cache_entries import (
+    as_probe,
+    by_position,
+    keeps_all,
+    read_returned,
+    same_entries,
+    take_entries,
+)
 from kvdoctor.decode.experiments.causes import can_be_looked_into
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
@@ -18,13 +25,13 @@ FEWEST = 4
 
 def numbering(builder: FeedBuilder) -> Decision:
     """One token at every place: in the first layer its keys tell the places apart everywhere, or nowhere."""
-    total, slot = builder.scenario.total, growing(builder.contract)[0]
+    total, slot = builder.scenario.total, by_position(builder.contract)[0]
     everywhere = np.repeat(builder.tokens[:, :1], total, axis=1)
     answer = yield as_probe(replace(builder, tokens=everywhere).prefill(total))
     if answer.failed:
         return None
     keys = read_returned(slot, answer, True)
-    if keys.shape[slot.axes.index("past")] != total:
+    if not keeps_all(slot, total) or keys.shape[slot.length_axis or 0] < total:
         return None
     entries = [take_entries(slot, keys, place, place + 1) for place in range(total)]
     last = entries[-1]
@@ -39,10 +46,8 @@ def is_all_attention(contract: CacheContract) -> str | None:
     """The first layer's keys must rest on the token and its position alone: no state of another kind before them."""
     if reason := can_be_looked_into(contract):
         return reason
-    if not growing(contract):
-        return "no past grows entry by entry"
     kinds = {slot.kind for slot in contract.slots}
-    first = growing(contract)[0]
+    first = by_position(contract)[0]
     if kinds - {"self-attention", "cross-attention"} or first.layer != 0 or first.used_as == "value":
         return "the operations before the first attention are not known"
     return None

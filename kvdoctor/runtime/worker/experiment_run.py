@@ -35,6 +35,7 @@ class ExperimentRunner:
         timed: Repeat the calls whose time is measured.
         tolerances: Largest differences that pass in place of the table's, by arithmetic.
         thresholds: Lengths in tokens at which the graphs may change what they compute.
+        ring: Tokens after which the graph writes its buffers from their start again.
     """
 
     stack: StackRunner
@@ -43,6 +44,7 @@ class ExperimentRunner:
     timed: bool = True
     tolerances: Mapping[str, float] = field(default_factory=dict)
     thresholds: tuple[int, ...] = ()
+    ring: int | None = None
     logits: dict[str, Array] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
@@ -118,6 +120,7 @@ class _ExperimentRun:
                 samples=self.stack.samples,
                 tolerances=self.runner.tolerances,
                 thresholds=self.runner.thresholds,
+                ring=self.runner.ring,
             )
             calls = self.experiment.calls(self.builder)
             call = next(calls)

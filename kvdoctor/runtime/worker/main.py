@@ -58,6 +58,7 @@ def run_experiments(job: ExperimentJob, announce: Announce) -> None:
         timed=job.timed,
         tolerances=job.tolerances,
         thresholds=job.thresholds,
+        ring=job.ring,
     )
     for experiment in _find_experiments(job, announce):
         announce(ExperimentStarted(experiment.name))

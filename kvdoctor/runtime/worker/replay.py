@@ -99,7 +99,8 @@ def record_experiment(job: RecordJob, announce: Announce) -> None:
     experiment = next(e for e in load() if e.name == job.experiment)
     stack = RecordingStack(job.stack, job.contract, sessions, job.seed, announce, exact=job.exact)
     announce(ExperimentStarted(experiment.name))
-    announce(RunDone(ExperimentRunner(stack, thresholds=job.thresholds).run(experiment), seconds=0.0))
+    runner = ExperimentRunner(stack, thresholds=job.thresholds, ring=job.ring)
+    announce(RunDone(runner.run(experiment), seconds=0.0))
 
 
 def replay_script(job: PlayJob, announce: Announce) -> None:
