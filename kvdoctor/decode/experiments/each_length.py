@@ -26,8 +26,6 @@ SHORT = Scenario().total
 """Tokens of a call without a cache that must give the logits of the walk's reference run."""
 MOST_LENGTH, MOST_THRESHOLDS = 260, 6
 """The longest sequence around a threshold, in tokens, and the number of thresholds that are visited."""
-AROUND = 3
-"""Steps on a full ring that must be right before others are judged."""
 BEFORE, BEHIND, CHUNK = 2, 4, 3
 """Tokens before and behind a threshold, since a length may be counted with an offset; tokens of a chunk behind it."""
 
@@ -49,18 +47,14 @@ def each_length(builder: FeedBuilder) -> Calls:
 
 
 def _goes_around(builder: FeedBuilder, past: Past, expected: Array) -> "Generator[Call, Answer, bool]":
-    """Whether the first steps on a full ring get the logits of a call without a cache.
+    """Whether the first step on a full ring gets the logits of a call without a cache.
 
     Such a call forgets what the ring overwrites only where the attention has a window of that size. Where it has none,
-    the two rightly differ.
+    the two rightly differ, from this step on.
     """
     start = builder.ring or 0
-    for position in range(start, min(start + AROUND, expected.shape[1])):
-        answer = yield as_probe(builder.decode(position, position + 1, past))
-        if answer.failed or not same_logits(answer.logits, expected[:, position : position + 1], builder.tolerance):
-            return False
-        past = builder.carry(past, answer, "held")
-    return True
+    answer = yield as_probe(builder.decode(start, start + 1, past))
+    return not answer.failed and same_logits(answer.logits, expected[:, start : start + 1], builder.tolerance)
 
 
 def _walker(builder: FeedBuilder) -> FeedBuilder:
