@@ -49,17 +49,25 @@ NAMED = {
 """What a fault in a base must be called: the healthy bases must be silent."""
 
 
+def quick_first(cases: list[tuple[str, ...]]) -> list[object]:
+    """Every fourth case, the others marked slow."""
+    return [
+        pytest.param(*case, id=" | ".join(case), marks=() if number % 4 == 0 else pytest.mark.slow)
+        for number, case in enumerate(cases)
+    ]
+
+
 def test_the_page_has_the_kinds_of_the_generator() -> None:
     assert kinds_on(PAGE.read_text(encoding="utf-8")) == list(KINDS)
 
 
-@pytest.mark.parametrize(("kind", "base"), [pytest.param(*case, id=" | ".join(case)) for case in NAMED])
+@pytest.mark.parametrize(("kind", "base"), quick_first(list(NAMED)))
 def test_a_fault_is_called_by_its_cause(kind: str, base: str) -> None:
     said = diagnose(Case(base, kind, healthy=False))
     assert (said.found, said.leading) == (True, NAMED[kind, base]), str(said)
 
 
-@pytest.mark.parametrize("base", sorted({base for _, base in NAMED}))
+@pytest.mark.parametrize("base", quick_first(sorted({(base,) for _, base in NAMED})))
 def test_the_base_without_a_fault_is_healthy(base: str) -> None:
     said = diagnose(Case(base, "as it is", healthy=True))
     assert not said.alarm, str(said)

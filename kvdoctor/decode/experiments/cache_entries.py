@@ -1,5 +1,6 @@
 """Entries of a cache, token by token: to compare them, and to change one of them."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,9 @@ from kvdoctor.decode.calls import Answer, Array, Call, Past, as_array
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.tolerances import Tolerance
+
+MOST_NUMBERS = 1 << 24
+"""Numbers in all caches up to which they are copied."""
 
 
 def growing(contract: CacheContract) -> tuple[Slot, ...]:
@@ -40,6 +44,12 @@ def keeps_all(slot: Slot, tokens: int) -> bool:
     """Whether a slot holds the entries of so many tokens, each at its position: a window drops the oldest."""
     full = slot.growth == "ring" and (slot.size("capacity") or 0) < tokens
     return not slot.trimmed and slot.window is None and not full
+
+
+def can_be_copied(contract: CacheContract, past: Past) -> bool:
+    """Whether the caches are small enough to be copied for each of many calls: buffers have the length of a context."""
+    shapes = (past[slot.past].shape for slot in by_position(contract))
+    return sum(math.prod(shape) for shape in shapes) <= MOST_NUMBERS
 
 
 def as_probe(call: Call) -> Call:

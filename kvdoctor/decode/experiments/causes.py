@@ -12,6 +12,7 @@ from kvdoctor.decode.experiments.cache_entries import (
     add_noise,
     as_probe,
     by_position,
+    can_be_copied,
     read_returned,
     same_entries,
     same_logits,
@@ -96,7 +97,7 @@ def look(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> De
     if first.failed:
         return None
     past = builder.carry(None, first, "held")
-    if builder.past_length(past) != start:
+    if builder.past_length(past) != start or not can_be_copied(builder.contract, past):
         return None  # what the lengths say has checks of its own
     if any(
         slot.growth == "ring" and (slot.size("capacity") or 0) < whole.new for slot in by_position(builder.contract)

@@ -7,6 +7,7 @@ from kvdoctor.decode.experiments.cache_entries import (
     add_noise,
     as_probe,
     by_position,
+    can_be_copied,
     change_token,
     keeps_all,
     same_entries,
@@ -45,7 +46,7 @@ def why_chunk(builder: FeedBuilder) -> Decision:
     if answer.failed:
         return None
     past = builder.carry(None, answer, "held")
-    if builder.past_length(past) != start:
+    if builder.past_length(past) != start or not can_be_copied(builder.contract, past):
         return None  # what the lengths say has checks of its own
     base = yield as_probe(builder.decode(start, start + CHUNK, past))
     if base.failed:
