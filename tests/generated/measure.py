@@ -27,7 +27,7 @@ SILENT = {
     "written in a ring of 23": "the first step on a full ring differs, as it does where an attention has no window",
     "positions stop at 30 everywhere": "in the ring of 24: no cache shows the entries of more positions",
     "batch of the tokens declared as 1": "a note: a graph for one sequence may be meant so",
-    "present cut to 16": "in the fused cache: more than 16 tokens fail without a cache too, as beyond a table's end",
+    "present cut to 16": "keys and values share a tensor: more than 16 tokens fail without a cache too",
     "positions of row 0 in all rows": "in a batch without padding all rows have these positions; a mask of four axes "
     "is not fed padding",
 }
