@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 
 ROOMS = (
-    ("__init__", "_version", "errors", "choices", "serialization", "contract"),
+    ("__init__", "_version", "errors", "records", "choices", "contract"),
     ("decode",),
     ("model",),
     ("analysis",),

@@ -7,7 +7,7 @@ keyword arguments with the names of the command line's; `kvdoctor.options` check
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -22,6 +22,7 @@ from kvdoctor.options import (
     read_options,
     refuse_unknown,
 )
+from kvdoctor.records import record
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -280,7 +281,7 @@ def gate(paths: "Path | Iterable[Path]", **options: "Unpack[GateOptions]") -> "G
     return replace(done, policy=None if policy is None else policy.file)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WrittenBaseline:
     """A baseline after an update: its file, its new entries, and whether they differ from those before."""
 

@@ -6,10 +6,10 @@ A `Kind` checks a value, wherever it comes from, and describes the values that i
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeGuard, get_args
 
 from kvdoctor.errors import did_you_mean
+from kvdoctor.records import record
 
 Consumer = Literal["plain", "held"]
 """The loop that calls the model: every present is fed back, or the cross-attention cache of the prefill is kept."""
@@ -36,7 +36,7 @@ class WrongValue(ValueError):
     """An option does not accept a value; the text is the reason."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Kind:
     """The values of an option: any value at all.
 
@@ -85,7 +85,7 @@ class Kind:
         raise WrongValue(f"it takes {self.takes}; got {given!r}")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Flag(Kind):
     """A switch."""
 
@@ -96,7 +96,7 @@ class Flag(Kind):
         return given if type(given) is bool else self.refuse(given)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Choice(Kind):
     """One of a few words."""
 
@@ -120,7 +120,7 @@ class Choice(Kind):
         return self.values
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Whole(Kind):
     """A whole number within bounds."""
 
@@ -148,7 +148,7 @@ class Whole(Kind):
         return self.read(number)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Seconds(Kind):
     """A duration."""
 
@@ -171,7 +171,7 @@ class Seconds(Kind):
         return self.read(number)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Text(Kind):
     """A text that is not blank."""
 
@@ -183,7 +183,7 @@ class Text(Kind):
         return given if is_text(given) else self.refuse(given)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Day(Kind):
     """A day of the calendar."""
 
@@ -201,7 +201,7 @@ class Day(Kind):
         return day.isoformat() if day.isoformat() == given else self.refuse(given)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class File(Kind):
     """The path of a file or a model that is read."""
 
@@ -222,7 +222,7 @@ class File(Kind):
             self.refuse(given)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Folder(File):
     """The path of a folder that kvdoctor writes to."""
 
@@ -230,7 +230,7 @@ class Folder(File):
     metavar: str = "DIR"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Names(Kind):
     """Several words: a list, or one text with commas.
 
@@ -269,7 +269,7 @@ class Names(Kind):
         return self.to_json(value)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Numbers(Kind):
     """Several whole numbers: a list, or one text with commas."""
 

@@ -8,8 +8,10 @@ Shapes are written as `float[batch, kv_heads, past, head_dim]`: the words below 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
+
+from kvdoctor.records import record
 
 Dim = int | str | None
 """A declared size: a number, a symbolic name, or None where the file declares nothing."""
@@ -143,7 +145,7 @@ ITEM_BYTES = {
 """Bytes per element of the element types a cache is seen in."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Port:
     """One input or output of a graph, with the part it plays. `value` is the number a `setting` is fed."""
 
@@ -155,7 +157,7 @@ class Port:
     value: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Graph:
     """One ONNX file of the stack, `file` relative to the model's folder."""
 
@@ -168,7 +170,7 @@ class Graph:
         return next((port for port in (*self.inputs, *self.outputs) if port.role == role), None)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Phase:
     """Which graph serves a phase, and the value of the branch switch there (None where there is no switch)."""
 
@@ -176,7 +178,7 @@ class Phase:
     switch: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Slot:
     """One layer's key or value (or another state), seen as past and present.
 
@@ -244,7 +246,7 @@ class Slot:
         return math.prod(numbers) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MissingPart:
     """Something that stands in the way of driving a stack, or is not as its name says: the subject, and the reason."""
 
@@ -252,7 +254,7 @@ class MissingPart:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CacheContract:
     """How to drive one stack.
 

@@ -28,12 +28,13 @@ import json
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from kvdoctor.choices import Required
 from kvdoctor.errors import did_you_mean
+from kvdoctor.records import record
 
 if TYPE_CHECKING:
     # Modules that read graphs are loaded only where a graph is read: a gate without changes needs none of them.
@@ -59,7 +60,7 @@ NAMED_ALONE = ("encoder", "other")
 """Roles of files that only their names identify."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Advice:
     """Who fixes a fault and how: kvdoctor in the graph, another export, or the caller's loop."""
 
@@ -68,7 +69,7 @@ class Advice:
     command: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fault:
     """What a check found, before the code and name of the check are added.
 
@@ -92,7 +93,7 @@ class Fault:
     apart: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class KnownFinding:
     """Why a team accepts a finding, and the last day on which it does, such as 2026-12-31; None for no end."""
 
@@ -104,7 +105,7 @@ class KnownFinding:
         return self.reason if self.until is None else f"until {self.until}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Finding:
     """A fault with the code and name of its check, the stack and the file.
 
@@ -130,7 +131,7 @@ class Finding:
     known: KnownFinding | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NotChecked:
     """A check that could not run, and why. Where one is `essential`, no model is called healthy."""
 
@@ -144,7 +145,7 @@ class CannotCheck(Exception):
     """Raised by a check whose question cannot be answered for this model."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Check:
     """A registered check, with one function for each round in which it runs.
 
@@ -275,7 +276,7 @@ def find_check(wanted: str) -> Check | None:
     return next((c for c in all_checks() if wanted.upper() == c.code or wanted.lower() == c.name), None)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Selection:
     """Which checks count, by code, code prefix or name; nothing selected means all of them."""
 
@@ -302,7 +303,7 @@ def _matches(wanted: tuple[str, ...], code: str, name: str) -> bool:
     return any(code.startswith(word.upper()) or word.lower() == name for word in wanted)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FindingOrigin:
     """Where a finding comes from: its file and its stack, as far as it has them, and all files of the model."""
 

@@ -6,7 +6,7 @@ option, add a field; for the type checkers of callers, add its type to a TypedDi
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -39,6 +39,7 @@ from kvdoctor.choices import (
     WrongValue,
 )
 from kvdoctor.errors import UsageError, did_you_mean
+from kvdoctor.records import record
 
 if TYPE_CHECKING:
     from kvdoctor.analysis.slot_memory import Workload
@@ -64,7 +65,7 @@ MOST_SEQUENCES = 2**20
 MOST_POSITIONS = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class Option:
     """One option: the values that it takes, its meaning, and where it can be given.
 
@@ -182,7 +183,7 @@ MODELS = Option(
 """The one key of a policy that is no option: the command line has arguments for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GateChoices:
     """The options of `gate` that hold for all models together."""
 
@@ -242,7 +243,7 @@ class GateChoices:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BaselineChoices:
     """The options of `baseline` alone."""
 
@@ -272,7 +273,7 @@ class BaselineChoices:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DiffChoices:
     """The options of `diff` alone."""
 
@@ -287,7 +288,7 @@ class DiffChoices:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReExportChoices:
     """The options of `re-export` alone. `from_` is `--from`."""
 
@@ -368,7 +369,7 @@ class ReExportChoices:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Options:
     """The options of a diagnosis, with one meaning for every command that takes them.
 

@@ -31,8 +31,8 @@ from kvdoctor.gating.process_pool import ProcessPool
 from kvdoctor.gating.run import diagnose_all
 from kvdoctor.model.files import looked_at
 from kvdoctor.options import Options
+from kvdoctor.records import from_plain, to_plain
 from kvdoctor.report.document import Report
-from kvdoctor.serialization import from_plain, to_plain
 
 
 def without_measured(report: dict[str, Any]) -> str:

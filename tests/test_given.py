@@ -15,8 +15,8 @@ from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
+from kvdoctor.records import from_plain, to_plain
 from kvdoctor.report.json_format import render_contracts
-from kvdoctor.serialization import from_plain, to_plain
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 TEXTS = sorted(path.name.partition(".")[0] for path in FOLDER.glob("layout-*.onnxtxt"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import ObservedTensor, Run, Step
 from kvdoctor.diagnose.inspection import inspect
-from kvdoctor.serialization import from_plain, to_plain
+from kvdoctor.records import from_plain, to_plain
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 NAMES = st.text(max_size=8)

@@ -5,12 +5,13 @@ Configs may have any content, so every value is checked before it is used.
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeGuard
 
 from kvdoctor.analysis.dialects.dialect import SlotName, SlotRule, parse_axes
 from kvdoctor.contract import Port, Role, SlotKind
 from kvdoctor.model.view import Declared
+from kvdoctor.records import record
 
 CONTEXT_KEYS = (
     "max_target_positions",
@@ -49,7 +50,7 @@ GENAI_ROLES: dict[str, tuple[Role, tuple[str, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class ConfigFacts:
     """Facts about a decoder from its configs: `numbers` are sizes by axis, and `heads`; `family` is the config's tool.
 

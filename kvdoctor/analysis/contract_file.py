@@ -20,7 +20,7 @@ from kvdoctor.analysis.stacks import FileRole, OnnxFile, StackFiles, StackKind
 from kvdoctor.contract import Axis, CacheContract, Graph, MissingPart, Phase, Port, Slot
 from kvdoctor.errors import UsageError
 from kvdoctor.model.view import Declared, GraphView
-from kvdoctor.serialization import from_plain
+from kvdoctor.records import from_plain
 
 SCHEMA = "kvdoctor/contract/1"
 HOW_TO_WRITE = "write a contract with `kvdoctor contract MODEL --format json`"

@@ -30,6 +30,7 @@ from kvdoctor.analysis.slot_memory import (
     with_all_heads,
 )
 from kvdoctor.contract import CacheContract, Growth, MissingPart, SlotKind
+from kvdoctor.records import record
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 Source = Literal["option", "config", "graph"]
@@ -37,7 +38,7 @@ AlternativeName = Literal["float16", "int8", "int4", "window", "static-buffer", 
 """Other element types and buffers for a cache."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CachePart:
     """Slots of the same kind, type and sizes; the bytes are the sum over all of them, for one sequence.
 
@@ -63,7 +64,7 @@ class CachePart:
     once_for_the_batch: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Alternative:
     """An alternative to the cache; `bytes_total` and `bytes_in_step` are for the whole batch."""
 
@@ -75,7 +76,7 @@ class Alternative:
     bytes_in_step: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PagedCache:
     """The tokens of the cache in blocks of a pool. The waste is the unused part of a sequence's last block.
 
@@ -90,7 +91,7 @@ class PagedCache:
     average_wasted_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MemoryPlan:
     """The bytes of a cache for one sequence: per decoded token, per encoder state, and at the context length.
 

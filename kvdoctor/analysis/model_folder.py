@@ -1,7 +1,7 @@
 """From a path to the model there: ONNX files with their roles, grouped into stacks, and the side-car configs."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ from kvdoctor.model.external_data import examine
 from kvdoctor.model.files import SIDE_CARS, candidates, refuse_nothing, side_car_folder
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import GraphView
+from kvdoctor.records import record
 
 MOST_CONFIG_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class SideCars:
     """The JSON files beside a model, each empty where it is missing; `problems` says which cannot be read, and why."""
 
@@ -25,7 +26,7 @@ class SideCars:
     problems: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class ModelFolder:
     """The files and stacks at a path. `shown` is the path as the user wrote it."""
 

@@ -1,7 +1,7 @@
 """The role of each input and output besides the cache: by name, else by its use in the graph."""
 
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from kvdoctor.analysis.axes import as_number
@@ -14,6 +14,7 @@ from kvdoctor.analysis.dialects.dialect import RoleRule, parse_axes
 from kvdoctor.contract import Axis, Dim, Port, Role
 from kvdoctor.model.cache_operators import ports_of
 from kvdoctor.model.view import Declared, GraphView
+from kvdoctor.records import record
 
 INTEGERS = ("int64", "int32")
 LOOKUPS = {"Gather": 1, "GatherBlockQuantized": 1, "EmbedLayerNormalization": 0}
@@ -106,7 +107,7 @@ def find_hidden_states(view: GraphView, flow: Dataflow) -> str | None:
     return fitting[0] if len(fitting) == 1 else None
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class InputFlow:
     """The roles of one graph's inputs by their use.
 

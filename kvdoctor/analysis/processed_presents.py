@@ -3,11 +3,10 @@
 The attention of the same call uses another value than the one that the loop feeds back.
 """
 
-from dataclasses import dataclass
-
 from kvdoctor.model.proto import GraphProto, TensorProto
 from kvdoctor.model.traverse import needed_for, own_names, producer
 from kvdoctor.model.view import GraphView, Scope
+from kvdoctor.records import record
 
 QUANTIZING = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 ROUNDING = ("Round", "Floor", "Ceil", "Cast", *QUANTIZING)
@@ -19,7 +18,7 @@ ELEMENTWISE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ProcessedPresent:
     """The value `name` that is returned, the value `used` that the attention uses, and the operators between them."""
 

@@ -7,12 +7,13 @@ from kvdoctor.analysis.dialects.dialect import SlotName
 from kvdoctor.analysis.stacks import StackParts
 from kvdoctor.contract import First, Slot, SlotKind
 from kvdoctor.model.view import Declared, GraphView
+from kvdoctor.records import record
 
 VARYING = ("batch", "batch_heads", "past", "encoder")
 """Axes whose size differs between the graph that fills a slot and the one that takes it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PrefillOutput:
     """An output of the first step that holds keys or values. `site`, the index of its attention, orders the layers."""
 

@@ -6,10 +6,11 @@ that depends on it is None.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal
 
 from kvdoctor.contract import ITEM_BYTES, Axis, Slot, SlotKind
+from kvdoctor.records import record
 
 NOT_A_WIDTH: tuple[Axis, ...] = ("batch", "past", "capacity", "encoder", "blocks", "block")
 
@@ -31,7 +32,7 @@ Step = Literal["joined", "anew", "row", "place"]
 size; `row`, one position; `place`, nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Factor:
     """One factor of a size, and what it counts; None where it is not known."""
 
@@ -39,7 +40,7 @@ class Factor:
     of: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Workload:
     """What to plan for: sequences, tokens per sequence, encoder states per sequence. None where the user gives none."""
 
@@ -48,7 +49,7 @@ class Workload:
     encoder_length: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SizeValues:
     """Values for sizes that slots leave open: tokens, encoder states, attention heads, and windows by layer."""
 
@@ -58,7 +59,7 @@ class SizeValues:
     windows: Mapping[int, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SlotBytes:
     """A slot with its `positions`, each of `item` bytes times all `factors`, the axes other than batch and length.
 

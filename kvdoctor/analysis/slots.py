@@ -30,6 +30,7 @@ from kvdoctor.analysis.slot_rules import (
 from kvdoctor.analysis.stacks import FLOATS, StackParts
 from kvdoctor.contract import Axis, Dim, Growth, MissingPart, Slot, SlotKind
 from kvdoctor.model.view import Declared, GraphView
+from kvdoctor.records import record
 
 UNCHANGED: tuple[SlotKind, ...] = ("cross-attention", "encoder-states", "counter")
 """Kinds whose content does not depend on the new tokens; a counter depends on their number alone."""
@@ -38,7 +39,7 @@ NO_LAYER = -1
 """The layer of a slot without a name until `_number_layers` has ranked it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SlotsRead:
     """The slots in the order of layers, self-attention first, keys before values; and remarks on them."""
 

@@ -6,7 +6,7 @@ that takes a past of any length; each variant (`_q4`, `_fp16`, ...) is a stack o
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -24,6 +24,7 @@ from kvdoctor.model.flow import flow_of
 from kvdoctor.model.proto import GraphProto, ModelProto
 from kvdoctor.model.skeleton import Skeleton
 from kvdoctor.model.view import GraphView
+from kvdoctor.records import record
 
 FileRole = Literal["encoder", "decoder", "decoder-with-past", "decoder-merged", "generator", "other", "unreadable"]
 StackKind = Literal["merged", "pair", "decoder-only", "unpaired", "operator"]
@@ -42,7 +43,7 @@ PART_WORDS = re.compile(
 FLOATS = {"float", "float16", "bfloat16", "double", "uint8", "int8"}
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class OnnxFile:
     """One ONNX file. `name` is its path relative to the folder, with forward slashes."""
 
@@ -81,7 +82,7 @@ class OnnxFile:
         return follow_graph(self.view, cached=self.view.branches is None) if self.view is not None else None
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class StackFiles:
     """The files of one stack by role. `name` is unique in the folder; `suffix` included."""
 
@@ -98,7 +99,7 @@ class StackFiles:
         )
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class StackParts:
     """A stack with the names and the configs that apply to it: what the readers of its contract need.
 

@@ -9,7 +9,6 @@ is no threshold of a length may be among them: it costs a few steps, and decides
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from kvdoctor.contract import Graph
@@ -17,6 +16,7 @@ from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.view import integers
+from kvdoctor.records import record
 
 COUNTS = ("position_ids", "cache_position", "write_index", "past_length", "total_length", "last_index", "new_length")
 """Roles of inputs that hold positions or lengths."""
@@ -53,7 +53,7 @@ MOST_FOUND = 64
 """Thresholds of a graph up to which they are listed, the smallest first."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Threshold:
     """A number at which a length changes what a graph computes: its value in tokens, and the node that holds it."""
 

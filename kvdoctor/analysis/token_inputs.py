@@ -1,19 +1,19 @@
 """Finds the inputs that carry the new tokens: by name, by the embedding table they index, or as hidden states."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvdoctor.analysis.dialects import inputs
 from kvdoctor.analysis.port_roles import FEW_ROWS, InputFlow, find_hidden_states, role_by_name
 from kvdoctor.analysis.stacks import OnnxFile, StackParts
 from kvdoctor.contract import MissingPart
 from kvdoctor.model.view import GraphView
+from kvdoctor.records import record
 
 LOGITS_RANK = 3
 """Of float[batch, new, vocabulary]."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class TokenInputs:
     """The inputs that carry new tokens.
 

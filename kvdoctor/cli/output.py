@@ -5,7 +5,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -13,6 +12,7 @@ import click
 
 from kvdoctor.cli.options import GroupedOption, given_paths
 from kvdoctor.options import OUTPUT
+from kvdoctor.records import record
 from kvdoctor.report.formats import FORMATS, SUFFIXES
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ HEAD_BYTES = 4096
 CI_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Output:
     """What a command prints and writes: a format on standard output, and files as (format, file).
 

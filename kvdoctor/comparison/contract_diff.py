@@ -8,10 +8,11 @@ arithmetic.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from kvdoctor.contract import Axis, CacheContract, Dim, Graph, PhaseName, Port, Slot, describe
+from kvdoctor.records import record
 from kvdoctor.report.diff_document import Difference, Effect
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ LAYER_MARKS = re.compile(r"\d+|key|value", re.ASCII)
 """The parts in which the names of slots of one kind differ."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Subject:
     """What is compared: a stack, an input, an output or a slot, by its name in A."""
 

@@ -1,7 +1,7 @@
 """The steps of `diff`: both sides, stack by stack, and the verdict."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvdoctor.comparison.contract_diff import compare_contracts
 from kvdoctor.comparison.findings_diff import compare_findings, needs_no_run
@@ -11,6 +11,7 @@ from kvdoctor.comparison.sides import DiagnosedSide, diagnose_sides
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding, Selection, means_incomplete
 from kvdoctor.options import Options
+from kvdoctor.records import record
 from kvdoctor.report.diff_document import (
     Difference,
     DiffReport,
@@ -29,7 +30,7 @@ NO_RUNS = ("inspect",)
 """Commands whose reports have no runs."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DiffRequest:
     """The input of `compare`.
 
@@ -46,7 +47,7 @@ class DiffRequest:
     agree: LogitsAgreement | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Sides:
     """Both sides, the request and the options."""
 
@@ -61,7 +62,7 @@ class _Sides:
         return not self.request.static and bool(self.a.report.runs and self.b.report.runs)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _StackResult:
     """The comparison of a stack: why B is worse, and what could not be compared."""
 

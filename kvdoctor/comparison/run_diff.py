@@ -7,7 +7,6 @@ most steps is used, up to the last step that both have.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.contract import CacheContract
@@ -16,6 +15,7 @@ from kvdoctor.decode.parity import Verdict, judge
 from kvdoctor.decode.parity import compare as measure_difference
 from kvdoctor.decode.runs import LOOPS, WRONG, Run
 from kvdoctor.decode.tolerances import TOLERANCES, find_tolerance
+from kvdoctor.records import record
 from kvdoctor.repair.session import DiagnosisSide
 from kvdoctor.report.diff_document import Effect, Logits, LogitsAgreement, Outcomes
 from kvdoctor.report.document import Report
@@ -69,7 +69,7 @@ def _describe(run: Run | None) -> str | None:
     return shortened(f"skipped: {run.reason}" if run.outcome == "skipped" else run.shows + at)
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class _StepLogits:
     """The logits of one step, float[batch, new, vocabulary], and the position after its last token."""
 

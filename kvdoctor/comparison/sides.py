@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvdoctor.analysis.model_folder import open_folder
@@ -11,6 +10,7 @@ from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
+from kvdoctor.records import record
 from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.repair.session import DiagnosisSide
 from kvdoctor.report.diff_document import ComparedModel
@@ -24,7 +24,7 @@ STEP_TEST_OPTIONS = ("contract", "trace", "reference", "inputs", "prompt_ids")
 """Options of `step-test` that a diff does not have; two reports must agree in them as well."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class DiagnosedSide:
     """One side: its path as the user wrote it, its report and logits. `stored`: it is an earlier report."""
 

@@ -1,13 +1,14 @@
 """What an experiment wants run, and what came back: tensors, the sizes of a scenario, calls and answers. numpy only."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from kvdoctor.contract import PhaseName
+from kvdoctor.records import record
 
 Array = np.ndarray[Any, Any]
 
@@ -58,7 +59,7 @@ Way = Literal["run", "io-binding", "basic", "off"]
 """How a call is run: plainly, with bound inputs and outputs, or at a lower level of graph optimization."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Scenario:
     """The sizes of an experiment: `prompt` tokens in the prefill, then one token a step; `steps` counts the prefill."""
 
@@ -74,7 +75,7 @@ class Scenario:
         return self.prompt + self.steps - 1
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Call:
     """What an experiment wants run: a phase and its feeds; past and new in tokens.
 
@@ -97,7 +98,7 @@ class Call:
     slots: "Mapping[str, Value | Array]" = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Answer:
     """What came back: outputs by name, and how many new tokens and past tokens the call had."""
 
@@ -120,7 +121,7 @@ class Answer:
         return logits.reshape(logits.shape[0], 1, -1) if logits.ndim in (2, 4) else logits
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Encoded:
     """What the encoder gave: its states float[batch, encoder, hidden], and all its outputs by name.
 

@@ -5,7 +5,7 @@ contract and one `Scenario`. Sizes of the default scenario differ pairwise, sinc
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,12 +28,13 @@ from kvdoctor.decode.calls import (
 from kvdoctor.decode.inputs import StepInputs, fill_input, random_tokens, resolve_shape, synthetic_ids_or_features
 from kvdoctor.decode.samples import Samples
 from kvdoctor.decode.tolerances import Tolerance, find_tolerance
+from kvdoctor.records import record
 
 SPARE = 5
 """Tokens that a buffer whose capacity is not declared gets beyond those of the scenario."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class FeedBuilder:
     """A contract with the sizes, tokens and encoder outputs of one scenario: makes all calls.
 

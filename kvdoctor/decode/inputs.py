@@ -4,12 +4,12 @@ One function for each role. Standard library and numpy only.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port
 from kvdoctor.decode.calls import NUMPY_TYPES, Array, Scenario
+from kvdoctor.records import record
 
 
 def plain_token_ids(contract: CacheContract) -> tuple[int, int]:
@@ -38,7 +38,7 @@ HIDDEN = -1e4
 ROTARY_BASE = 10_000.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepInputs:
     """What all inputs of one call go by.
 
@@ -63,7 +63,7 @@ class StepInputs:
         return self.sizes["total"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class InputRequest:
     """One input of a step, in the shape that it has there."""
 

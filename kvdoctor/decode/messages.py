@@ -6,14 +6,14 @@ and the rest of `decode` only.
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import Run, Step
 from kvdoctor.decode.script import CallScript, Comparison, ScriptCall
-from kvdoctor.serialization import from_plain, to_plain
+from kvdoctor.records import from_plain, record, to_plain
 
 CPU = "CPUExecutionProvider"
 
@@ -28,7 +28,7 @@ def count_threads() -> int:
     return max(1, min(cores or 1, 16))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExperimentJob:
     """Run experiments on one stack.
 
@@ -66,7 +66,7 @@ class ExperimentJob:
     tag: Literal["experiments"] = "experiments"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TrialModel:
     """A model and the feeds of one call, both files of a private folder; `root` has the weights of a changed graph.
 
@@ -80,7 +80,7 @@ class TrialModel:
     provider: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ValuePair:
     """A value of the left model and the one of the right model that corresponds to it, which may have more entries."""
 
@@ -89,7 +89,7 @@ class ValuePair:
     take: Take = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TrialJob:
     """Run one call of a changed graph, and report the types, shapes and short integers of its outputs."""
 
@@ -99,7 +99,7 @@ class TrialJob:
     tag: Literal["trial"] = "trial"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CompareJob:
     """Run one call of each of two models and compare their outputs; `inject` feeds values of the right to the left."""
 
@@ -112,7 +112,7 @@ class CompareJob:
     tag: Literal["compare"] = "compare"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RecordJob:
     """Run one experiment and write its calls down as a script; `exact` keeps the floats that the loop computed.
 
@@ -132,7 +132,7 @@ class RecordJob:
     tag: Literal["record"] = "record"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PlayJob:
     """Play a script on the files of a folder."""
 
@@ -143,14 +143,14 @@ class PlayJob:
     tag: Literal["play"] = "play"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MeasureJob:
     """Measure the largest IR version and opset that the runtime opens."""
 
     tag: Literal["measure"] = "measure"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Hello:
     """The worker is ready: versions, and the execution providers of its runtime."""
 
@@ -161,7 +161,7 @@ class Hello:
     tag: Literal["hello"] = "hello"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExperimentStarted:
     """An experiment begins."""
 
@@ -169,7 +169,7 @@ class ExperimentStarted:
     tag: Literal["start"] = "start"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FileOpening:
     """A file is about to be opened at an optimization level."""
 
@@ -178,7 +178,7 @@ class FileOpening:
     tag: Literal["open"] = "open"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FileRefused:
     """The runtime does not open a file at some level; `opens_at` is the first level that does."""
 
@@ -188,7 +188,7 @@ class FileRefused:
     tag: Literal["refused"] = "refused"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CallStarting:
     """A call is about to run: a crash from here on belongs to `step`. `call` is its kind."""
 
@@ -198,7 +198,7 @@ class CallStarting:
     tag: Literal["step"] = "step"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepDone:
     """A step is on record."""
 
@@ -206,7 +206,7 @@ class StepDone:
     tag: Literal["stepped"] = "stepped"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CallTimed:
     """The median duration of a call."""
 
@@ -215,7 +215,7 @@ class CallTimed:
     tag: Literal["timing"] = "timing"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunDone:
     """An experiment ended. The steps of its run were sent before."""
 
@@ -224,7 +224,7 @@ class RunDone:
     tag: Literal["run"] = "run"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Note:
     """A remark for the report."""
 
@@ -232,7 +232,7 @@ class Note:
     tag: Literal["note"] = "note"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Obstacle:
     """The reason why experiments could not run."""
 
@@ -240,7 +240,7 @@ class Obstacle:
     tag: Literal["obstacle"] = "obstacle"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerError:
     """An error of kvdoctor itself, with its traceback."""
 
@@ -248,7 +248,7 @@ class WorkerError:
     tag: Literal["crash"] = "crash"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TrialValue:
     """An output of a trial; `values` where it is a short tensor of integers."""
 
@@ -257,7 +257,7 @@ class TrialValue:
     values: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ValueDifference:
     """The largest difference of a pair of values, as a fraction of the standard deviation of the expected value.
 
@@ -271,7 +271,7 @@ class ValueDifference:
     expected: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TrialDone:
     """The outputs of a trial, or the differences of a comparison: None for a pair of unequal shapes.
 
@@ -285,7 +285,7 @@ class TrialDone:
     tag: Literal["tried"] = "tried"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LimitsMeasured:
     """The largest IR version and opset that the runtime opens; None where not even the oldest model opens."""
 
@@ -294,7 +294,7 @@ class LimitsMeasured:
     tag: Literal["ceilings"] = "ceilings"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CallScripted:
     """A call of a script that is being recorded, before it runs; `compared` says where its expected logits are."""
 
@@ -303,7 +303,7 @@ class CallScripted:
     tag: Literal["scripted"] = "scripted"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CallPlaying:
     """A call of a script is about to run."""
 
@@ -311,7 +311,7 @@ class CallPlaying:
     tag: Literal["playing"] = "playing"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PlayedDifference:
     """The difference of a comparison of a script, as a fraction of the logits' standard deviation."""
 
@@ -319,7 +319,7 @@ class PlayedDifference:
     finite: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScriptPlayed:
     """How a script ended: all calls ran, one failed, or a file was refused.
 
@@ -335,7 +335,7 @@ class ScriptPlayed:
     tag: Literal["played"] = "played"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class JobDone:
     """The last event of each job."""
 

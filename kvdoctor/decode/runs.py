@@ -1,7 +1,9 @@
 """What runs showed: small facts about each step, never tensors. Standard library only."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
+
+from kvdoctor.records import record
 
 PLAIN_LOOP = "plain-loop"
 """The experiment that feeds every present back."""
@@ -22,7 +24,7 @@ UNDECIDED: tuple[Outcome, ...] = ("ambiguous", "inconclusive")
 """The outcomes of a run whose numbers show neither a fault nor its absence."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ObservedTensor:
     """A tensor that went in or came out: element type, shape, and whether its data pointer was null."""
 
@@ -36,7 +38,7 @@ class ObservedTensor:
         return 0 in self.shape
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LogitsDifference:
     """The difference of two arrays of logits, float[batch, new, vocabulary].
 
@@ -58,7 +60,7 @@ class LogitsDifference:
     same_top5: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Step:
     """One call into the runtime. Steps are counted from 0, the prefill. Lengths in tokens.
 
@@ -78,7 +80,7 @@ class Step:
     slots: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ErrorGrowth:
     """How the difference to the reference run goes over the steps with a cache; `step` is where a sudden one sets in.
 
@@ -89,7 +91,7 @@ class ErrorGrowth:
     step: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Control:
     """A call with one deliberate error. It must change the logits, or the experiment has no power."""
 
@@ -98,7 +100,7 @@ class Control:
     difference: LogitsDifference | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Node:
     """A place in the graph, as the graph itself names it."""
 
@@ -111,7 +113,7 @@ FaultSource = Literal["feed", "graph", "optimization", "buffer-reuse", "kernel",
 buffers, the provider's kernel, or rounding that adds up without a place."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FaultLocation:
     """Where in a graph a judged run fails, or first parts from the run without a cache.
 
@@ -131,7 +133,7 @@ class FaultLocation:
     words: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Cause:
     """The hypothesis that an experiment confirmed: the name of its check, and evidence that no other one predicts."""
 
@@ -146,7 +148,7 @@ GENERAL_CAUSES = ("cache-misread", "new-entries-wrong")
 """Names of causes that say which half of a step is wrong, and not why: other experiments may show more."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Float32Result:
     """The result of an experiment on the float32 copy of a model, which rounds no intermediate value.
 
@@ -170,7 +172,7 @@ class Float32Result:
         return self.relative[step.step] if step is not None and step.step < len(self.relative) else self.worst
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Run:
     """One experiment on one stack, as it went. `died_by` names the signal or limit that ended the process.
 

@@ -1,7 +1,7 @@
 """`--prompt-ids` and `--inputs`: a prompt and encoder inputs of the user, in place of synthetic feeds."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -10,6 +10,7 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, Port, describe
 from kvdoctor.errors import UsageError
+from kvdoctor.records import record
 
 Array = np.ndarray[Any, Any]
 
@@ -18,7 +19,7 @@ class BadSamples(Exception):
     """The file of inputs cannot be read; its text says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Samples:
     """`prompt` are token ids of one sequence; `arrays` inputs by name, of which the first row is used."""
 

@@ -5,8 +5,10 @@ library and numpy only: the worker plays scripts, and the reproducer makes the s
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
+
+from kvdoctor.records import record
 
 if TYPE_CHECKING:
     from kvdoctor.decode.calls import Array
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 Kind = Literal["fails", "differs", "refused", "dies"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MadeArray:
     """A synthetic array: from `numbers` row by row, as noise from a `seed`, else `fill` everywhere."""
 
@@ -25,7 +27,7 @@ class MadeArray:
     numbers: tuple[float, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PriorOutput:
     """What an earlier call returned: its index in the script, and the name of the output."""
 
@@ -33,7 +35,7 @@ class PriorOutput:
     output: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScriptCall:
     """One call: the file it goes to, and its feeds by input. `title` is its name for people: `step 2`."""
 
@@ -43,7 +45,7 @@ class ScriptCall:
     logits: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Comparison:
     """Logits that must be the same: the last positions of `call`, and those of `reference` from `start` on.
 
@@ -57,7 +59,7 @@ class Comparison:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CallScript:
     """Calls in order. The last one fails (`fails`, `dies`), or some `comparisons` do not hold (`differs`).
 

@@ -6,10 +6,12 @@ compares logits is given the tolerance that holds, and the worker receives the r
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from kvdoctor.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tolerance:
     """Largest differences that pass and that are not yet a failure, in standard deviations of the logits."""
 

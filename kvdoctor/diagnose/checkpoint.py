@@ -18,6 +18,7 @@ from kvdoctor.decode.tolerances import Tolerance, find_tolerance
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import NotChecked
+from kvdoctor.records import record
 from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, ScriptProcess, transformers_for
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class CannotCompare(Exception):
 ROUNDED_WEIGHTS = "rounded"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Arithmetic:
     """What the graph computes in, and its tolerance: a name of the table, or `rounded` where its weights are."""
 
@@ -54,7 +55,7 @@ class Arithmetic:
     tolerance: Tolerance
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepVerdicts:
     """The verdict on each step, and by what in words."""
 
@@ -137,7 +138,7 @@ class Checkpoint:
         return read if isinstance(read, dict) else {}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CheckpointComparison:
     """The runs of a stack, those compared with the checkpoint with their result; what is left open; what agreed."""
 

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvdoctor.analysis.model_folder import ModelFolder
@@ -13,6 +13,7 @@ from kvdoctor.decode.runs import ObservedTensor, Run, Step
 from kvdoctor.decode.tolerances import Tolerance, find_tolerance
 from kvdoctor.findings import Advice
 from kvdoctor.model.view import Declared, GraphView
+from kvdoctor.records import record
 
 if TYPE_CHECKING:
     from kvdoctor.decode.caller_trace.check import TraceCheck
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kvdoctor.runtime.targets.result import Refused, TargetResult
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(slots=False, kw_only=True)
 class FileContext:
     """Round `file`: one file of the folder."""
 
@@ -32,7 +33,7 @@ class FileContext:
         return _advise_graph_repair(self.folder, (), text)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(slots=False, kw_only=True)
 class ContractContext:
     """Round `contract`: one stack and its cache contract.
 
@@ -125,7 +126,7 @@ class ContractContext:
         return _advise_graph_repair(self.folder, self.targets, text)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(slots=False, kw_only=True)
 class TargetContext(ContractContext):
     """Round `targets`: adds the runtimes.
 
@@ -138,7 +139,7 @@ class TargetContext(ContractContext):
     target_results: "tuple[TargetResult, ...]" = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(slots=False, kw_only=True)
 class RunContext(TargetContext):
     """Round `runs`: adds the result of round `contract`.
 
@@ -150,7 +151,7 @@ class RunContext(TargetContext):
     thorough: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(slots=False, kw_only=True)
 class CallerContext(RunContext):
     """Round `caller`: adds the comparison of the caller's own steps with the contract."""
 

@@ -1,7 +1,7 @@
 """Runs one stack: the experiments in the worker, again in float32 where the model rounds, and the search for a node."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from kvdoctor.diagnose.lengths import find_ring, list_thresholds, list_unvisited
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
+from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime, StackResults
 from kvdoctor.runtime.targets.result import Refused
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Experiment
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerFiles:
     """Where the worker leaves what is too large for the pipe: a file for logits, if wanted, and a folder for calls."""
 
@@ -30,7 +31,7 @@ class WorkerFiles:
     calls: Path
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StackObservation:
     """What the experiments on one stack showed.
 

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from kvdoctor.decode.messages import ExperimentJob
@@ -11,6 +11,7 @@ from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.float32 import SETTINGS, Float32Copy, NoFloat32Copy, unrounded_bytes, write_float32_copy
 from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
+from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime, StackResults
 from kvdoctor.runtime.process import MIB
 
@@ -24,7 +25,7 @@ PRESENT_ONCE = 2
 """A session holds its weights as they are stored and widened while it opens them."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Float32Rerun:
     """The runs of a stack with what the rerun adds to them, what it leaves open, and what was measured."""
 

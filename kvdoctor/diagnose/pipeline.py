@@ -5,7 +5,7 @@ ModelFolder -> GraphView -> CacheContract -> Experiment -> Run -> checks -> Repo
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from kvdoctor.diagnose.not_checked import (
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
 from kvdoctor.findings import Finding, NotChecked, Round
 from kvdoctor.options import Options
+from kvdoctor.records import record
 from kvdoctor.report.document import TOTAL_SECONDS, Report
 from kvdoctor.report.facts import StackFacts
 from kvdoctor.runtime.client import Runtime
@@ -50,7 +51,7 @@ HAS_OWN_LOOP = "cross-cache-emptied"
 """The fault of the contract that leaves a loop to check: the held one."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunPlan:
     """How a caller inside kvdoctor wants one diagnosis carried out; none of this is an option of the user.
 
@@ -67,7 +68,7 @@ class RunPlan:
     check_advice: AdviceCheck | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StackDiagnosis:
     """What the diagnosis of one stack brings to the report."""
 
@@ -79,7 +80,7 @@ class StackDiagnosis:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Session:
     """What all stacks of one step-test are diagnosed with."""
 

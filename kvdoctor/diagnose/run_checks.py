@@ -1,6 +1,6 @@
 """Runs the checks of one round, and returns what they found."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvdoctor.diagnose.context import ContractContext, FileContext
 from kvdoctor.findings import (
@@ -15,12 +15,13 @@ from kvdoctor.findings import (
     checks_of,
     make_finding,
 )
+from kvdoctor.records import record
 
 Context = FileContext | ContractContext
 """The context of any round; those of later rounds extend `ContractContext`."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CheckResults:
     """What checks found, and what could not be checked; the results of several rounds add up."""
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from kvdoctor.diagnose.not_checked import REASONS
 from kvdoctor.errors import KvdoctorError, WorkerDied
 from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
+from kvdoctor.records import record
 from kvdoctor.report.facts import TargetFacts
 from kvdoctor.runtime.client import Runtime, StackResults
 from kvdoctor.runtime.environments import EnvironmentUnavailable, hide_home
@@ -34,7 +35,7 @@ BROKEN = "onnxruntime {} does not start on this machine; remove {} and try again
 UNCLEAR = "the difference to the logits of the installed runtime is between noise and a fault"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LocalRun:
     """The run under the runtime of this Python: its worker, the contract it was given, and the file with its logits."""
 

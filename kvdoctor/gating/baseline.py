@@ -15,13 +15,12 @@ import datetime as dt
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import find_check
-from kvdoctor.serialization import from_plain, to_plain
+from kvdoctor.records import from_plain, record, to_plain
 
 SCHEMA = "kvdoctor/baseline/1"
 DEFAULT_NAME = "kvdoctor-baseline.json"
@@ -29,7 +28,7 @@ MAX_BYTES = 1 << 26
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BaselineEntry:
     """A known finding of a model.
 
@@ -63,7 +62,7 @@ class BaselineEntry:
         return f"{self.code} of {self.model}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Baseline:
     """The known findings of a file, sorted by model. No two entries are for the same finding of a model."""
 

@@ -9,18 +9,18 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from kvdoctor.findings import Finding, KnownFinding, Selection, find_check, means_incomplete
 from kvdoctor.gating.baseline import Baseline, BaselineEntry, sort_entries
+from kvdoctor.records import record, to_plain
 from kvdoctor.report.document import Report, counts, decide, is_open
 from kvdoctor.report.wording.finding import format_headline
-from kvdoctor.serialization import to_plain
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BaselineStatus:
     """A baseline after a gate.
 
@@ -61,7 +61,7 @@ def _to_dict(entry: BaselineEntry) -> dict[str, Any]:
 REPORTED_KEYS = ("model", "code", "where", "reason", "until", "fingerprint")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MatchedReports:
     """Reports with their known findings marked, and the status of the baseline.
 
@@ -192,7 +192,7 @@ def _would_find(report: Report, path: str, entry: BaselineEntry) -> bool:
     return bool(report.runs) or bool({"file", "contract"} & set(check.rounds))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BaselineRequest:
     """A change to a baseline. `reason` adds the findings that count, `until` a date; `prune` removes stale entries."""
 
@@ -201,7 +201,7 @@ class BaselineRequest:
     prune: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BaselineUpdate:
     """The new entries of a baseline.
 

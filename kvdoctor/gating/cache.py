@@ -32,7 +32,7 @@ PARTIAL_SECONDS = 3600
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by kvdoctor gate; it may be deleted at any time.\n"
 """Source: https://bford.info/cachedir/."""
 _REPORT = msgspec.json.Decoder(Report)
-"""Several times as fast as `serialization`. It ignores unknown fields, but an entry has none: its key includes the
+"""Several times as fast as `records`. It ignores unknown fields, but an entry has none: its key includes the
 version that wrote it."""
 
 

@@ -18,9 +18,9 @@ from kvdoctor.gating.file_digests import FileDigests
 from kvdoctor.gating.jobs import GateJob
 from kvdoctor.model.files import MODEL_SUFFIXES, looked_at
 from kvdoctor.options import Options
+from kvdoctor.records import to_plain
 from kvdoctor.report.document import SCHEMA, Report
 from kvdoctor.runtime.process import Limits
-from kvdoctor.serialization import to_plain
 
 GIB = 1 << 30
 FILE_OPTIONS = ("contract", "inputs", "trace")

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvdoctor.options import Options
+from kvdoctor.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GateJob:
     """A model, by its path as the user wrote it, and its options. `at` is its location where that path is not valid."""
 
@@ -30,7 +30,7 @@ class NoWorkerLeft(BrokenExecutor):
     """No process is left that could run a job; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GateSettings:
     """How jobs are run. No setting changes the content of a report.
 

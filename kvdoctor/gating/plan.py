@@ -1,7 +1,6 @@
 """The plan of a gate: its models, the options of each and the settings of the run, from arguments and the policy."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ from kvdoctor.gating.jobs import GateJob, GateSettings
 from kvdoctor.gating.models import export_folders, find_models
 from kvdoctor.gating.policy import Policy
 from kvdoctor.options import BaselineChoices, GateChoices, Options, read_options
+from kvdoctor.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GatePlan:
     """A gate before it runs: the jobs, the settings, and the options that hold for all models together."""
 

@@ -1,17 +1,17 @@
 """The result of a gate. Findings outweigh models that could not be checked; it is healthy if all models are."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvdoctor.errors import Unhealthy
 from kvdoctor.gating.baseline_match import BaselineStatus
 from kvdoctor.gating.jobs import GateJob
+from kvdoctor.records import record
 from kvdoctor.report.document import EXIT_HEALTHY, GATE_SCHEMA, Report, exit_code, exit_code_of_all
 from kvdoctor.report.wording.summary import format_gate_verdict
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GateResult:
     """The verdict of a gate, the report of each model in the order of the jobs, and the exit code.
 

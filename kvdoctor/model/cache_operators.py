@@ -4,11 +4,12 @@ Sources: the operator schemas of ONNX (Attention 23 and 24, TensorScatter 24, Ca
 27) and of ONNX Runtime 1.31 (docs/ContribOperators.md).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from kvdoctor.contract import Growth
 from kvdoctor.model.traverse import normalize_domain
+from kvdoctor.records import record
 
 CONTRIB = "com.microsoft"
 
@@ -16,7 +17,7 @@ PortPart = Literal["key", "value", "key-value", "conv", "recurrent", ""]
 """What a port holds; empty where only the rest of the graph can tell."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CachePorts:
     """The ports of one operator. `pasts` maps an input to the part it holds and the output that carries it on.
 

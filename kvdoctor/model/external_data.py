@@ -10,11 +10,11 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Final, Literal
 
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+from kvdoctor.records import record
 
 # Bits of one element by TensorProto.DataType. Strings cannot be external. Elements of fewer than 8 bits are packed.
 BITS: Final[dict[int, int]] = (
@@ -32,7 +32,7 @@ LFS_POINTER: Final = range(124, 140)
 _NAMES_SHOWN: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExternalFile:
     """One distinct location that tensors name.
 
@@ -47,7 +47,7 @@ class ExternalFile:
     bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExternalProblem:
     """What is wrong with one location, in one way, for one or more tensors.
 
@@ -65,7 +65,7 @@ class ExternalProblem:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Use:
     """One tensor's use of a location; sizes in bytes, `needed` is None where dims or type do not tell."""
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import find_attribute, nodes_in, normalize_domain
+from kvdoctor.records import record
 
 MOST_CALLS = 50
 """Functions within functions."""
@@ -106,7 +107,7 @@ class FlatGraph(Generic[AnyNode]):
         return {name: node for node in self.nodes for name in node.outputs if name}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Site:
     """Where nodes stand: the names known there, the prefix of new ones, the path for people, and the call around them.
 

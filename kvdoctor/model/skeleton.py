@@ -8,7 +8,6 @@ https://protobuf.dev/programming-guides/encoding/ for the framing and its limits
 import hashlib
 import re
 import stat
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +18,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped,u
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.wire import I32, I64, LEN, MAX_FILE, VARINT, WINDOW, FileWindow, WireError, encode_varint
+from kvdoctor.records import record
 
 SMALL_PAYLOAD: Final = 1024  # bytes; payloads up to this size stay: shapes and axes are needed to read a graph
 MAX_WHOLE: Final = 4 * 2**20  # bytes of one tensor, of the element types that a caller wants whole
@@ -74,7 +74,7 @@ _OTHER_FORMATS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Skeleton:
     """A model without the payloads of its large tensors.
 
@@ -143,7 +143,7 @@ def _read(path: Path, wanted: "_Wanted") -> Skeleton:
     return Skeleton(_parse(b"".join(walk.pieces)), walk.source.size, walk.inline_bytes, walk.left_out)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Wanted:
     """What becomes of payloads; `location` is the file that tensors without theirs point to."""
 

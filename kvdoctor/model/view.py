@@ -16,6 +16,7 @@ from kvdoctor.model.proto import (
     ValueInfoProto,
 )
 from kvdoctor.model.traverse import bodies_of, constant_tensor, nodes_in, normalize_domain
+from kvdoctor.records import record
 
 ELEMENT_TYPES = {number: name.lower() for name, number in TensorProto.DataType.items()}
 """ONNX words for element types: float, float16, int64, bool, ..."""
@@ -24,7 +25,7 @@ PASSES_ON = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape"}
 """Operators through which a flag stays the same flag."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Declared:
     """A tensor as the file declares it. `shape` is None where the file gives no shape."""
 
@@ -45,7 +46,7 @@ SWITCH = "use_cache_branch"
 """Optimum's name of the switch, which says that the cache is used."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Scope:
     """A graph, a subgraph or a function body, with the scope around it. `path` is for people."""
 
@@ -88,7 +89,7 @@ class Scope:
         return name
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Branches:
     """The `If` of a merged decoder: its node, the body that uses the cache and the other one.
 

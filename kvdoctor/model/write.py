@@ -14,6 +14,7 @@ from kvdoctor.errors import UsageError
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.skeleton import NESTED
 from kvdoctor.model.wire import LEN, MAX_FILE, FileWindow, encode_varint
+from kvdoctor.records import record
 
 PORTION = 1 << 20
 RAW_DATA = 9
@@ -21,7 +22,7 @@ PLAIN = {4 << 3 | LEN, RAW_DATA << 3 | LEN, 10 << 3 | LEN}
 """Tags of float_data, raw_data and double_data, whose bytes are the values."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SourceBytes:
     """Bytes of the source file."""
 

@@ -1,11 +1,12 @@
 """Which repairs a diagnosis calls for, and their application to a working copy."""
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.findings import Finding
 from kvdoctor.options import Options
+from kvdoctor.records import record
 from kvdoctor.repair.layouts.registry import Conversion
 from kvdoctor.repair.repairs.registry import Repair, load
 from kvdoctor.repair.workspace import CannotRepair, RepairContext, WorkingCopy
@@ -14,7 +15,7 @@ from kvdoctor.report.repair_record import Change, NotRepaired
 from kvdoctor.runtime.client import Runtime
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Applied:
     """One repair or conversion of one stack: its changes, and the findings that called for it."""
 
@@ -24,7 +25,7 @@ class Applied:
     because: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class RepairedFiles:
     """The result of repairs on an export: the changed files, the changes, and the findings that were not repaired."""
 
@@ -33,7 +34,7 @@ class RepairedFiles:
     not_repaired: tuple[NotRepaired, ...]
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class RepairChoice:
     """The repairs that may be used: all, or those that the user names, without those in `left_out`.
 

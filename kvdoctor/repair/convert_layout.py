@@ -6,7 +6,7 @@ The weights of converted models are copied from file to file and written once.
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from kvdoctor.errors import UsageError
 from kvdoctor.model.output_folder import regular_files
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.write import write_model
+from kvdoctor.records import record
 from kvdoctor.repair.apply import Applied
 from kvdoctor.repair.layouts.naming import axis_names, name_axes, port_axes
 from kvdoctor.repair.layouts.registry import (
@@ -55,7 +56,7 @@ A merged decoder cannot declare an axis of one of its branches.
 """
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class ConvertedStack:
     """One stack in its new layout; its models are consumed when they are written to the `files`."""
 

@@ -3,7 +3,7 @@
 import difflib
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto, TensorPr
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.traverse import bodies_of
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope, declared
+from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import find_repair, load
 from kvdoctor.repair.session import Outcome, RepairSession
 from kvdoctor.repair.workspace import source_of
@@ -195,7 +196,7 @@ LARGEST_MATCHED = 4000
 """Nodes of a graph up to which lines are matched one by one; longer graphs are compared as sets."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Part:
     """A part of a model that is compared by itself: its title, and one line for each entry."""
 

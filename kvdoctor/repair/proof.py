@@ -1,7 +1,7 @@
 """The proof of a repaired stack: the finding is gone, no new one appears, the loops pass, the numbers are kept."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from kvdoctor.findings import Finding
 from kvdoctor.model.proto import ValueInfoProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import Declared, GraphView
+from kvdoctor.records import record
 from kvdoctor.repair.apply import Applied, concerns
 from kvdoctor.repair.layouts.encoders import RESULT, STATES
 from kvdoctor.repair.layouts.registry import Cut
@@ -228,7 +229,7 @@ BATCH, NEW, SOURCE, PADDED = 2, 3, 7, 2
 INTEGERS = ("int64", "int32")
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class SplitEncoder:
     """An encoder that was cut out of the first step of a source: where, and the names of the new files."""
 

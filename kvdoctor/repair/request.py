@@ -1,9 +1,11 @@
 """What a call of `re-export` asks for."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from kvdoctor.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LayoutRequest:
     """The form of the copy: a layout by name, readable names of axes, the largest IR version and opset."""
 
@@ -23,7 +25,7 @@ class LayoutRequest:
         return self.ir_version is not None or self.opset is not None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExportRequest:
     """An export from a checkpoint; None leaves the choice to kvdoctor.
 
@@ -38,7 +40,7 @@ class ExportRequest:
     because: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RepairRequest:
     """A call of `re-export`.
 

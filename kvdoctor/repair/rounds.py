@@ -4,8 +4,9 @@ A fault may be hidden by another and show only after that one is repaired: it ge
 not help are left out of a second attempt, so that they do not prevent the proof of the others.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from kvdoctor.records import record
 from kvdoctor.repair.apply import Applied, RepairChoice, RepairedFiles, apply_repairs
 from kvdoctor.repair.output import put_back, write_changed
 from kvdoctor.repair.proof import find_unhelpful, prove
@@ -16,7 +17,7 @@ from kvdoctor.report.repair_record import NotRepaired
 MOST_ROUNDS = 3
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class _Attempt:
     """The outcome of all rounds, and the names of all files that differ from the original or did so before."""
 

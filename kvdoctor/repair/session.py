@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import Run
 from kvdoctor.options import Options
+from kvdoctor.records import record
 from kvdoctor.repair.apply import Applied
 from kvdoctor.report.document import Report
 from kvdoctor.report.repair_record import NotRepaired, Proof
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class DiagnosisSide:
     """One diagnosis, and the folder in which each stack left the logits of its experiments."""
 
@@ -65,7 +65,7 @@ class DiagnosisSide:
         return {stack.name: stack.contract for stack in self.report.stacks}
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Outcome:
     """The result of repairs: changes, remaining findings and the proof; `after` is the diagnosis of the copy."""
 
@@ -86,7 +86,7 @@ class Outcome:
         return {change.file for one in self.applied for change in one.changes}
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class RepairSession:
     """One call under way: the options, the tools, the original with its diagnosis, and the copy.
 

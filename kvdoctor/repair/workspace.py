@@ -19,6 +19,7 @@ from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import GraphView
 from kvdoctor.options import Options
+from kvdoctor.records import record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,7 +109,7 @@ class WorkingCopy:
         self.changed, self.models, self.side_cars = saved.changed, saved.models, saved.side_cars
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class RepairContext:
     """One stack, what was found on it, and its files to be changed.
 

@@ -6,13 +6,13 @@ different, `=` the same. Text has color and wrapping on a terminal, and one line
 
 import io
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvdoctor.records import record
 from kvdoctor.report.diff_document import Difference, DiffReport, Effect, FindingDiff, Logits, StackDiff, format_verdict
 from kvdoctor.report.json_format import render_diff
 from kvdoctor.report.markdown import table
@@ -40,7 +40,7 @@ LABEL_WIDTH = 13
 LONGEST_LABEL = 24
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Row:
     """One line: its mark, its label, its text, and its effect on B."""
 
@@ -50,7 +50,7 @@ class Row:
     effect: Effect = "neutral"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Section:
     """A title and its rows."""
 

@@ -1,15 +1,15 @@
 """The document of `diff`: the differences between two models. Its field names are the public contract."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from kvdoctor._version import __version__
 from kvdoctor.errors import Worse
 from kvdoctor.findings import Finding
+from kvdoctor.records import record, to_plain
 from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE
 from kvdoctor.report.wording.units import shorten_names
-from kvdoctor.serialization import to_plain
 
 DIFF_SCHEMA = "kvdoctor/diff/1"
 
@@ -18,7 +18,7 @@ DiffVerdict = Literal["equal", "different", "better", "worse", "incomplete"]
 LogitsAgreement = Literal["bits", "logits", "tokens", "other"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Difference:
     """A difference between A and B.
 
@@ -41,7 +41,7 @@ class Difference:
     because: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Logits:
     """The logits of one loop on the same feeds, both float[steps, vocabulary].
 
@@ -62,7 +62,7 @@ class Logits:
     same_tokens: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Outcomes:
     """The outcomes of an experiment on both sides, as `failed at step 2`; None if it was not run under that target."""
 
@@ -73,7 +73,7 @@ class Outcomes:
     effect: Effect = "neutral"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StackDiff:
     """A stack of A and the matching stack of B, by name; None if only one side has it."""
 
@@ -85,7 +85,7 @@ class StackDiff:
     logits: Logits | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FindingDiff:
     """A finding of A only (`gone`), of B only (`new`), or of both; `a` and `b` are their fingerprints."""
 
@@ -97,7 +97,7 @@ class FindingDiff:
     because: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NotCompared:
     """A part that could not be compared, and why. `essential`: without it the verdict is not equal or better."""
 
@@ -107,7 +107,7 @@ class NotCompared:
     essential: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ComparedModel:
     """One side: a model that was diagnosed now, or an earlier report."""
 
@@ -118,7 +118,7 @@ class ComparedModel:
     environment: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DiffReport:
     """The result of `diff`. All times (seconds) and memory (bytes) are under `measured`, and have no effect."""
 

@@ -1,7 +1,7 @@
 """The document of a command: what it found out about one model. Its field names are the public contract."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from kvdoctor._version import __version__
@@ -9,10 +9,10 @@ from kvdoctor.choices import FailOn
 from kvdoctor.decode.runs import Run
 from kvdoctor.errors import Unhealthy
 from kvdoctor.findings import SEVERITIES, Finding, NotChecked, means_incomplete
+from kvdoctor.records import record, to_plain
 from kvdoctor.report.facts import ModelFacts, StackFacts, TargetFacts, Verdict
 from kvdoctor.report.repair_record import RepairRecord
 from kvdoctor.report.wording.summary import format_verdict, name_worst, summarize
-from kvdoctor.serialization import to_plain
 
 SCHEMA = "kvdoctor/report/1"
 GATE_SCHEMA = "kvdoctor/gate/1"
@@ -24,7 +24,7 @@ TOTAL_SECONDS = "total_seconds"
 EXIT_HEALTHY, EXIT_FINDINGS, EXIT_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Reproducer:
     """What `repro` wrote.
 
@@ -47,7 +47,7 @@ class Reproducer:
     left_out: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Report:
     """What a command found out about one model.
 

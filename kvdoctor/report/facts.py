@@ -1,15 +1,16 @@
 """What a report says of a model: its files, its graphs, its stacks, and the targets that were asked about."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from kvdoctor.analysis.memory import MemoryPlan
 from kvdoctor.contract import CacheContract
+from kvdoctor.records import record
 
 Verdict = Literal["healthy", "unhealthy", "incomplete", "nothing-found"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GraphFacts:
     """The contents of a graph, subgraphs and functions included.
 
@@ -26,7 +27,7 @@ class GraphFacts:
     initializer_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FileFacts:
     """One file as it is on disk.
 
@@ -57,7 +58,7 @@ class FileFacts:
     graph: GraphFacts | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ModelFacts:
     """The model.
 
@@ -70,7 +71,7 @@ class ModelFacts:
     files: tuple[FileFacts, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StackFacts:
     """One stack: the files that decode together.
 
@@ -89,7 +90,7 @@ class StackFacts:
     cache: MemoryPlan | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TargetFacts:
     """A target runtime, and its results for each stack that differ from those of the local runtime.
 

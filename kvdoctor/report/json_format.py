@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.errors import UsageError
+from kvdoctor.records import from_plain
 from kvdoctor.report.document import CONTRACT_SCHEMA, GATE_SCHEMA, SCHEMA, Report
-from kvdoctor.serialization import from_plain
 
 if TYPE_CHECKING:
     from kvdoctor.report.diff_document import DiffReport

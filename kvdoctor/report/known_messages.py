@@ -5,9 +5,10 @@ The file is also the page docs/faq.md (`python docs/make_faq.py`).
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+
+from kvdoctor.records import record
 
 SAME = "the same"
 """Begins the first column of a row whose message is that of the row above."""
@@ -19,7 +20,7 @@ LEAST_QUOTE = 12
 LEAST_WORD, MOST_BY_WORDS = 4, 3
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class KnownMessage:
     """A row of faq.md: what is `seen`, the `messages` quoted in it, the `question` that decides, and the `answer`."""
 

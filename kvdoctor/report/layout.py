@@ -1,18 +1,19 @@
 """Lines and tables of limited width: words stay whole as long as they fit, continued lines are indented."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
+
+from kvdoctor.records import record
 
 GAP = "  "
 MOST_NARROW = 20
 """The narrowest line, in cells, in which words are wrapped."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TableCell:
     """One text of a row, with its style."""
 

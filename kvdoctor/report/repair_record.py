@@ -1,12 +1,11 @@
 """What a report says of a repair or an export: the changes, the proof, and what could not be repaired."""
 
-from dataclasses import dataclass
-
 from kvdoctor.findings import Finding
+from kvdoctor.records import record
 from kvdoctor.report.facts import Verdict
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Change:
     """One change that a repair made.
 
@@ -23,7 +22,7 @@ class Change:
     after: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Proof:
     """A claim about a repaired stack, and whether it holds.
 
@@ -40,7 +39,7 @@ class Proof:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RepairSide:
     """The verdict and the findings before a repair, or after it."""
 
@@ -48,7 +47,7 @@ class RepairSide:
     findings: tuple[Finding, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AppliedRepair:
     """A repair that changed something.
 
@@ -67,7 +66,7 @@ class AppliedRepair:
     summary: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NotRepaired:
     """A finding that was not repaired in the graph.
 
@@ -86,7 +85,7 @@ class NotRepaired:
     instead: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FileDiff:
     """The changed lines of a graph.
 
@@ -101,7 +100,7 @@ class FileDiff:
     left_out: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ChangedFile:
     """A file of the copy that differs from the source.
 
@@ -116,7 +115,7 @@ class ChangedFile:
     after: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExportChoice:
     """A setting of a new export, and its reason.
 
@@ -131,7 +130,7 @@ class ExportChoice:
     because: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PortChange:
     """An input or output that differs from the replaced model.
 
@@ -148,7 +147,7 @@ class PortChange:
     after: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExportRecord:
     """How a model was exported again from its checkpoint.
 
@@ -179,7 +178,7 @@ class ExportRecord:
     recipe: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RepairRecord:
     """What `re-export` did.
 

@@ -1,7 +1,7 @@
 """A candidate for a reproducer: models without weights, and the script that should fail with them."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +12,14 @@ from kvdoctor.model.external_data import BITS
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.traverse import all_nodes, graphs_in, subgraphs
 from kvdoctor.model.view import GraphView
+from kvdoctor.records import record
 from kvdoctor.reproducer.sizes import WIDTHS, SizeMap
 from kvdoctor.reproducer.weights import INTEGERS, MAX_FLOATS, MAX_INTEGERS, ReplacedWeights, WeightReplacer, find_uses
 
 TOKENS = ("token_ids",)
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Candidate:
     """A candidate for a reproducer.
 

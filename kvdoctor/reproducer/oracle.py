@@ -25,6 +25,7 @@ from kvdoctor.decode.messages import (
 from kvdoctor.decode.runs import Run
 from kvdoctor.decode.script import CallScript, Comparison, ScriptCall
 from kvdoctor.errors import WorkerDied
+from kvdoctor.records import record
 from kvdoctor.reproducer.candidate import Candidate
 from kvdoctor.runtime.client import Runtime
 
@@ -32,7 +33,7 @@ CAUSES = ("same-feed", "later-token", "why", "why-chunk")
 """Experiments that identify a cause."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScriptOutcome:
     """How a script ended.
 
@@ -58,7 +59,7 @@ class ScriptOutcome:
         return (self.outcome, self.title, self.node, self.pattern)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OutcomeDifference:
     """How logits differ: the outcome of the experiment, whether they are finite, and the causes."""
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
@@ -22,6 +22,7 @@ from kvdoctor.model.output_folder import Pending, refuse_unfit, whole_folder
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.options import Options
+from kvdoctor.records import record
 from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.repair.lowering.limits import LOWERED_CHECKS
 from kvdoctor.report.document import Report, Reproducer
@@ -69,7 +70,7 @@ ANY_PAST = {"step-fails", "chunk-fails", "empty-past-rejected", *FROZEN}
 """Checks whose failing call has a correct past: it fails with any other past of that shape as well."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReproRequest:
     """The input of `repro`.
 
@@ -84,7 +85,7 @@ class ReproRequest:
     force: bool = False
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Failure:
     """The failure to reproduce.
 
@@ -168,7 +169,7 @@ def _choose_failure(findings: tuple[Finding, ...], report: Report, folder: Model
     raise NotReproduced(f"{names} comes from the files, and no run of the model shows it; send the report instead")
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class _Reproduction:
     """The reproduction of one failure."""
 

@@ -3,7 +3,7 @@
 Names that come from a model are written as escaped literals, never into code or comments.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from kvdoctor.decode.calls import NUMPY_TYPES
 from kvdoctor.decode.script import CallScript, Comparison, MadeArray, PriorOutput, make_array
 from kvdoctor.decode.tolerances import TOLERANCES
+from kvdoctor.records import record
 from kvdoctor.report.safe import printable
 
 MAX_INLINE = 32
@@ -124,7 +125,7 @@ show("not reproduced: the runtime opens the file")
 """
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ProgramText:
     """The texts and limits of the program. `node`, if not empty, must occur in the error message."""
 

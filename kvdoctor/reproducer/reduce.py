@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from kvdoctor.decode.runs import Step
 from kvdoctor.decode.script import MadeArray, PriorOutput, ScriptCall
 from kvdoctor.model.traverse import needed_for
+from kvdoctor.records import record
 from kvdoctor.reproducer.candidate import Candidate
 from kvdoctor.reproducer.cuts import PROBE, copy_model, end_at_node, keep_outputs, layer_graphs
 from kvdoctor.reproducer.layers import bypass_layers, inner_value, remove_layers
@@ -31,7 +32,7 @@ STRENGTHS = (1.0, 2.0, 0.5)
 """Factors of the noise in matrices: if it is weak, attention is uniform; if it is strong, it selects one token."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class ReductionTarget:
     """The failing node, and the steps of the run if its last call may run with a synthetic past.
 

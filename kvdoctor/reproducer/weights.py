@@ -20,6 +20,7 @@ from kvdoctor.model.external_data import BITS, external_tensors
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, TensorProto
 from kvdoctor.model.skeleton import MAX_WHOLE, PORTION, payload_left_out
 from kvdoctor.model.traverse import all_nodes, bodies_of
+from kvdoctor.records import record
 from kvdoctor.reproducer.sizes import SizeMap
 
 MAX_FLOATS = 8
@@ -51,7 +52,7 @@ class ReplacedWeights:
     kept: int = 0
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class TensorUses:
     """The names of tensors that are lookup tables, and of those that are scales, at any depth of the graph."""
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from kvdoctor.diagnose.facts import file_facts
 from kvdoctor.findings import Finding
 from kvdoctor.model.output_folder import REPRO_MARK
 from kvdoctor.options import Options
+from kvdoctor.records import record
 from kvdoctor.report.document import Report, Reproducer
 from kvdoctor.report.safe import code, markdown
 from kvdoctor.reproducer.candidate import Candidate
@@ -24,7 +24,7 @@ from kvdoctor.reproducer.weights import ReplacedWeights
 SCHEMA = "kvdoctor/repro/1"
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class ReproContents:
     """The content of a reproducer.
 

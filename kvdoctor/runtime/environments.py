@@ -18,11 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from kvdoctor.errors import KvdoctorError
+from kvdoctor.records import record
 
 TORCH = "2.13.0"
 TRANSFORMERS = "4.57.6"
@@ -66,7 +66,7 @@ class ScriptFailed(KvdoctorError):
         self.facts = facts or {}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Requirements:
     """The needs of a script: pinned requirements for uv, the modules in them, and the extra of this package."""
 
@@ -93,7 +93,7 @@ def _is_installed(module: str) -> bool:
     return any(path.with_suffix(".py").is_file() or (path / "__init__.py").is_file() for path in paths)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PythonCommand:
     """The command that starts a Python with the requirements, and whose Python that is."""
 
@@ -166,7 +166,7 @@ def report_progress(text: str) -> None:
     logging.getLogger("kvdoctor").info(text)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScriptLog:
     """The file for a script's standard error, and the function that its progress is passed to."""
 

@@ -9,12 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvdoctor.decode.messages import Event, Hello, Job, JobDone, read_event, write_message
 from kvdoctor.errors import KvdoctorError, WorkerDied
+from kvdoctor.records import record
 
 POLL_SECONDS = 0.02
 MIB = 1 << 20
@@ -33,7 +33,7 @@ spec.loader.exec_module(package)
 BOOT = f"{LOAD}from kvdoctor.runtime.worker.main import main\nmain()\n"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Limits:
     """`timeout` in seconds for one answer (a file opened, a step run), `max_memory` in MiB of resident memory."""
 
@@ -60,6 +60,7 @@ class Worker:
         self.hello: Hello | None = None
         self.peak_bytes = 0
         self._watched: Any = None
+        self._next_look = 0.0
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         # No telemetry: onnxruntime 1.31 would send its own otherwise. numpy multiplies nothing here.
         quiet = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
@@ -134,12 +135,17 @@ class Worker:
     def _next_line(self) -> str:
         deadline = time.monotonic() + self.limits.timeout
         while True:
+            line = None
             with contextlib.suppress(queue.Empty):
-                line = self._events.get(timeout=POLL_SECONDS)
-                if not line.endswith("\n"):
-                    raise WorkerDied(self._how_it_ended())
+                line = self._events.get(timeout=min(POLL_SECONDS, self.limits.timeout))
+            if line is not None and not line.endswith("\n"):
+                raise WorkerDied(self._how_it_ended())
+            # Also where events come without a pause: the memory of a leak grows in quick steps too.
+            if time.monotonic() >= self._next_look:
+                self._watch_memory()
+                self._next_look = time.monotonic() + POLL_SECONDS
+            if line is not None:
                 return line
-            self._watch_memory()
             if time.monotonic() > deadline:
                 self.stop()
                 raise WorkerDied(f"stopped at the time limit of {self.limits.timeout:g} s (--timeout)", "timeout")

@@ -16,10 +16,10 @@ import html5lib
 from kvdoctor.gating.jobs import GateJob
 from kvdoctor.gating.verdict import judge
 from kvdoctor.options import Options
+from kvdoctor.records import from_plain
 from kvdoctor.report import formats
 from kvdoctor.report.document import Report
 from kvdoctor.report.safe import printable
-from kvdoctor.serialization import from_plain
 
 ROOT = Path(__file__).parents[2]
 HTML = "{http://www.w3.org/1999/xhtml}"

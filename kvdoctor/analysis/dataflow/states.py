@@ -18,6 +18,7 @@ from kvdoctor.model.cache_operators import ports_of
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.view import integers
+from kvdoctor.records import record
 
 How = Literal["append", "write", "operator", "unchanged", "update"]
 """How a past reaches its present: new entries are concatenated, or written into it; an operator holds the cache; it
@@ -27,7 +28,7 @@ NEW = -1
 """An axis that a node inserted: none of the input's."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StateFlow:
     """What a graph does with one input that may be a state.
 
@@ -56,7 +57,7 @@ class StateFlow:
     layers: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Path:
     """How a walk came to a value: its axes, the node where new entries joined, and cuts before and after that node."""
 

@@ -8,6 +8,7 @@ from kvdoctor.analysis.dataflow.walks import MOST_VISITED, Walk, WalkBudget
 from kvdoctor.model.cache_operators import ports_of
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
+from kvdoctor.records import record
 
 UsedAs = Literal["key", "value", "key-value", "memory", "conv"]
 ATTENTION_PARTS = ("key", "value", "key-value")
@@ -19,7 +20,7 @@ MOST_OUTPUTS_FOLLOWED = 3
 """Outputs of one node that a walk goes on from; a Split of queries, keys and values has three."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StateUse:
     """What a state is used for. `site` is the index of the attention in the flow, which orders the layers.
 

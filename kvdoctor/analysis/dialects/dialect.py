@@ -4,12 +4,12 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 from kvdoctor.analysis import dialects
 from kvdoctor.contract import Axis, Carry, Growth, Role, SlotKind
+from kvdoctor.records import record
 
 LETTERS: dict[str, Axis] = {
     "B": "batch",
@@ -55,7 +55,7 @@ def parse_axes(letters: str) -> tuple[Axis, ...]:
     return tuple(LETTERS[letter] for letter in letters)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SlotRule:
     """How a past input is named, and the name of its present.
 
@@ -110,7 +110,7 @@ def _literal_start(pattern: str) -> str:
     return start[0].replace("\\", "") if start is not None else ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SlotName:
     """What the name of a past input says about its slot."""
 
@@ -122,7 +122,7 @@ class SlotName:
     filled_by: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RoleRule:
     """The role of an input or output with this name, and its axes in letters.
 
@@ -142,7 +142,7 @@ class RoleRule:
         return self.dtype in ("any", kind) and re.compile(self.name, re.ASCII).fullmatch(name) is not None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Dialect:
     """One exporter's names. The first rule that fits holds; `dialects.inputs` has the names common to all exporters."""
 

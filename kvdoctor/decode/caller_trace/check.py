@@ -1,7 +1,7 @@
 """The walk over a trace: each step is compared with the contract, up to the first that breaks it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
 
 import numpy as np
@@ -15,9 +15,10 @@ from kvdoctor.decode.caller_trace.rules.branches import starts_again
 from kvdoctor.decode.caller_trace.step import ContractViolation, SequenceState, StepContext, size_of
 from kvdoctor.decode.calls import Array
 from kvdoctor.errors import UsageError
+from kvdoctor.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class UnexpectedOutput:
     """An output that came back in another type or shape than promised, in a step whose feed was right."""
 
@@ -89,7 +90,7 @@ MATCHED_STEPS = 8
 """Steps that decide which stack a trace belongs to."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TraceCheck:
     """The comparison of a trace with a contract.
 

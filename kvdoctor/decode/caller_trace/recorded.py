@@ -1,12 +1,13 @@
 """What a trace holds: tensors with or without their values, by step. numpy only."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
 from kvdoctor.contract import describe
 from kvdoctor.decode.calls import NUMPY_TYPES, Array
+from kvdoctor.records import record
 
 NUMBERED = {
     1: "float",
@@ -49,7 +50,7 @@ CLOSE = 1e-4
 """Values that were printed and read again differ by their last digit, by 1e-6; two tensors of a model by their size."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TraceTensor:
     """A tensor of a trace: element type as ONNX spells it, shape, and its values if the trace has them."""
 
@@ -81,7 +82,7 @@ class TraceTensor:
         return describe(self.dtype, self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TraceStep:
     """One call of the user's program: what it fed and got. `place` is a line or a file of the trace.
 

@@ -20,6 +20,7 @@ from kvdoctor.decode.experiments.multi_turn import cut
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.runs import REPLAY, Cause
+from kvdoctor.records import record
 
 DIFFERS = "caller-runtime-differs"
 SPOILT = "caller-loop-spoils"
@@ -41,7 +42,7 @@ DECIDING: tuple[Role, ...] = ("logits_to_keep", "setting", "block_table", "beam_
 """Inputs whose values decide what shapes come back."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReplayStep:
     """One step to run again: from which token of its sequence on, and how many; `right` until one has `breaks`."""
 

@@ -1,7 +1,7 @@
 """One step of a trace in its sequence: what the contract makes of its sizes. numpy only."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Literal
 
@@ -11,6 +11,7 @@ from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port, Role,
 from kvdoctor.decode.caller_trace.recorded import TraceStep, TraceTensor, same_values
 from kvdoctor.decode.calls import Answer, Array, Past, Scenario
 from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.records import record
 
 TOKENS: tuple[Role, ...] = ("token_ids", "embeddings", "token_and_position")
 
@@ -44,7 +45,7 @@ Kind = Literal[
 """The ways in which a step breaks the contract."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ContractViolation:
     """How a step breaks the contract: the inputs, what they should have been and were, and the fix.
 
@@ -64,7 +65,7 @@ class ContractViolation:
     mild: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SequenceState:
     """What the steps of a sequence so far leave to the next. Lengths in tokens.
 
@@ -87,7 +88,7 @@ class SequenceState:
     earlier: tuple[TraceStep, ...] = ()
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class StepContext:
     """One step, the contract it is compared with, and what is known of the steps around it.
 
@@ -241,7 +242,7 @@ MOST_ROWS = 64
 """Rows of a batch that are looked for one by one: more beams than that nobody has."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExpectedPast:
     """The shape (None: not known), the value where the trace has it, and where it comes from, in words."""
 

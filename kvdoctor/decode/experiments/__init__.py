@@ -7,7 +7,7 @@ scripted steps. A module of this package that defines `EXPERIMENTS` is found by 
 import importlib
 import pkgutil
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from typing import Literal
 
@@ -16,6 +16,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Call, Scenario
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
+from kvdoctor.records import record
 
 Calls = Generator[Call, Answer, None]
 Decision = Generator[Call, Answer, Cause | None]
@@ -38,7 +39,7 @@ def grows(contract: CacheContract) -> str | None:
     return None if contract.growing else "no past has a variable length"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Use:
     """A use of the model beyond one sequence, token by token. An experiment tries it with other sizes.
 
@@ -57,7 +58,7 @@ class Use:
     after: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Experiment:
     """One question put to a model.
 

@@ -1,7 +1,7 @@
 """Where a wrong entry of a cache comes from: another place, another slot, another graph, or nowhere. numpy only."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,9 +23,10 @@ from kvdoctor.decode.experiments.workarounds import has_length
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
 from kvdoctor.decode.tolerances import Tolerance
+from kvdoctor.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Piece:
     """The keys or the values of one layer: a slot, or a part of one that holds several.
 

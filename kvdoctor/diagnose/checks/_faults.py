@@ -1,13 +1,14 @@
 """Not a check: the faults whose cause an experiment decided, and the evidence of a fault location."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvdoctor.contract import describe
 from kvdoctor.decode.runs import FaultLocation, Run
 from kvdoctor.diagnose.checks._attribution import cause_in_use, find_explanation, find_faulty_uses, leading_cause
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, Severity
+from kvdoctor.records import record
 from kvdoctor.report.wording.runs import describe_difference
 
 MOST_SHAPES = 3
@@ -18,7 +19,7 @@ AT_LENGTHS = ("each-length", "near-thresholds", "rows-near-thresholds", "long-pa
 """Experiments with steps of one token, at other lengths than those of the loop."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CauseText:
     """What a check says of its fault, whatever the model. `on_graph`: a repair of the graph may fix it."""
 

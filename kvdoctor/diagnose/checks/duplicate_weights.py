@@ -15,7 +15,6 @@ quantized MatMuls must stay beside their node.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvdoctor.analysis.stacks import OnnxFile
@@ -25,6 +24,7 @@ from kvdoctor.findings import CannotCheck, Fault, check
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import GraphView
+from kvdoctor.records import record
 from kvdoctor.report.wording.units import shorten_names
 
 SMALLEST = 4096
@@ -33,7 +33,7 @@ WORTH_SAYING = 0.01
 HEAD, PORTION = 4096, 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StoredWeight:
     """A weight: its type, where its bytes lie, and how many there are."""
 

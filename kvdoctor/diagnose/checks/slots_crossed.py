@@ -18,12 +18,12 @@ Repair: rename the outputs, or export again with the output names in the order i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvdoctor.contract import Slot
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.records import record
 from kvdoctor.report.wording.units import shorten_names
 
 EXPORT_AGAIN = "rename the outputs, or export again with the output names in the order the graph returns them"
@@ -42,7 +42,7 @@ LAYERS = CauseText(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Crossing:
     """A slot, the output with its name, and the real content of that output."""
 

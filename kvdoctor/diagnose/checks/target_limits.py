@@ -18,11 +18,12 @@ Source: ONNX Runtime, docs/Versioning.md, for the rule; the numbers are measured
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.context import TargetContext
 from kvdoctor.findings import Fault, check
+from kvdoctor.records import record
 from kvdoctor.report.wording.units import shorten_names
 from kvdoctor.runtime.targets import Target, of_release
 from kvdoctor.runtime.targets.demands import Demands, read_demands
@@ -30,7 +31,7 @@ from kvdoctor.runtime.targets.limits import ReleaseLimits, describe_feature, new
 from kvdoctor.runtime.targets.result import TargetResult
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LimitExceeded:
     """A file that exceeds a limit of a target; `text` is the error of the target, None if it was not run."""
 

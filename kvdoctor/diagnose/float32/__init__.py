@@ -10,7 +10,7 @@ only read.
 import math
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from kvdoctor.analysis.stacks import OnnxFile
@@ -21,6 +21,7 @@ from kvdoctor.model.output_folder import copy_whole
 from kvdoctor.model.precision import exactness_of
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView
+from kvdoctor.records import record
 
 __all__ = ["SETTINGS", "Float32Copy", "NoFloat32Copy", "unrounded_bytes", "write_float32_copy"]
 
@@ -33,7 +34,7 @@ WIDE = 4
 FLOAT16 = {"float16", "bfloat16"}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Float32Copy:
     """The folder of the copy, and the contract to run it by."""
 

@@ -1,11 +1,12 @@
 """Which input sizes of a node do not fit together, by the rule of its operator (ONNX operator schemas)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from kvdoctor.diagnose.locate.origins import Origins
 from kvdoctor.diagnose.locate.runnable import RunnableNode
+from kvdoctor.records import record
 
 ELEMENTWISE = {
     *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Where", "And", "Or", "Xor", "Equal", "Less", "LessOrEqual", "Greater"),
@@ -13,7 +14,7 @@ ELEMENTWISE = {
 }
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Suspect:
     """An axis of a value, or a number in it, that the node cannot take; `fits` is a size that it would take."""
 

@@ -11,6 +11,7 @@ from kvdoctor.diagnose.locate.first_divergence import CallPair, Divergence, Dive
 from kvdoctor.diagnose.locate.graph_runner import CannotLocate, GraphRunner
 from kvdoctor.diagnose.locate.match_values import FlatFile
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, layers_of_pasts
+from kvdoctor.records import record
 
 CONTENT = ("token_ids", "token_and_position", "embeddings", "encoder_states", "past")
 LEVELS = ("basic", "extended", "all")
@@ -19,7 +20,7 @@ MOST_DEVIATIONS = 1e6
 """Standard deviations beyond which they are no measure: equal numbers have none."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class PhaseGraph:
     """The graph of a phase: the phase, its file and the branches that it takes."""
 

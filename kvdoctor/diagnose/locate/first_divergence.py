@@ -16,6 +16,7 @@ from kvdoctor.diagnose.locate.graph_runner import CannotLocate, GraphRunner, sid
 from kvdoctor.diagnose.locate.match_values import FlatFile, chunks, match_entries, match_values
 from kvdoctor.diagnose.locate.runnable import RunnableNode
 from kvdoctor.model.proto import TensorProto
+from kvdoctor.records import record
 
 MOST_BYTES = 48 << 20
 """Bytes that the values of one portion may take, in each run."""
@@ -28,7 +29,7 @@ SUDDEN = 20.0
 Take = list[list[int] | None]
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class CallPair:
     """The two calls: graphs, feeds, the names of the logits, and sizes in tokens and sequences.
 
@@ -48,7 +49,7 @@ class CallPair:
     caches: Mapping[str, tuple[str, Take]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Divergence:
     """The result of the comparison.
 

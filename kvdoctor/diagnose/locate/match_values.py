@@ -10,7 +10,6 @@ matches the next node.
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode
 from kvdoctor.model.proto import TensorProto
+from kvdoctor.records import record
 
 ANCHORS = {"MatMul", "Gemm", "Conv", "Gather", "LayerNormalization", "MatMulInteger", "MatMulNBits"}
 LEAST_ANCHOR = 16
@@ -27,7 +27,7 @@ SAMPLE = 512
 Key = tuple[object, ...]
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class FlatFile:
     """A flat graph with the file it is from, its inputs by role, and its caches.
 

@@ -12,6 +12,7 @@ from math import prod
 from kvdoctor.diagnose.locate.graph_runner import ObservedValues
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode
 from kvdoctor.model.view import integers
+from kvdoctor.records import record
 
 MOST_STEPS = 4000
 MOST_THROUGH = 2
@@ -23,7 +24,7 @@ PASSES = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten", "Neg
 """Operators whose numbers are those of their first input."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class SizeSource:
     """An end of the way back.
 
@@ -40,7 +41,7 @@ class SizeSource:
     text: str = ""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class _Back:
     """One step back: from an axis of a value over the node that makes it; `seen` are the axes already passed."""
 

@@ -38,6 +38,7 @@ from kvdoctor.model.proto import (
 )
 from kvdoctor.model.skeleton import payload_left_out, read_skeleton
 from kvdoctor.model.traverse import constant_tensor, nodes_in, normalize_domain, own_names, stable_order, subgraphs
+from kvdoctor.records import record
 
 MOST_NODES = 200_000
 """Nodes after functions are written out: more are not worth the minutes that running them again takes."""
@@ -238,7 +239,7 @@ def _rename_captures(body: GraphProto, names: ScopeNames, call: Mapping[str, Att
     return captured
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Variant:
     """A model on disk: its file, the folder its weights are named from, and its outputs by the value they tell of."""
 

@@ -13,6 +13,7 @@ from kvdoctor.diagnose.locate.difference import DifferenceSearch, PhaseGraph, lo
 from kvdoctor.diagnose.locate.failing_node import FailingNode
 from kvdoctor.diagnose.locate.graph_runner import SECONDS, CannotLocate, GraphRunner, TrialFailed
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layers_of_pasts
+from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime
 
 MOST_ROUNDS = 6
@@ -21,7 +22,7 @@ MOST_ROUNDS = 6
 LEVELS = ("off", "basic", "extended", "all")
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class LocateContext:
     """What a search needs: the stack and its contract, the runtime, and the folder of the saved calls."""
 

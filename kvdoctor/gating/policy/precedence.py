@@ -2,18 +2,19 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path, PurePath
 from typing import Any
 
 from kvdoctor.errors import UsageError
 from kvdoctor.gating.policy.patterns import fits, models_at
 from kvdoctor.options import Options, options_of, policy_options, read_options
+from kvdoctor.records import record
 
 DEFAULT, SAID = "default", "command line"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Override:
     """Values for the models that match one of some patterns. `number` counts the overrides of a file from 1."""
 
@@ -26,7 +27,7 @@ class Override:
         return any(fits(model, pattern) for pattern in self.models)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EffectiveValue:
     """The value of a key, and where it comes from."""
 
@@ -34,7 +35,7 @@ class EffectiveValue:
     origin: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Policy:
     """The requirements of a project for its models. `file` is the name to show, None for a policy without a file.
 

@@ -1,9 +1,10 @@
 """The choice of an exporter and its flags: as asked for, else from the diagnosis, each with its reason."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from kvdoctor.records import record
 from kvdoctor.repair.export.exporters.registry import Exporter, find_exporter, load
 from kvdoctor.repair.export.source_model import SourceFacts
 from kvdoctor.repair.request import ExportRequest
@@ -14,7 +15,7 @@ DTYPES = {"float": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 ASKED = "asked for"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExportPlan:
     """An exporter with its flags, and the reasons for them."""
 

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from kvdoctor.analysis.model_folder import open_folder
@@ -22,6 +22,7 @@ from kvdoctor.errors import UsageError
 from kvdoctor.findings import NotChecked
 from kvdoctor.model.output_folder import whole_folder
 from kvdoctor.options import Options
+from kvdoctor.records import record
 from kvdoctor.repair.apply import RepairChoice, apply_repairs
 from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.repair.convert_layout import apply_layout, refuse_unknown_layout
@@ -60,7 +61,7 @@ MOST_LOGS = 100
 PYTORCH_CLAIMS = {NAME: "logits are those of PyTorch", GREEDY: "greedy tokens are those of PyTorch"}
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class _ExportSession:
     """One call under way: the request, the tools, a private folder, and the listener for progress messages."""
 

@@ -3,11 +3,11 @@
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from kvdoctor.errors import KvdoctorError
+from kvdoctor.records import record
 from kvdoctor.repair.export.choose_exporter import ExportPlan
 from kvdoctor.repair.export.exporters.registry import load
 from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, ScriptLog, ScriptProcess
@@ -23,7 +23,7 @@ class ExportFailed(KvdoctorError):
     """No export could be made. The message is short and says what to do next."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class ExportedModel:
     """An export in its folder: its plan, how the Python was provided, and the failures of earlier plans."""
 
@@ -33,7 +33,7 @@ class ExportedModel:
     failures: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class ExportWorkspace:
     """The place of an export: the checkpoint, an empty folder, a log, and a listener for progress messages."""
 

@@ -2,22 +2,21 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding
+from kvdoctor.records import from_plain, record
 from kvdoctor.report.document import SCHEMA
 from kvdoctor.report.facts import Verdict
 from kvdoctor.report.repair_record import PortChange, RepairSide
-from kvdoctor.serialization import from_plain
 
 MOST_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SourceFacts:
     """Facts of the model that an export replaces; all empty if there is none.
 
@@ -33,7 +32,7 @@ class SourceFacts:
     faults: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class SourceModel:
     """The model that is replaced: facts for the choice of an exporter, its findings, and its files as in a report."""
 

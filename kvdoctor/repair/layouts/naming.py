@@ -6,7 +6,7 @@ value.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from kvdoctor.analysis.axes import as_number
@@ -14,6 +14,7 @@ from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port, Slot
 from kvdoctor.model.edit import fresh_name, prune, rename_all, rename_banned, replace_all
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
 from kvdoctor.model.traverse import all_names, own_names, subgraphs
+from kvdoctor.records import record
 from kvdoctor.repair.layouts.registry import DoesNotFit, LayoutSource
 
 MERGED, FIRST, LATER, ENCODER, SINGLE = (
@@ -41,7 +42,7 @@ ROLES = {
 FIRST_INPUTS = ("encoder_attention_mask", "attention_mask", "position_ids", "input_ids", "inputs_embeds")
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class PortNames:
     """New names of the inputs and outputs of one graph, and the axes of each by its new name."""
 

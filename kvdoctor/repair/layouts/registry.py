@@ -11,6 +11,7 @@ from typing import Literal
 from kvdoctor.analysis.stacks import FileRole, StackFiles
 from kvdoctor.contract import CacheContract
 from kvdoctor.model.proto import ModelProto
+from kvdoctor.records import record
 from kvdoctor.repair.layouts.weights import FileSizeLimit, read_located, write_models
 from kvdoctor.report.repair_record import Change
 
@@ -19,7 +20,7 @@ class DoesNotFit(Exception):
     """A stack cannot be given a layout: the reason, and an alternative if one is known."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class LayoutSource:
     """A stack to be given another layout. Each access reads a model again, so callers may change it.
 
@@ -56,7 +57,7 @@ def new_name(root: Path, stack: StackFiles, stem: str) -> str:
     return (main.path.relative_to(root).parent / f"{stem}{suffix}.onnx").as_posix()
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Cut:
     """The end of the encoder inside a first step: its output, all of its inputs, and those that nothing else takes."""
 
@@ -94,7 +95,7 @@ class ConvertedModels:
                 write_models(group, root, out, self.limit)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Conversion:
     """A conversion as the fix report lists it beside repairs: it repairs no finding, and keeps the numbers."""
 
@@ -104,7 +105,7 @@ class Conversion:
     keeps: Literal["bits"] = "bits"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Layout:
     """A layout that a stack can be given.
 

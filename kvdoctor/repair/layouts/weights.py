@@ -9,7 +9,6 @@ them. A data file of which nearly everything is used is copied as it is, so that
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,9 +19,10 @@ from kvdoctor.model.output_folder import copy_whole
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.skeleton import PORTION, read_skeleton
 from kvdoctor.model.wire import LEN, MAX_FILE, encode_varint
+from kvdoctor.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TensorBytes:
     """The bytes of one tensor: `length` bytes at `offset` of a file, by its path relative to the model's folder."""
 
@@ -152,7 +152,7 @@ LARGE, PAGE, LINE = 1 << 20, 4096, 64
 NEARLY_ALL = 0.9
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FileSizeLimit:
     """Bytes that a model file may have: at most, and up to which weights that lay beside a model are put inside."""
 
@@ -160,9 +160,10 @@ class FileSizeLimit:
     inside: int = 0
 
 
-def write_models(
-    models: dict[str, ModelProto], root: Path, out: Path, limit: FileSizeLimit = FileSizeLimit()
-) -> list[str]:
+UNLIMITED = FileSizeLimit()
+
+
+def write_models(models: dict[str, ModelProto], root: Path, out: Path, limit: FileSizeLimit = UNLIMITED) -> list[str]:
     """Write models by file name into a folder; their tensors point to files below `root`. Gives the names of all files.
 
     The models share one data file, if they need one, and are consumed.

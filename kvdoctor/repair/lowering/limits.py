@@ -5,12 +5,12 @@ does not know it skips it, and nothing is computed from it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from kvdoctor.model.traverse import bodies_of
 from kvdoctor.model.view import GraphView
+from kvdoctor.records import record
 from kvdoctor.runtime.targets import Target
 from kvdoctor.runtime.targets.demands import read_demands
 
@@ -18,7 +18,7 @@ LOWERED_CHECKS = ("ir-too-new", "opset-too-new", "operator-unsupported")
 """The checks whose findings a lowering can remove."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class VersionLimit:
     """The largest IR version and opset that a model may have, None if there is no limit.
 

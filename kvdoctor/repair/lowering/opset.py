@@ -6,7 +6,6 @@ it has none. Its result is checked against the schemas of the older opset.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import onnx
 from onnx import checker, defs, helper, shape_inference, version_converter
@@ -14,6 +13,7 @@ from onnx import checker, defs, helper, shape_inference, version_converter
 from kvdoctor.model.edit import drop_unread_constants
 from kvdoctor.model.traverse import STANDARD, bodies_of, opset_version
 from kvdoctor.model.view import GraphView, Scope
+from kvdoctor.records import record
 from kvdoctor.repair.lowering.limits import CannotLower
 from kvdoctor.repair.lowering.older_schema import drop_default_attributes, fit_to_older_schema
 from kvdoctor.report.repair_record import Change
@@ -30,7 +30,7 @@ MOST_CONSTANT = 1024
 """Largest number of elements of a constant that the converter needs: axes, splits, sizes."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LoweredNode:
     """A node, the equivalent nodes of the older opset, and its location."""
 
@@ -40,7 +40,7 @@ class LoweredNode:
     place: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Site:
     """The surroundings of a node: its graph or function, the opset, and the constants and types of its values."""
 

@@ -8,11 +8,12 @@ the traced sizes every output is equal to the original's, bit for bit.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 
 from kvdoctor.contract import Axis, Graph
 from kvdoctor.model.proto import ModelProto
+from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.agreement import EXPORT_AGAIN, compare_with_original, find_graph, list_changes
 from kvdoctor.repair.shapes.freeing import AxisFreeing, CannotFree, Edit, Values, read_declared_sizes
@@ -42,7 +43,7 @@ MOST_NUMBER = 4096
 """Larger numbers are widths and vocabularies."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class FreedSizes:
     """The edits, and the sizes at which the graph was traced."""
 

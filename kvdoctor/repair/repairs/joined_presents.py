@@ -6,13 +6,13 @@ Ensures: every present of such a slot is that value; logits, names and declarati
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kvdoctor.contract import Slot
 from kvdoctor.model.cache_operators import ports_of
 from kvdoctor.model.edit import describe_graph, describe_maker, return_values
 from kvdoctor.model.proto import GraphProto, NodeProto
 from kvdoctor.model.traverse import Readers, needed_for, producers, readers
+from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
@@ -52,7 +52,7 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
     return tuple(changes)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class JoinedValues:
     """The values of a graph that hold a past followed by the new entries.
 

@@ -9,11 +9,11 @@ without a cache keeps its logits, and the steps can be compared with it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvdoctor.contract import Graph
 from kvdoctor.model.proto import ModelProto, NodeProto
 from kvdoctor.model.view import GraphView
+from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.agreement import EXPORT_AGAIN, find_graph, list_changes
 from kvdoctor.repair.shapes.facts import ConstantUse, Dims, GraphScope, NodeInputs
@@ -31,7 +31,7 @@ MOST_STEPS = 12
 BEFORE = {"Range": "0 to new", "Slice": "0 to new", "Trilu": "the diagonal at 0"}
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Offsets:
     """The changes to one model: those of the mask if `of_mask`, otherwise those of the positions."""
 

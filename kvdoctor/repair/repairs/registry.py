@@ -2,12 +2,12 @@
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 from kvdoctor.errors import UsageError, did_you_mean
 from kvdoctor.findings import find_modules
+from kvdoctor.records import record
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
 
@@ -34,7 +34,7 @@ sizes and need a reference run.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Repair:
     """A change to the files of a stack.
 

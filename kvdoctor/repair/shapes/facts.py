@@ -10,6 +10,7 @@ from typing import Literal
 
 from kvdoctor.model.proto import AttributeProto, GraphProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import find_attribute
+from kvdoctor.records import record
 from kvdoctor.repair.shapes.terms import Term, symbol, whole
 
 MARK = "#"
@@ -31,7 +32,7 @@ class ConstantUse:
     scope: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BakedNumber:
     """A number of a constant, or the length of one of its axes, where a node reads it."""
 
@@ -41,7 +42,7 @@ class BakedNumber:
     value: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ValueFacts:
     """The known facts on a value.
 
@@ -61,7 +62,7 @@ class ValueFacts:
 UNKNOWN = ValueFacts()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SizeConflict:
     """Two sizes that cannot agree at all lengths: the node, a description, and the sizes."""
 

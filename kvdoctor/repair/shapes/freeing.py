@@ -14,6 +14,7 @@ from kvdoctor.model.edit import drop_unread_constants
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from kvdoctor.model.traverse import bodies_of
 from kvdoctor.model.view import integers
+from kvdoctor.records import record
 from kvdoctor.repair.shapes.facts import BakedNumber, ConstantUse, GraphScope, ShapeFacts, SizeConflict, WalkNotes
 from kvdoctor.repair.shapes.reshapes import write_target
 from kvdoctor.repair.shapes.terms import ConflictingSizes, Lengths, Term, declare_size, read_lengths, symbol
@@ -41,7 +42,7 @@ class CannotFree(Exception):
     """The graph does not tell what it has to compute at another length; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Edit:
     """One change: its location, and the text before and after."""
 

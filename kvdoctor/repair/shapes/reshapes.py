@@ -5,15 +5,15 @@ rest, which is impossible if the rest contains a 0 (ONNX operator Reshape; ONNX 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from kvdoctor.records import record
 from kvdoctor.repair.shapes.facts import Dims, NodeInputs, ValueFacts, WalkedReshape
 from kvdoctor.repair.shapes.terms import Term, product, whole
 
 Size = Callable[[Term], int]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReshapeTarget:
     """The entries of the target of a Reshape: integers, 0 and -1 among them, or terms that are computed at run time."""
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kvdoctor.contract import Axis, Dim, Graph, Port
+from kvdoctor.records import record
 
 Monomial = tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Term:
     """A polynomial: its coefficients by sorted symbols, none of them 0."""
 
@@ -143,7 +144,7 @@ class ConflictingSizes(Exception):
     """Two inputs declare different numbers for one length."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Lengths:
     """The axes of a graph's inputs as terms, and the size of each symbol in the file as it is.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.model.edit import fresh_name
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import names_in, opset_version
+from kvdoctor.records import record
 from kvdoctor.repair.shapes.terms import Lengths, Term, symbol, whole
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ BROADCASTING = {
 """Readers that broadcast an axis of 1 to any length."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class RewrittenConstant:
     """The replacement of a constant: the value to read, and a description."""
 
@@ -172,7 +173,7 @@ class RewrittenConstant:
     words: str
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Table:
     """A constant as one node reads it: its values, and the terms that some axes stand for."""
 

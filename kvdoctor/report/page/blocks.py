@@ -6,11 +6,11 @@ No script, and nothing is loaded: the policy in the head allows the one style sh
 import base64
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
 from kvdoctor._version import __version__
+from kvdoctor.records import record
 from kvdoctor.report.page.markup import Content, Element, h, text
 from kvdoctor.report.safe import printable, shortened
 from kvdoctor.report.wording.units import format_count
@@ -23,7 +23,7 @@ APPENDIX, PRINT_ALL = "appendix", "print-all"
 """The class of what is not printed, and the id of the box that has it printed; the style sheet knows both."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PagePosition:
     """A position on a page: the prefix of its ids, and the level of its headings."""
 

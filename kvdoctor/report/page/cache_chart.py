@@ -1,11 +1,11 @@
 """The cache over time as a picture: for each group of slots its length per step, and how the step left it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.experiments import load
 from kvdoctor.decode.runs import LOOPS, REPLAY, Run
+from kvdoctor.records import record
 from kvdoctor.report.page.blocks import PagePosition, chip, scrollable
 from kvdoctor.report.page.grouping import Group, group_slots
 from kvdoctor.report.page.markup import Content, Element, h
@@ -29,7 +29,7 @@ def draw_loops(runs: Sequence[Run], contract: CacheContract, place: PagePosition
     return [_figure(run, contract, (place, place.id(f"loop-{n}")), scale) for n, run in enumerate(shown)]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Scale:
     """What the pictures of one stack share: the largest length of each kind of slot, and the room above the bars."""
 

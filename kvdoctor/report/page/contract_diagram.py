@@ -2,9 +2,9 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from kvdoctor.contract import CacheContract, Port, Role
+from kvdoctor.records import record
 from kvdoctor.report.page.grouping import Group, fit, group_slots, merge_names
 from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.report.wording.contract import GROWTH_WORDS, format_slot_type
@@ -30,7 +30,7 @@ CARRIED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Box:
     """A box of lines of text; the class of each line says its face."""
 

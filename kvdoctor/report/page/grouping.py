@@ -2,16 +2,16 @@
 
 import re
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 
 from kvdoctor.contract import Slot
+from kvdoctor.records import record
 from kvdoctor.report.wording.contract import fixed_axes, format_layers
 
 DIGITS = re.compile(r"(\d+)", re.ASCII)
 LONGEST_NAME = 2000
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Group:
     """Slots that differ in their layer, or in being key or value, alone."""
 

@@ -6,10 +6,11 @@ of them makes control and direction characters visible, limits the length of a t
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from html import escape
 from typing import Union
 
+from kvdoctor.records import record
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 
 Value = str | int | float | bool | None
@@ -22,7 +23,7 @@ LOADING = {"src", "style", "srcset", "srcdoc", "action", "formaction", "ping", "
 LOCAL = re.compile(r"#[a-z0-9-]+|url\(#[a-z0-9-]+\)")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Element:
     """An element with its attributes and children. Text is escaped and bounded when the page is written."""
 

@@ -1,16 +1,16 @@
 """What is alike is told once: a finding on several stacks or files, checks that could not run for one reason."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from kvdoctor.findings import Finding, NotChecked
+from kvdoctor.records import record
 from kvdoctor.report.safe import cut
 from kvdoctor.report.wording.finding import list_details
 
 MOST_PLACES, LONGEST_PLACE = 4, 60
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FindingGroup:
     """Findings of one check with the same facts, on several stacks or files."""
 
@@ -47,7 +47,7 @@ def list_group_details(group: FindingGroup) -> Iterator[tuple[str, str]]:
                 yield label, f"{finding.stack or finding.file}: {text}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OpenChecks:
     """Checks that could not run for one reason."""
 

@@ -1,11 +1,11 @@
 """The length of each cache in each step of a run: what was fed, what came back, and the step at which it goes wrong."""
 
 import re
-from dataclasses import dataclass
 from typing import Literal
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.runs import REPLAY, WRONG, ObservedTensor, Run, Step
+from kvdoctor.records import record
 from kvdoctor.report.safe import shortened
 from kvdoctor.report.wording.runs import format_difference, format_logits
 
@@ -29,7 +29,7 @@ SHORTEST_QUOTE, LONGEST_QUOTE = 30, 150
 HERE = "\u2190 here"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CacheLength:
     """A slot in one step: lengths in tokens or encoder states, None where there is none (or no axis that counts)."""
 
@@ -85,7 +85,7 @@ def _length(seen: ObservedTensor | None, slot: Slot) -> int | None:
     return seen.shape[slot.length_axis] if slot.length_axis is not None else None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CacheTable:
     """The steps of a run up to the one that is wrong: the title, the header, the rows, and the runtime's last words."""
 

@@ -6,9 +6,10 @@ A target is a release of onnxruntime, or a binding of another language that ship
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from kvdoctor.errors import UsageError, similar_names
+from kvdoctor.records import record
 from kvdoctor.runtime.targets import bindings
 from kvdoctor.runtime.targets.bindings import Hazard
 from kvdoctor.runtime.targets.limits import ReleaseLimits, limits_of, releases
@@ -18,7 +19,7 @@ WHOLE = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}", re.ASCII)
 EXAMPLES = "onnxruntime==1.16.3 or ort-crate==2.0.0-rc.10"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Target:
     """A runtime that a model must run in.
 

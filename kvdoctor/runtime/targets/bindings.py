@@ -4,15 +4,17 @@ Only what a source says stands here. A binding that loads whatever library it fi
 none: name the runtime itself.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Literal
+
+from kvdoctor.records import record
 
 Kind = Literal["reads-empty", "makes-empty"]
 """What a release of a binding cannot do with a tensor without elements: read one that comes out, make one to feed."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Hazard:
     """A fault of a binding: what happens, and the first release without it."""
 
@@ -21,7 +23,7 @@ class Hazard:
     fixed_in: str
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Binding:
     """A binding by the name that people use for it, and other spellings.
 

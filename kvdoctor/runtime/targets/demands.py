@@ -1,19 +1,19 @@
 """What a graph asks of its runtime, read off the graph: IR version, opset, operators with their attributes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from kvdoctor.model.proto import NodeProto
 from kvdoctor.model.traverse import STANDARD, nodes_in, opset_version
 from kvdoctor.model.view import GraphView
+from kvdoctor.records import record
 from kvdoctor.runtime.targets.limits import ReleaseLimits, tested_operators
 
 CONTRIB_IN_STANDARD = "ai.onnx"
 """Under this name the table has operators that ONNX Runtime added to the standard domain by itself."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Demands:
     """`features` are those of the table, each with the name of a node that needs it."""
 

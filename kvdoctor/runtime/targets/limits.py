@@ -5,16 +5,17 @@ library only.
 """
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from kvdoctor.records import record
 
 INPUTS = "inputs-"
 FILE = Path(__file__).with_name("limits.json")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReleaseLimits:
     """One release. `pythons` are versions of Python that it has wheels for and that kvdoctor can run in.
 
@@ -28,7 +29,7 @@ class ReleaseLimits:
     unsupported: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TestedOperators:
     """The operators that were tried in every release.
 

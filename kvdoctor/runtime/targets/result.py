@@ -1,16 +1,17 @@
 """What one stack showed under a target: promised is the table of limits, observed is this."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from kvdoctor.decode.runs import LogitsDifference, Run
+from kvdoctor.records import record
 from kvdoctor.runtime.targets import Target
 
 Refused = tuple[str, dict[str, str], str | None]
 """A file that the runtime did not open: its name, the runtime's text by level, the level that opens it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LogitsGap:
     """The first step of an experiment whose logits under the target differ from the local ones, and by how much."""
 
@@ -19,7 +20,7 @@ class LogitsGap:
     verdict: Literal["ambiguous", "fail"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TargetResult:
     """One stack under one target.
 

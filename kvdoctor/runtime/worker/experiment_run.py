@@ -17,6 +17,7 @@ from kvdoctor.decode.messages import CallStarting, CallTimed, StepDone
 from kvdoctor.decode.parity import compare, error_growth, judge, measurable, slot_difference
 from kvdoctor.decode.runs import Cause, Control, ErrorGrowth, LogitsDifference, ObservedTensor, Outcome, Run, Step
 from kvdoctor.decode.tolerances import find_tolerance
+from kvdoctor.records import record
 from kvdoctor.runtime.worker.runner import StackRunner, UnusableLogits
 from kvdoctor.runtime.worker.sessions import OrtTensor, Refused, StepFailed, mentioned, runtime_version
 
@@ -357,7 +358,7 @@ class _ExperimentRun:
         return error_growth([difference.relative for difference in found], self.tolerance)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rerun:
     """What a failed call shows in other sessions; see the fields of `Run`."""
 

@@ -13,6 +13,7 @@ from kvdoctor.decode.experiments.cache_entries import growing
 from kvdoctor.decode.inputs import encoder_feeds, synthetic_cross_caches, synthetic_encoder_states
 from kvdoctor.decode.messages import Note
 from kvdoctor.decode.samples import Samples
+from kvdoctor.records import record
 from kvdoctor.runtime.worker.sessions import (
     LEVELS,
     Announce,
@@ -29,7 +30,7 @@ ENCODER_FACTORS = (1, 40, 400)
 """Longer inputs are tried where an encoder refuses a short one: speech is sampled many times for each state."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class UnusableLogits:
     """Logits in a shape that cannot be compared. `last_only`: a reference run returned only the last token's."""
 

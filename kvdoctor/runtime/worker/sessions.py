@@ -15,6 +15,7 @@ import onnxruntime as ort
 
 from kvdoctor.decode.calls import NUMPY_TYPES, Array, Value, as_array
 from kvdoctor.decode.messages import Event, FileOpening, FileRefused
+from kvdoctor.records import record
 
 LEVELS = {
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
@@ -45,7 +46,7 @@ class StepFailed(Exception):
     """The runtime failed while it ran a call."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OrtTensor:
     """A tensor in the runtime's memory. `dtype` as ONNX spells it."""
 

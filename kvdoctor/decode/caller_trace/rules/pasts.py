@@ -1,7 +1,6 @@
 """Each past is what its carry rule makes of the step before: the present, the held value, the buffer written to."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvdoctor.contract import Slot, describe
 from kvdoctor.decode.caller_trace.recorded import TraceTensor
@@ -18,9 +17,10 @@ from kvdoctor.decode.caller_trace.step import (
     take_readable,
     tokens,
 )
+from kvdoctor.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Wrong:
     """What is wrong with one past."""
 

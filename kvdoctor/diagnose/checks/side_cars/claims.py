@@ -1,10 +1,10 @@
 """The numbers that config.json declares of the decoder, each with its key."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvdoctor.analysis.configs import CONTEXT_KEYS, decoder_config, is_count
+from kvdoctor.records import record
 
 DECODER_LAYERS = ("decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -54,7 +54,7 @@ Sources of these lists: the attention classes and configurations of transformers
 What = Literal["layers", "kv_heads", "head_dim", "key_dim", "value_dim", "vocabulary", "context"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ConfigClaim:
     """A number that a config declares under `key`; `also` are other numbers that agree with it.
 

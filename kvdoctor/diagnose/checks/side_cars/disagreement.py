@@ -1,17 +1,17 @@
 """One entry on which a config and the graph disagree, and how it is put into words."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from json import dumps
 from typing import Any
 
 from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.records import record
 
 LONGEST_NAME = 80
 MOST_SHOWN = 8
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Disagreement:
     """A key of a config, its value there, what the graph shows, the right value, and `so`, the consequence."""
 

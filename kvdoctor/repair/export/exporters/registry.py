@@ -3,16 +3,17 @@
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from typing import Any
 
+from kvdoctor.records import record
 from kvdoctor.repair.export.source_model import SourceFacts
 from kvdoctor.report.repair_record import ExportChoice
 from kvdoctor.runtime.environments import Requirements
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Exporter:
     """One exporter.
 

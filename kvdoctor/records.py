@@ -1,7 +1,11 @@
-"""Frozen dataclasses to plain JSON values and back, by their type hints.
+"""Frozen dataclasses: `@record` defines them quickly, `to_plain` and `from_plain` turn them into JSON values and back.
 
-Standard library only: the worker uses it in environments that hold nothing but onnxruntime and numpy, which is why
-it is not one of the libraries that do the same (pydantic, cattrs; or msgspec, by which the gate reads what it kept).
+A command defines 150 to 250 classes before it reads a model. `dataclass` compiles six functions for each (0.36 ms),
+which took a third of the time of an `inspect`; records share the three for equality, hash and text. In all else they
+are dataclasses: `replace`, `fields` and `field` of the standard library apply.
+
+Standard library only: the worker uses this module in environments that hold nothing but onnxruntime and numpy, which is
+why it is not one of the libraries that do the same (msgspec, by which the gate reads what it kept; pydantic, cattrs).
 """
 
 import dataclasses
@@ -10,9 +14,60 @@ import pathlib
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: Any) -> Any:
+        """Tell type checkers what `record` does; the standard library has it from Python 3.11 on."""
+        return lambda function: function
+
 
 T = TypeVar("T")
+
+
+@overload
+def record(cls: type[T]) -> type[T]: ...
+@overload
+def record(*, slots: bool = True, kw_only: bool = False) -> Callable[[type[T]], type[T]]: ...
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def record(cls: Any = None, *, slots: bool = True, kw_only: bool = False) -> Any:
+    """Make a class a frozen dataclass. Two instances are equal if they are of one class and their fields are equal.
+
+    Args:
+        cls: The class.
+        slots: False for a class with cached properties, which need a `__dict__`.
+        kw_only: Whether all fields are given by keyword.
+    """
+    if cls is None:
+        return lambda decorated: _make_record(decorated, slots, kw_only)
+    return _make_record(cls, slots, kw_only)
+
+
+def _make_record(cls: Any, slots: bool, kw_only: bool) -> Any:
+    cls.__eq__, cls.__hash__, cls.__repr__ = _are_equal, _make_hash, _make_text
+    made: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False, slots=slots, kw_only=kw_only)(cls)
+    compared = (one.name for one in dataclasses.fields(made) if one.compare)
+    made.__compared__ = attrgetter("__class__", *compared)
+    return made
+
+
+def _are_equal(one: Any, other: Any) -> Any:
+    if one.__class__ is not other.__class__:
+        return NotImplemented
+    return one.__compared__(one) == one.__compared__(other)
+
+
+def _make_hash(one: Any) -> int:
+    return hash(one.__compared__(one))
+
+
+def _make_text(one: Any) -> str:
+    shown = (f"{each.name}={getattr(one, each.name)!r}" for each in dataclasses.fields(one) if each.repr)
+    return f"{type(one).__qualname__}({', '.join(shown)})"
 
 
 def to_plain(value: Any) -> Any:
