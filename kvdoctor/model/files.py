@@ -1,6 +1,5 @@
 """Files that can belong to a model, found by their names alone, and the digest of a file."""
 
-import hashlib
 import re
 from pathlib import Path
 
@@ -65,6 +64,8 @@ def sha256(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
+    import hashlib  # with OpenSSL: an inspection that hashes nothing does not load it
+
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):

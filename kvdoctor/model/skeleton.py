@@ -5,7 +5,6 @@ goes to the protobuf parser. Sources of the rules: onnx.proto for the field numb
 https://protobuf.dev/programming-guides/encoding/ for the framing and its limits.
 """
 
-import hashlib
 import re
 import stat
 from functools import cache
@@ -227,6 +226,8 @@ class _Walk:
 
     def _digest(self, spans: list[tuple[int, int]]) -> bytes:
         """The SHA-256 of some bytes, as the doc string of a tensor."""
+        import hashlib  # with OpenSSL: an inspection that hashes nothing does not load it
+
         digest = hashlib.sha256()
         for first, stop in spans:
             for at in range(first, stop, PORTION):
