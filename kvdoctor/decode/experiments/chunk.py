@@ -60,7 +60,7 @@ def why_chunk(builder: FeedBuilder) -> Decision:
     if not other.failed and not same_logits(other.logits[:, :1], base.logits[:, :1], limit):
         return Cause(
             "mask-not-offset",
-            f"of {CHUNK} new tokens on a past of {start}, the first one's logits change with the tokens behind it",
+            f"of {CHUNK} new tokens on a past of {start}, the first one's logits change with the tokens after it",
         )
     for place in range(start):
         answer = yield as_probe(builder.decode(start, start + CHUNK, add_noise(builder, past, [place])))

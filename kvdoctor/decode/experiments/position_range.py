@@ -56,7 +56,7 @@ def is_all_attention(contract: CacheContract) -> str | None:
 EXPERIMENTS = (
     Experiment(
         "numbering",
-        "whether each position has a number of its own",
+        "whether the model tells all positions apart",
         numbering,
         Scenario(prompt=49, steps=2),
         is_all_attention,

@@ -1,11 +1,10 @@
-"""A decode step computes wrong logits, and it is known in which half of it the fault lies.
+"""A decode step computes wrong logits, and it is known whether it misreads the cache or fills it wrongly.
 
-What it means: a step reads the cache, and adds an entry to it. Either the entries that it was fed and those that it
-adds are those that a prefill returns, and the logits computed from them are wrong (KV317): the past is scaled,
-reordered, cut or masked on its way to the attention, the entries are rounded or clipped on their way out of the graph,
-or what follows the attention differs from the call without a cache. Or the keys or values that are added are wrong
-(KV318): those of the step are not the ones that a call without a cache computes for the same token, or a prefill fills
-the cache with other entries than its own attention used.
+What it means: a step reads the cache, and adds an entry to it. KV317: the entries are right, but the logits computed
+from them are wrong. The past is scaled, reordered, cut or masked on its way to the attention, the entries are rounded
+or clipped on their way out of the graph, or what follows the attention differs from the call without a cache. KV318:
+wrong keys or values are added. Those of the step are not the ones that a call without a cache computes for the same
+token, or a prefill returns other entries than its own attention used.
 
 How it is decided: the entries of a prefill are compared with those of a longer one, and each new entry with the entry
 of the same token in one call over all tokens, layer by layer; then noise is put into entries of the past. Positions,

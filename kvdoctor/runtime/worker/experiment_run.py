@@ -65,7 +65,7 @@ class ExperimentRunner:
         if experiment.unless_passed and self.outcomes.get(experiment.unless_passed) == "passed":
             return f"{experiment.unless_passed} passed"
         if experiment.explains and "differs" not in map(self.outcomes.get, experiment.explains):
-            return "nothing differs"
+            return "no run that it would explain has wrong logits"
         if (reason := experiment.applies(self.stack.contract)) is not None:
             return reason
         return TOO_SHORT if scenario.steps < 2 else None
