@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import kvdoctor
 from tests.generated.faults import KINDS
 from tests.generated.measure import SILENT, Case, diagnose, faulty, healthy
 from tests.generated.page import kinds_on
@@ -65,6 +66,17 @@ def test_the_page_has_the_kinds_of_the_generator() -> None:
 def test_a_fault_is_called_by_its_cause(kind: str, base: str) -> None:
     said = diagnose(Case(base, kind, healthy=False))
     assert (said.found, said.leading) == (True, NAMED[kind, base]), str(said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"), [("positions of a chunk in reverse", "llama-like"), ("no bias in a step", "mqa alibi")]
+)
+def test_no_repair_is_advised_that_would_not_be_proved(kind: str, base: str, tmp_path: Path) -> None:
+    """Both count positions from 0 and add the past: counting them from the past on would change a right part."""
+    Case(base, kind, healthy=False).write(tmp_path)
+    advice = [found.repair for found in kvdoctor.step_test(tmp_path).findings if found.name == "positions-not-offset"]
+    assert [one.kind for one in advice] == ["re-export"]
+    assert "--from CHECKPOINT" in (advice[0].command or "")
 
 
 @pytest.mark.parametrize("base", quick_first(sorted({(base,) for _, base in NAMED})))

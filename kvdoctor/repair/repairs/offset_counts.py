@@ -27,6 +27,7 @@ PAST, NEW = symbol("past"), symbol("new")
 TOTAL = PAST + NEW
 COMPARING = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal"}
 NUMBERING = {"Gather", "Cos", "Sin", "Mul", "MatMul", "Einsum", "Sub", "Add"}
+RESHAPING = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
 MOST_STEPS = 12
 BEFORE = {"Range": "0 to new", "Slice": "0 to new", "Trilu": "the diagonal at 0"}
 
@@ -51,7 +52,9 @@ class Offsets:
         return Edit(describe_node(r.node, r.scope.path), BEFORE[r.node.op_type], changed) if changed else None
 
     def _numbers(self, r: NodeInputs, index: int) -> list[Term] | None:
-        numbers: Dims | None = r.at(index).numbers
+        return self._settle(r.at(index).numbers)
+
+    def _settle(self, numbers: Dims | None) -> list[Term] | None:
         if numbers is None or None in numbers:
             return None
         return [self.reading.settled(term) for term in numbers if term is not None]
@@ -59,7 +62,7 @@ class Offsets:
     def _range(self, r: NodeInputs) -> str | None:
         """A Range from 0 to the number of new tokens."""
         start, end = self._numbers(r, 0), self._numbers(r, 1)
-        if start != [whole(0)] or end != [NEW] or self._compared(r.node) != self.of_mask:
+        if start != [whole(0)] or end != [NEW] or self._compared(r.node) != self.of_mask or self._is_offset(r):
             return None
         r.node.input[0] = self._scalar(PAST, r)
         r.node.input[1] = self._scalar(TOTAL, r)
@@ -115,6 +118,19 @@ class Offsets:
             if any(reader.op_type in COMPARING for reader in following):
                 return True
             front = [name for reader in following if reader.op_type not in NUMBERING for name in reader.output]
+        return False
+
+    def _is_offset(self, r: NodeInputs) -> bool:
+        """Whether the past is added to the numbers right behind the node: they need no other start."""
+        readers, front = self._readers(), list(r.node.output)
+        for name in front:
+            for reader in readers.get(name, ()):
+                if reader.op_type in RESHAPING:
+                    front += reader.output
+                elif reader.op_type == "Add":
+                    others = (r.scope.known(other) for other in reader.input if other != name)
+                    if any(known is not None and self._settle(known.numbers) == [PAST] for known in others):
+                        return True
         return False
 
     def _readers(self) -> dict[str, list[NodeProto]]:
