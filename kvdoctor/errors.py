@@ -23,6 +23,10 @@ class UnreadableError(KvdoctorError):
         self.advice = advice
 
 
+class RuntimeUnavailable(KvdoctorError):
+    """ONNX Runtime cannot be started here, so nothing can be run; the command line ends with exit code 3."""
+
+
 class WorkerDied(KvdoctorError):
     """The process that runs the model ended before it answered. `how` says by which signal or limit."""
 

@@ -1,12 +1,14 @@
 """Help, usage errors, completion and color of the command line, as a user calls it."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.command_line import ROOT, kvdoctor
+from support.text_fixtures import load_all
 
 from kvdoctor.cli.main import COMMANDS, find_command
 from kvdoctor.cli.options import GroupedOption
@@ -42,7 +44,9 @@ def test_every_option_stands_under_a_heading_and_every_command_has_a_whole_line(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("stp-test", GPT2), "there is no command 'stp-test'; did you mean 'step-test'?"),
+        (("stp-test", GPT2), "there is no command and no path 'stp-test'; did you mean 'step-test'?"),
+        (("x" * 300, GPT2), "there is no command and no path 'xxx"),
+        (("inspect", f"{'x' * 300}.onnx"), "cannot be a path: File name too long"),
         (("missing/model.onnx",), "'missing/model.onnx' does not exist; give an .onnx file or the folder of an export"),
         (("step-test", GPT2, "--fail-on", "eror"), "got 'eror'; did you mean 'error'?"),
         (("step-test", GPT2, "--require", "beems"), "got 'beems'; did you mean 'beam'?"),
@@ -64,6 +68,26 @@ def test_a_folder_of_exports_is_sent_to_the_gate() -> None:
     code, out = kvdoctor("inspect", "fixtures/exports", "-v")
     assert code == 3
     assert "`kvdoctor gate fixtures/exports` checks the exports below it" in out
+
+
+@pytest.mark.parametrize(("place", "out"), [(".", "../FIXED"), ("onnx", "../../FIXED"), ("..", "FIXED")])
+def test_the_printed_command_works_where_it_was_printed(place: str, out: str, tmp_path: Path) -> None:
+    """A copy inside the folder of the model would be refused."""
+    model = tmp_path / "model"
+    load_all()["past-without-present"].write(model)
+    (model / "onnx").mkdir()
+    path = os.path.relpath(model, model / place)
+    here = model / place
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "kvdoctor", *words]
+        return subprocess.run(line, capture_output=True, text=True, check=False, cwd=here)
+
+    (printed,) = (line for line in run(path).stdout.splitlines() if "kvdoctor re-export" in line)
+    words = shlex.split(printed)
+    assert words == ["fix", "kvdoctor", "re-export", path, "-o", out]
+    assert run(*words[2:]).returncode == 0
+    assert (here / out / "model.onnx").is_file()
 
 
 def test_the_suffix_of_a_file_names_its_format(tmp_path: Path) -> None:

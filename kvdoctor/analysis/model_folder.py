@@ -1,6 +1,8 @@
 """From a path to the model there: ONNX files with their roles, grouped into stacks, and the side-car configs."""
 
 import json
+import os
+import shlex
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,13 @@ class ModelFolder:
     files: tuple[OnnxFile, ...]
     stacks: tuple[StackFiles, ...]
     side_cars: SideCars = SideCars()
+
+    @property
+    def out(self) -> str:
+        """A folder for a repaired copy, as commands suggest it: `FIXED` here, or beside the model's folder."""
+        root = self.root.resolve()
+        inside = Path.cwd() == root or root in Path.cwd().parents
+        return shlex.quote(os.path.relpath(root.parent / "FIXED")) if inside else "FIXED"
 
 
 def open_folder(shown: str, at: Path | None = None) -> ModelFolder:

@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ import click
 from kvdoctor._version import __version__
 from kvdoctor.cli.options import examples
 from kvdoctor.cli.output import closed_pipe_allowed, complain, discard_output, end
-from kvdoctor.errors import KvdoctorError, did_you_mean
+from kvdoctor.errors import KvdoctorError, RuntimeUnavailable, did_you_mean
 
 EXIT_USAGE, EXIT_INCOMPLETE, EXIT_INTERRUPTED = 2, 3, 130
 
@@ -81,11 +82,13 @@ class _Commands(click.Group):
         word = words[0]
         if word in COMMANDS:
             return super().resolve_command(context, words)
-        if Path(word).exists():
-            return "step-test", find_command("step-test"), words
+        with suppress(OSError):  # a word that is too long for a path
+            if Path(word).exists():
+                return "step-test", find_command("step-test"), words
         if os.sep in word or word.endswith(".onnx"):
             raise click.UsageError(f"{word!r} does not exist; give an .onnx file or the folder of an export", context)
-        raise click.UsageError(f"there is no command {word!r}; {did_you_mean(word, COMMANDS)}".rstrip("; "), context)
+        meant = did_you_mean(word, COMMANDS)
+        raise click.UsageError(f"there is no command and no path {word!r}{'; ' if meant else ''}{meant}", context)
 
 
 @click.group(
@@ -128,7 +131,7 @@ def main() -> NoReturn:
         from kvdoctor.report.safe import printable, shortened
 
         complain(printable(shortened(str(error), 1200)))
-        raise SystemExit(EXIT_USAGE) from None
+        raise SystemExit(EXIT_INCOMPLETE if isinstance(error, RuntimeUnavailable) else EXIT_USAGE) from None
     except ImportError as error:
         complain(f"a package that kvdoctor needs cannot be imported ({error}); install kvdoctor again with pip")
         raise SystemExit(EXIT_INCOMPLETE) from None

@@ -160,7 +160,7 @@ class CallerContext(RunContext):
 
 def _advise_graph_repair(folder: ModelFolder, targets: "tuple[Target, ...]", text: str) -> Advice:
     options = "".join(f" --target {target.asked}" for target in targets)
-    return Advice("graph", text, f"kvdoctor re-export {shlex.quote(folder.shown)} -o FIXED{options}")
+    return Advice("graph", text, f"kvdoctor re-export {shlex.quote(folder.shown)} -o {folder.out}{options}")
 
 
 Extended = TypeVar("Extended", bound=ContractContext)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.analysis.thresholds import Threshold, find_thresholds, writes_around
 from kvdoctor.contract import CacheContract, PhaseName
+from kvdoctor.decode.experiments.each_length import FAR_LENGTH
 from kvdoctor.decode.runs import REFERENCE_CHANGES, Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import NotChecked
@@ -57,7 +58,9 @@ def list_unvisited(context: ContractContext) -> Iterator[NotChecked]:
     listed = ", ".join(f"{one.length} ({one.node})" for one in left[:MOST_LISTED])
     more = f" and {len(left) - MOST_LISTED} more" if len(left) > MOST_LISTED else ""
     reason = f"every past up to {walked} tokens was run, and none beyond {longest}; thresholds of the graph beyond: "
-    yield NotChecked(context.stack.name, "KV308", f"{reason}{listed}{more}")
+    far = context.find_run("far-thresholds")
+    longer = f"; --thorough visits those up to {FAR_LENGTH}" if far is None or far.outcome == "skipped" else ""
+    yield NotChecked(context.stack.name, "KV308", f"{reason}{listed}{more}{longer}")
 
 
 def _fed_at_most(contract: CacheContract) -> int:

@@ -23,7 +23,11 @@ def refuse_nothing(shown: str, path: Path) -> None:
         raise UsageError("a model cannot be read from standard input, its external data needs a path; give the path")
     if not shown:
         raise UsageError("the path of a model is empty; give an .onnx file or the folder of an export")
-    if not path.exists():
+    try:
+        found = path.exists()
+    except OSError as error:  # a name that is too long
+        raise UsageError(f"{shown[:80]!r} cannot be a path: {error.strerror or error}") from None
+    if not found:
         raise UsageError(f"{shown!r} does not exist; give an .onnx file or the folder of an export")
 
 

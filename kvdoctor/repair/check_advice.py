@@ -68,10 +68,12 @@ def _try_repair(repair: Repair, trial: RepairContext) -> Answer:
 
 
 def _advise_repair(finding: Finding, trial: RepairContext) -> Finding:
-    command = f"kvdoctor re-export {shlex.quote(trial.copy.folder.shown)} -o FIXED"
+    folder = trial.copy.folder
+    command = f"kvdoctor re-export {shlex.quote(folder.shown)} -o {folder.out}"
     return replace(finding, repair=Advice("graph", f"or {finding.repair.text}", command))
 
 
 def _advise_export(finding: Finding) -> Finding:
-    command = (finding.repair.command or "").replace(" -o FIXED", f"{FROM_CHECKPOINT} -o FIXED", 1)
-    return replace(finding, repair=replace(finding.repair, kind="re-export", command=command or None))
+    before, out, rest = (finding.repair.command or "").rpartition(" -o ")
+    command = f"{before}{FROM_CHECKPOINT}{out}{rest}" if out else finding.repair.command
+    return replace(finding, repair=replace(finding.repair, kind="re-export", command=command))

@@ -61,7 +61,8 @@ def _update_advice(report: Report, source: str, out: str | None) -> tuple[Findin
     for finding in report.findings:
         command = finding.repair.command
         if command is not None and command.startswith("kvdoctor re-export"):
-            again = f"kvdoctor re-export {copy} --from CHECKPOINT -o FIXED"
+            target = command.rpartition(" -o ")[2].partition(" ")[0]
+            again = f"kvdoctor re-export {copy} --from CHECKPOINT -o {target or 'FIXED'}"
             command = again if finding.severity != "note" else command.replace(f" {given} ", f" {copy} ")
         updated.append(replace(finding, repair=replace(finding.repair, command=command)))
     return tuple(updated)

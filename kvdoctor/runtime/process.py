@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.decode.messages import Event, Hello, Job, JobDone, read_event, write_message
-from kvdoctor.errors import KvdoctorError, WorkerDied
+from kvdoctor.errors import KvdoctorError, RuntimeUnavailable, WorkerDied
 from kvdoctor.records import record
 
 POLL_SECONDS = 0.02
+END_SECONDS = 10.0
+"""A worker that has closed its output may write a core dump for so long."""
 MIB = 1 << 20
 
 # The package is loaded from its folder, so that another environment sees nothing else of this one.
@@ -61,6 +63,7 @@ class Worker:
         self.peak_bytes = 0
         self._watched: Any = None
         self._next_look = 0.0
+        self._memory_limit: int | None = None
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         # No telemetry: onnxruntime 1.31 would send its own otherwise. numpy multiplies nothing here.
         quiet = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
@@ -156,15 +159,22 @@ class Worker:
         with contextlib.suppress(psutil.Error):
             self._watched = self._watched or psutil.Process(self._process.pid)
             self.peak_bytes = max(self.peak_bytes, self._watched.memory_info().rss)
-        limit = self.limits.memory_limit()
+        limit = self._memory_limit = self._memory_limit or self.limits.memory_limit()
         if self.peak_bytes > limit:
             self.stop()
             raise WorkerDied(f"stopped at the memory limit of {limit // MIB} MiB (--max-memory)", "memory")
 
     def _how_it_ended(self) -> str:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # it closed its output and lives on
+            self.stop()
+            return f"stopped: it closed its output and did not end within {END_SECONDS:g} s"
         if self.hello is None:
-            raise KvdoctorError("the worker process could not start ONNX Runtime; `kvdoctor env` says what is missing")
+            raise RuntimeUnavailable(
+                "the worker process could not start ONNX Runtime; `kvdoctor env` says what is missing"
+            )
         if code < 0:
-            return f"ended by signal {signal.Signals(-code).name}"
+            known = -code in {*signal.Signals}  # a real-time signal has no name
+            return f"ended by signal {signal.Signals(-code).name if known else -code}"
         return f"ended with exit code {code if code < 2**31 else hex(code)}"

@@ -26,6 +26,8 @@ SHORT = Scenario().total
 """Tokens of a call without a cache that must give the logits of the walk's reference run."""
 MOST_LENGTH, MOST_THRESHOLDS = 260, 6
 """The longest sequence around a threshold, in tokens, and the number of thresholds that are visited."""
+FAR_LENGTH = 4096
+"""The longest sequence where the command asks for what takes long."""
 BEFORE, BEHIND, CHUNK = 2, 4, 3
 """Tokens before and behind a threshold, since a length may be counted with an offset; tokens of a chunk behind it."""
 
@@ -65,7 +67,18 @@ def _walker(builder: FeedBuilder) -> FeedBuilder:
 
 def near_thresholds(builder: FeedBuilder) -> Calls:
     """Single steps over each threshold, and one step behind it after a prefill that goes as far."""
-    for near, start, stop in (yield from _each_threshold(builder)):
+    yield from _step_over(builder, list(visited(builder.thresholds, builder.contract.usable_length)))
+
+
+def far_thresholds(builder: FeedBuilder) -> Calls:
+    """The same at thresholds that take long sequences."""
+    near = set(visited(builder.thresholds, builder.contract.usable_length))
+    far = visited(builder.thresholds, builder.contract.usable_length, FAR_LENGTH, len(builder.thresholds))
+    yield from _step_over(builder, [length for length in far if length not in near])
+
+
+def _step_over(builder: FeedBuilder, lengths: list[int]) -> Calls:
+    for near, start, stop in (yield from _each_threshold(builder, lengths)):
         expected = yield from _reference_behind(near, start, stop)
         behind = max(stop - CHUNK, start)
         for begin in dict.fromkeys((start, behind) if stop > WALK or near.scenario.batch > 1 else (behind,)):
@@ -79,7 +92,8 @@ def near_thresholds(builder: FeedBuilder) -> Calls:
 
 def chunks_near_thresholds(builder: FeedBuilder) -> Calls:
     """A chunk over each threshold, one behind it, and chunks of as many tokens; each followed by a single step."""
-    for near, start, stop in (yield from _each_threshold(builder)):
+    lengths = list(visited(builder.thresholds, builder.contract.usable_length))
+    for near, start, stop in (yield from _each_threshold(builder, lengths)):
         if stop - start < CHUNK:
             continue
         expected = yield from near.whole(stop)
@@ -94,16 +108,17 @@ def chunks_near_thresholds(builder: FeedBuilder) -> Calls:
                 yield from _chunk(near, 1, size + 2, past, expected)
 
 
-def _each_threshold(builder: FeedBuilder) -> "Generator[Call, Answer, list[tuple[FeedBuilder, int, int]]]":
+def _each_threshold(
+    builder: FeedBuilder, lengths: list[int]
+) -> "Generator[Call, Answer, list[tuple[FeedBuilder, int, int]]]":
     """For each threshold a builder of a sequence that goes behind it, and the tokens to begin and to end at.
 
     Raises:
         NothingToRun: the graph has no threshold that can be visited.
     """
     found = []
-    lengths = list(visited(builder.thresholds, builder.contract.usable_length))
     if not lengths:
-        raise NothingToRun(f"the graph compares no length with a number up to {MOST_LENGTH - BEHIND}")
+        raise NothingToRun("the graph compares no length with a number in reach that was not visited")
     for length in lengths:
         start = max(length - BEFORE, 1)
         sizes = replace(builder.scenario, prompt=start, steps=length + BEHIND - start + 1)
@@ -188,11 +203,12 @@ def why_each_length(builder: FeedBuilder) -> Decision:
     return cause
 
 
-def visited(thresholds: tuple[int, ...], usable: int | None) -> Iterator[int]:
+def visited(
+    thresholds: tuple[int, ...], usable: int | None, longest: int = MOST_LENGTH, most: int = MOST_THRESHOLDS
+) -> Iterator[int]:
     """Yield the thresholds that are visited: the smallest that fit into the longest sequence and the usable length."""
-    longest = min(MOST_LENGTH, usable or MOST_LENGTH)
-    fitting = [length for length in sorted(thresholds) if length + BEHIND <= longest]
-    yield from fitting[:MOST_THRESHOLDS]
+    fitting = [length for length in sorted(thresholds) if length + BEHIND <= min(longest, usable or longest)]
+    yield from fitting[:most]
 
 
 def has_lengths(contract: CacheContract) -> str | None:
@@ -230,6 +246,17 @@ EXPERIMENTS = (
         has_lengths,
         changes_feeds=True,
         use=Use("a length near a threshold of the graph", "error", after=("each-length",)),
+        order=32,
+    ),
+    Experiment(
+        "far-thresholds",
+        f"single steps around these lengths up to {FAR_LENGTH} tokens",
+        far_thresholds,
+        Scenario(prompt=1, steps=2),
+        has_lengths,
+        changes_feeds=True,
+        thorough=True,
+        use=Use("a length near a threshold of the graph", "error", after=("each-length", "near-thresholds")),
         order=32,
     ),
     Experiment(

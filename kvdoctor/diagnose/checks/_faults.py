@@ -15,7 +15,7 @@ MOST_SHAPES = 3
 MOST_LINES = 2
 
 
-AT_LENGTHS = ("each-length", "near-thresholds", "rows-near-thresholds", "long-past", "sweep")
+AT_LENGTHS = ("each-length", "near-thresholds", "far-thresholds", "rows-near-thresholds", "long-past", "sweep")
 """Experiments with steps of one token, at other lengths than those of the loop."""
 
 

@@ -9,8 +9,8 @@ How it is decided: one step at each past from 1 to 39, steps, chunks and prefill
 compares a length with, and one step after 49 tokens; chunks of 3 and of 2 tokens. All logits are compared with those of
 one call over the same tokens without a cache. A cause that has a check of its own is reported by that check.
 
-Reproduce: `kvdoctor step-test MODEL -v`, experiments `each-length`, `near-thresholds`, `long-past`, `chunk`,
-`second-turn` and `chunks-near-thresholds`; the table of each run lists the past of every step.
+Reproduce: `kvdoctor step-test MODEL -v`, experiments `each-length`, `near-thresholds`, `far-thresholds`, `long-past`,
+`chunk`, `second-turn` and `chunks-near-thresholds`; the table of each run lists the past of every step.
 
 Repair: look at the numbers of the graph that the wrong lengths begin at, or export again with other sample sizes. For
 chunks: feed one token per step once there is a cache.

@@ -164,9 +164,10 @@ def _load(runs: list[Run]) -> "dict[str, Experiment]":
 
 def _is_use(experiment: "Experiment | None") -> bool:
     """Whether a verdict rests on the experiment by itself: it explains no other, and is no known wrong workaround."""
+    extra = experiment is not None and experiment.thorough and experiment.use is None
     return (
         experiment is not None
         and experiment.judged
         and experiment.shown
-        and not (experiment.explains or experiment.on_request or experiment.thorough)
+        and not (experiment.explains or experiment.on_request or extra)
     )
