@@ -108,6 +108,7 @@ def test_the_suffix_of_a_file_names_its_format(tmp_path: Path) -> None:
         ("kvdoctor step-test --select cross-cache-em", "cross-cache-emptied"),
         ("kvdoctor step-test --consumer h", "held"),
         ("kvdoctor re-", "re-export"),
+        ("kvdoctor explain cross-cache-em", "cross-cache-emptied"),
     ],
 )
 def test_a_shell_completes_commands_codes_and_uses(words: str, offered: str) -> None:

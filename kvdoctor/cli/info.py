@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from kvdoctor.report.known_messages import KnownMessage
 
 
+def _complete_checks(_context: click.Context, _parameter: click.Parameter, start: str) -> list[str]:
+    from kvdoctor import api
+
+    words = (word for check in api.list_checks() for word in (check.code, check.name))
+    return [word for word in words if word.startswith(start)]
+
+
 @command(
     "Explain a finding, or look up an error message.",
     epilog=examples(
@@ -24,7 +31,7 @@ if TYPE_CHECKING:
         ("kvdoctor explain", "all of them"),
     ),
 )
-@click.argument("text", required=False)
+@click.argument("text", required=False, shell_complete=_complete_checks)
 def explain(text: str | None) -> None:
     """Explain a finding by its code or name, or look up an error message. Without TEXT: list all checks."""
     from kvdoctor import api
