@@ -228,9 +228,9 @@ def _revive_fields(data: dict[str, Any], fields: dict[str, Callable[[Any], Any]]
 def _build(kind: Any, given: dict[str, Any]) -> Any:
     try:
         return kind(**given)
-    except TypeError:
+    except TypeError as error:
         lacking = [f.name for f in dataclasses.fields(kind) if f.name not in given and _has_no_default(f)]
-        raise _Unfit(f"field {', '.join(lacking)} is missing") from None
+        raise _Unfit(f"field {', '.join(lacking)} is missing" if lacking else str(error)) from None
 
 
 @functools.cache
