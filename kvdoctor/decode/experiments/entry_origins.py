@@ -134,7 +134,9 @@ def _no_token(builder: FeedBuilder, start: int, piece: Piece, step: Answer) -> D
         answer = yield as_probe(other.decode(start, start + 1, past))
         if answer.failed or not np.array_equal(piece.new_entry(answer, start), right):
             return None
-    return Cause("present-does-not-grow", f"the new entry of {piece.present} is the same whatever the token is")
+    return Cause(
+        "present-does-not-grow", f"the entry of {piece.present} at the new position is the same whatever the token is"
+    )
 
 
 def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer) -> Cause | None:

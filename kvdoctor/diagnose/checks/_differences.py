@@ -13,6 +13,7 @@ from kvdoctor.report.wording.runs import describe_difference, describe_growth
 if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Use
 
+HIDDEN = "by less than the rounding of this model: its float32 copy shows it"
 EXPORT_AGAIN = Advice("re-export", "export again with a current exporter, and test the result")
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.diagnose.checks._attribution import find_explanation, leading_cause
-from kvdoctor.diagnose.checks._differences import build_difference
+from kvdoctor.diagnose.checks._differences import HIDDEN, build_difference
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Fault, Severity, check
 
@@ -48,5 +48,5 @@ def _report(context: RunContext, name: str, cause: str) -> Iterator[Fault]:
     if find_explanation(context, name):
         return
     severity: Severity = "warning" if run.hidden else "error"
-    found = build_difference(context, run, severity, f"{cause}, by less than rounding hides" if run.hidden else cause)
+    found = build_difference(context, run, severity, f"{cause}, {HIDDEN}" if run.hidden else cause)
     yield replace(found, repair=context.advise_graph_repair(f"or {found.repair.text}"))

@@ -28,7 +28,7 @@ from dataclasses import replace
 from kvdoctor.analysis.processed_presents import find_processed
 from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses, is_named, leading_cause
-from kvdoctor.diagnose.checks._differences import EXPORT_AGAIN, build_difference, severity_of
+from kvdoctor.diagnose.checks._differences import EXPORT_AGAIN, HIDDEN, build_difference, severity_of
 from kvdoctor.diagnose.checks._faults import AT_LENGTHS, CauseText, report_cause
 from kvdoctor.diagnose.checks.wrong_at_sizes import CHUNKS
 from kvdoctor.diagnose.context import RunContext
@@ -140,7 +140,7 @@ def _ignores_past(context: RunContext, run: Run) -> bool:
 def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
     """The checked loop with other logits: an error, unless only rounding makes it differ."""
     if run.hidden:
-        cause = "logits with the cache differ from logits without it, by less than rounding hides"
+        cause = f"logits with the cache differ from logits without it, {HIDDEN}"
         yield build_difference(context, run, "warning", cause)
     elif not run.by_rounding:
         yield build_difference(context, run, "error", "logits with the cache differ from logits without it")

@@ -71,10 +71,10 @@ def _find_run(report: Report, finding: Finding) -> Run | None:
             if use is not None and use.required == finding.use:
                 return run
         return None
-    if named := re.search(r"\bexperiment ([\w-]+)", finding.where):
-        for run in judged:
-            if run.experiment == named[1]:
-                return run
+    named = finding.where.rpartition(", ")[2].removeprefix("experiment ")
+    for run in judged:
+        if run.experiment == named:
+            return run
     loops = [run for run in judged if run.experiment in LOOPS]
     if report.arguments.get("consumer") == "held":
         loops = [run for run in loops if run.experiment != "plain-loop"] or loops
