@@ -1,0 +1,438 @@
+"""The plan of a decode loop: what each call is fed from where, and what the loop keeps of it. In no language.
+
+A plan is made from a cache contract once. Every template prints this plan and nothing else, so that a loop holds no
+rule that the contract does not have; nothing is left to be guessed from names when the loop runs.
+"""
+
+from dataclasses import replace
+from typing import Literal
+
+from kvdoctor.contract import Axis, CacheContract, Carry, Graph, PhaseName, Port, Role, Slot
+from kvdoctor.errors import KvdoctorError
+from kvdoctor.records import record
+
+Dim = int | Axis
+"""The size of an axis: a number, or what it counts."""
+
+Rule = Literal[
+    "tokens",
+    "attention-mask",
+    "causal-mask",
+    "positions",
+    "number",
+    "encoder-input",
+    "encoder-mask",
+    "encoder-states",
+]
+"""Where the value of an input comes from.
+
+tokens: the new ones. attention-mask: 1 for tokens, 0 for padding on the left and for what lies behind the last token.
+causal-mask: a row for each new token, `shown` where it may look and `hidden` elsewhere. positions: those of the new
+tokens, not below 0, padding not counted. number: `Count` everywhere. encoder-input, encoder-mask: what the caller
+gives to the encoder, a mask of ones without one. encoder-states: what the encoder returned.
+"""
+
+Count = Literal["constant", "past", "total", "last", "new", "cached"]
+"""What a number counts: nothing (it is `value`); tokens before the call, with it, that minus 1, or those of the call.
+
+cached: 1 where there are tokens before the call, else 0.
+"""
+
+RULES: dict[Role, Rule] = {
+    "token_ids": "tokens",
+    "attention_mask": "attention-mask",
+    "additive_mask": "causal-mask",
+    "position_ids": "positions",
+    "cache_position": "positions",
+    "encoder_input": "encoder-input",
+    "encoder_mask": "encoder-mask",
+    "encoder_states": "encoder-states",
+}
+COUNTS: dict[Role, Count] = {
+    "write_index": "past",
+    "past_length": "past",
+    "total_length": "total",
+    "last_index": "last",
+    "new_length": "new",
+}
+CONSTANTS: dict[Role, float] = {"logits_to_keep": 0, "unused": 0, "scale": 1}
+"""What is fed without a choice. Source: `decode/inputs.py`, by which every experiment runs."""
+
+RULE_SIZES = {"attention-mask": ("total",), "positions": ("past",), "causal-mask": ("past", "total")}
+"""What a rule goes by beside the sizes of its input."""
+
+HIDDEN = -1e4
+"""What a mask of floats adds to the scores of entries that must not be seen; within the range of float16."""
+
+FLOATS = ("float", "float16")
+INTEGERS = ("int64", "int32")
+TYPES = (*FLOATS, *INTEGERS, "bool", "int8", "uint8")
+"""The element types that every language here has a way to make."""
+
+
+class NoLoop(KvdoctorError):
+    """No loop can be written for a model: the message says why, and what to do."""
+
+
+@record
+class Input:
+    """One input of a call beside the cache; `value`, `shown` and `hidden` belong to rules that name them.
+
+    `from_right` says that the columns of a causal mask count from the end of the cache.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[Dim, ...]
+    rule: Rule
+    count: Count = "constant"
+    value: float = 0
+    shown: float = 0
+    hidden: float = 0
+    from_right: bool = False
+
+
+@record
+class CallPlan:
+    """One kind of call: the file it goes to, its inputs beside the cache, and whether it takes the cache as well.
+
+    `logits` is the output of which the next token is made, `logits_type` its element type; `states` is the output with
+    the encoder states. `outputs` are all outputs that the loop uses, in the order of the graph.
+    """
+
+    file: str
+    inputs: tuple[Input, ...]
+    pasts: tuple[str, ...]
+    outputs: tuple[str, ...]
+    logits: str | None = None
+    logits_type: str = "float"
+    states: str | None = None
+
+    def of_rule(self, rule: Rule) -> tuple[Input, ...]:
+        """The inputs that follow a rule."""
+        return tuple(one for one in self.inputs if one.rule == rule)
+
+    @property
+    def sizes(self) -> frozenset[str]:
+        """The axes and counts by which some input is made."""
+        made = [one for one in self.inputs if one.rule not in ("tokens", "encoder-input", "encoder-states")]
+        axes = {dim for one in made for dim in one.dims if isinstance(dim, str)}
+        needed = {size for one in made for size in RULE_SIZES.get(one.rule, ())}
+        return frozenset(axes | needed | {one.count for one in made if one.rule == "number"})
+
+
+@record
+class SlotPlan:
+    """One tensor of the cache.
+
+    Attributes:
+        past: The input that it is fed to.
+        present: The output of a decode step that carries it on; None where it keeps its first value.
+        made: The output that first fills it, of the encoder where `by_encoder`, else of the first call.
+        dims: Its shape.
+        carry: What becomes of the present (`kvdoctor.contract.Carry`); `hold` keeps the first value.
+        batch_axis: The axis of the sequences; None where it has none. One entry of it is `heads` rows.
+        length_axis: The axis of tokens or encoder states; None for a state of fixed size.
+        rewinds: How it goes back to an earlier length: cut there, left as it is, or not at all.
+        first_length: The length that the first call is fed where no value is made before: zeros in that shape.
+    """
+
+    past: str
+    present: str | None
+    made: str | None
+    by_encoder: bool
+    dtype: str
+    dims: tuple[Dim, ...]
+    carry: Carry
+    kind: str
+    layer: int | None
+    batch_axis: int | None
+    length_axis: int | None
+    rewinds: Literal["cut", "stays", "impossible"]
+    first_length: int = 0
+    heads: int = 1
+
+    @property
+    def copies(self) -> bool:
+        """Whether the next value is computed by the loop; else it is passed on without being looked at."""
+        return self.carry not in ("feed-back", "hold") and self.length_axis is not None and self.present is not None
+
+
+@record
+class LoopPlan:
+    """All that a loop does: its calls and its cache.
+
+    Attributes:
+        model: The name of the model's folder or file, for texts.
+        layout: The layout of the stack (docs/layouts.md).
+        encode: The encoder's call; None without an encoder graph.
+        prefill: The first call.
+        decode: The calls after it.
+        slots: The cache.
+        vocabulary: Entries of a row of logits; None where the graph does not say.
+        context_limit: The most tokens of a sequence; None where nothing says.
+        one_token: Whether every call takes one new token.
+        batch: The number of sequences where a graph takes one number only.
+        capacity_is_chosen: Whether the caller chooses the length of the buffers.
+        pads: Whether prompts of unequal length may be padded on the left.
+    """
+
+    model: str
+    layout: str
+    encode: CallPlan | None
+    prefill: CallPlan
+    decode: CallPlan
+    slots: tuple[SlotPlan, ...]
+    vocabulary: int | None
+    context_limit: int | None
+    one_token: bool
+    batch: int | None
+    capacity_is_chosen: bool
+    pads: bool
+
+    @property
+    def calls(self) -> tuple[CallPlan, ...]:
+        """Encode, prefill and decode, as far as there are such."""
+        return tuple(call for call in (self.encode, self.prefill, self.decode) if call is not None)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files, each once."""
+        return tuple(dict.fromkeys(call.file for call in self.calls))
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """The inputs of all calls beside the cache."""
+        return tuple(one for call in self.calls for one in call.inputs)
+
+    @property
+    def rules(self) -> frozenset[str]:
+        """The rules that some input follows."""
+        return frozenset(one.rule for one in self.inputs)
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """The element types of all tensors that the loop makes or reads."""
+        made = {one.dtype for one in self.inputs} | {slot.dtype for slot in self.slots}
+        return frozenset(made | {call.logits_type for call in (self.prefill, self.decode)})
+
+    @property
+    def one_graph(self) -> bool:
+        """Whether the first call is fed like all others."""
+        first, later = self.prefill, self.decode
+        return (first.file, first.inputs, first.pasts) == (later.file, later.inputs, later.pasts)
+
+    @property
+    def same_outputs(self) -> bool:
+        """Whether the first call is asked for the same outputs as all others."""
+        return self.prefill.outputs == self.decode.outputs
+
+    @property
+    def source(self) -> Input | None:
+        """What the caller gives beside tokens: the input of the encoder, or its states where no graph makes them."""
+        call = self.encode or self.prefill
+        given = (*call.of_rule("encoder-input"), *self.prefill.of_rule("encoder-states"))
+        return given[0] if given else None
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether every part of the cache can go back to an earlier length."""
+        return all(slot.rewinds != "impossible" for slot in self.slots)
+
+    @property
+    def copies(self) -> bool:
+        """Whether some part of the cache is computed by the loop."""
+        return any(slot.copies for slot in self.slots)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some part of the cache is cut when the sequences go back."""
+        return any(slot.rewinds == "cut" for slot in self.slots)
+
+    @property
+    def by_encoder(self) -> bool:
+        """Whether some part of the cache is made by the encoder."""
+        return any(slot.by_encoder for slot in self.slots)
+
+    @property
+    def first_length(self) -> int:
+        """The length that the first call is fed of a cache that grows."""
+        return max((slot.first_length for slot in self.slots), default=0)
+
+    @property
+    def heads(self) -> int:
+        """Rows of a cache for each sequence, where they share an axis; else 1."""
+        return max((slot.heads for slot in self.slots), default=1)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes of the cache whose size is known only when the loop runs."""
+        return frozenset(dim for slot in self.slots for dim in slot.dims if isinstance(dim, str))
+
+    @property
+    def from_right(self) -> bool:
+        """Whether some mask counts its columns from the end of the cache."""
+        return any(one.from_right for one in self.inputs)
+
+    @property
+    def reorders(self) -> bool:
+        """Whether sequences can change places, as a beam search needs it."""
+        return self.batch is None
+
+
+def make_plan(contract: CacheContract, model: str) -> LoopPlan:
+    """The plan of a stack's loop.
+
+    Raises:
+        NoLoop: the contract is incomplete, or has an input for which no loop knows a value.
+    """
+    if contract.missing:
+        first = contract.missing[0]
+        raise NoLoop(f"{first.subject}: {first.reason}; `kvdoctor inspect` shows what the graph declares")
+    _refuse_unknown(contract)
+    encode = _call(contract, "encode") if "encode" in contract.phases else None
+    return LoopPlan(
+        model=model,
+        layout=contract.layout,
+        encode=encode,
+        prefill=_call(contract, "prefill"),
+        decode=_call(contract, "decode"),
+        slots=tuple(_slot(slot, contract) for slot in contract.slots),
+        vocabulary=contract.vocabulary,
+        context_limit=contract.usable_length,
+        one_token=contract.new_tokens == 1,
+        batch=contract.fixed_batch,
+        capacity_is_chosen=any("capacity" in s.axes and s.size("capacity") is None for s in contract.slots),
+        pads=_pads(contract),
+    )
+
+
+def _refuse_unknown(contract: CacheContract) -> None:
+    """Raise for what no loop here can do."""
+    if contract.no_decoder is not None:
+        raise NoLoop(f"this is no decoder with a KV cache: {contract.no_decoder}")
+    if contract.codebooks > 1:
+        raise NoLoop(f"it takes {contract.codebooks} streams of tokens at once, for which there is no loop yet")
+    if contract.new_tokens not in (None, 1):
+        raise NoLoop(f"a call takes exactly {contract.new_tokens} new tokens: export it with a free sequence axis")
+    if contract.frozen_past is not None:
+        raise NoLoop(f"the past has the fixed length {contract.frozen_past}: export it with a free past axis")
+    sources = [port.name for port in _source_graph(contract).inputs if port.role == "encoder_input"]
+    if len(sources) > 1:
+        raise NoLoop(f"the encoder takes {' and '.join(map(repr, sources))}, for which there is no loop yet")
+    for slot in contract.slots:
+        if slot.filled_in == "encode" and "encode" not in contract.phases:
+            raise NoLoop(f"{slot.past!r} is made by an encoder that is not there; give the folder of the whole export")
+        if slot.growth == "paged":
+            raise NoLoop(f"{slot.past!r} is a pool of blocks, for which there is no loop yet")
+        if slot.carry == "extend":
+            raise NoLoop(f"{slot.past!r} is returned in another length than it is fed, for which there is no loop yet")
+        if slot.is_given:
+            raise NoLoop(f"{slot.past!r} is given by the caller and made by no graph, for which there is no loop yet")
+
+
+def _source_graph(contract: CacheContract) -> Graph:
+    """The graph that reads what is to be translated, transcribed or described."""
+    return contract.graph("encode" if "encode" in contract.phases else "prefill")
+
+
+def _call(contract: CacheContract, phase: PhaseName) -> CallPlan:
+    graph = contract.graph(phase)
+    taken = {slot.past for slot in contract.slots}
+    inputs = tuple(_input(port, phase, contract) for port in graph.inputs if port.name not in taken)
+    logits, states = graph.port("logits"), _output(graph, "encoder_states")
+    if phase != "encode" and logits is None:
+        raise NoLoop(f"{graph.file} returns no logits, for which there is no loop yet")
+    used = {logits.name if logits else None, states if phase == "encode" else None}
+    for slot in contract.slots:
+        used.add(slot.filled_by if slot.filled_in == phase else None)
+        used.add(slot.present if phase == "decode" and slot.carry != "hold" else None)
+    return CallPlan(
+        file=graph.file,
+        inputs=inputs,
+        pasts=tuple(port.name for port in graph.inputs if port.name in taken),
+        outputs=tuple(port.name for port in graph.outputs if port.name in used),
+        logits=logits.name if logits else None,
+        logits_type=logits.dtype if logits else "float",
+        states=states if phase == "encode" else None,
+    )
+
+
+def _output(graph: Graph, role: Role) -> str | None:
+    return next((port.name for port in graph.outputs if port.role == role), None)
+
+
+def _input(port: Port, phase: PhaseName, contract: CacheContract) -> Input:
+    if port.shape is None or port.dtype not in TYPES:
+        declared = f"element type {port.dtype}" if port.dtype not in TYPES else "no declared shape"
+        raise NoLoop(f"input {port.name!r} has {declared}, for which there is no loop yet")
+    dims = tuple(d if isinstance(d, int) else axis for d, axis in zip(port.shape, port.axes, strict=True))
+    if port.role in RULES:
+        made = Input(port.name, port.dtype, dims, RULES[port.role])
+        return _causal(made, port, contract) if made.rule == "causal-mask" else made
+    if port.role in COUNTS:
+        return Input(port.name, port.dtype, dims, "number", COUNTS[port.role])
+    value = CONSTANTS.get(port.role)
+    if port.role == "branch_switch":
+        if (contract.phases["prefill"].switch, contract.phases["decode"].switch) == (False, True):
+            return Input(port.name, port.dtype, dims, "number", "cached")
+        value = float(bool(contract.phases[phase].switch))
+    elif port.role == "setting":
+        value = port.value
+    elif port.role == "encoder_length":
+        raise NoLoop(f"input {port.name!r} is the length of the encoder's input, for which there is no loop yet")
+    if value is None:
+        raise NoLoop(f"input {port.name!r} is of the kind {port.role!r}, for which there is no loop yet")
+    return Input(port.name, port.dtype, dims, "number", value=value)
+
+
+def _causal(made: Input, port: Port, contract: CacheContract) -> Input:
+    """A mask with a row for each query: what it holds where a query may look, and where not."""
+    if port.axes[-2] == "total" and "float" not in port.dtype:
+        raise NoLoop(f"input {port.name!r} is a square mask of {port.dtype}, for which there is no loop yet")
+    shown, hidden = (0.0, HIDDEN) if port.dtype in FLOATS else (1.0, 0.0)
+    carries = {slot.carry for slot in contract.slots}
+    moving = "shift" in carries or any(slot.growth == "ring" for slot in contract.slots)
+    return replace(made, shown=shown, hidden=hidden, from_right=moving and "drop-oldest" not in carries)
+
+
+def _slot(slot: Slot, contract: CacheContract) -> SlotPlan:
+    if slot.dtype not in TYPES:
+        raise NoLoop(f"the cache {slot.past!r} has element type {slot.dtype}, for which there is no loop yet")
+    dims = tuple(d if isinstance(d, int) else axis for d, axis in zip(slot.shape, slot.axes, strict=True))
+    batched = next((i for i, axis in enumerate(slot.axes) if axis in ("batch", "batch_heads")), None)
+    held = slot.carry == "hold" or slot.present is None
+    return SlotPlan(
+        past=slot.past,
+        present=None if held else slot.present,
+        made=slot.filled_by,
+        by_encoder=slot.filled_in == "encode",
+        dtype=slot.dtype,
+        dims=dims,
+        carry="hold" if held else slot.carry,
+        kind=slot.kind,
+        layer=slot.layer,
+        batch_axis=batched,
+        length_axis=slot.length_axis,
+        rewinds=_rewinding(slot, held),
+        # The branch without a past does not look at it, and some bindings take no tensor without elements.
+        first_length=1 if contract.first_step == "no-past-branch" else 0,
+        heads=(contract.heads or 1) if "batch_heads" in slot.axes else 1,
+    )
+
+
+def _rewinding(slot: Slot, held: bool) -> Literal["cut", "stays", "impossible"]:
+    if held or slot.growth == "constant" or slot.growth == "static" and slot.carry in ("feed-back", "write"):
+        return "stays"
+    cut = slot.growth in ("grow", "shared", "delta") and not slot.trimmed and "past" in slot.axes
+    return "cut" if cut and slot.carry in ("feed-back", "append") else "impossible"
+
+
+def _pads(contract: CacheContract) -> bool:
+    """Whether the graphs take padding on the left: a mask for each sequence, and positions that the loop counts."""
+    graphs = [contract.graph("prefill"), contract.graph("decode")]
+    ports = [(graph.port("attention_mask"), graph.port("position_ids")) for graph in graphs]
+    return all(
+        mask is not None and "batch" in mask.axes and positions is not None and "batch" in positions.axes
+        for mask, positions in ports
+    )

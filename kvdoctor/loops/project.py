@@ -1,0 +1,35 @@
+"""Writes a plan as a project: the files of a language, by their names."""
+
+from pathlib import Path
+
+import jinja2
+
+from kvdoctor._version import __version__
+from kvdoctor.loops.language import Language
+from kvdoctor.loops.plan import LoopPlan
+
+
+def render(plan: LoopPlan, language: Language) -> dict[str, str]:
+    """The files of a project, by their paths in it.
+
+    A template sees the plan and the language's filters. Names of a model reach a program as string literals and as
+    text of comments, by the filters `literal` and `comment`, and in no other way.
+    """
+    folder = Path(__file__).parent / "languages"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder / language.name, folder]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - programs, not HTML
+    )
+    environment.filters |= {"comment": comment, **language.filters}
+    known = {"plan": plan, "language": language, "version": __version__}
+    return {name: environment.get_template(template).render(known) for name, template in language.files.items()}
+
+
+def comment(text: str) -> str:
+    """A name for a comment of any language: letters, digits and a few signs on one line, at most 80 of them."""
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in " ._-+()") else "?" for c in text)
+    return plain if len(plain) <= 80 else plain[:77] + "..."
