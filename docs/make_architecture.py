@@ -26,7 +26,7 @@ ROOMS = (
     ("report",),
     ("diagnose",),
     ("repair",),
-    ("reproducer", "gating", "comparison"),
+    ("reproducer", "gating", "comparison", "loops"),
     ("api",),
     ("cli",),
     ("__main__",),

@@ -1,8 +1,8 @@
 """kvdoctor: diagnoses and repairs ONNX decoders with a KV cache.
 
-The commands as functions: `inspect`, `step_test`, `re_export`, `repro`, `gate` and `diff`; and `read_contracts`,
-`read_report`, `read_policy` and `render` (docs/python.md). Importing this loads none of them: what they need (onnx,
-numpy, rich) is loaded with the first call.
+The commands as functions: `inspect`, `step_test`, `re_export`, `repro`, `loop`, `gate` and `diff`; and
+`read_contracts`, `read_report`, `read_policy` and `render` (docs/python.md). Importing this loads none of them: what
+they need (onnx, numpy, rich) is loaded with the first call.
 """
 
 from kvdoctor._version import __version__
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
         DiffOptions,
         GateOptions,
         InspectOptions,
+        LoopOptions,
         ReExportOptions,
         ReproOptions,
         StepTestOptions,
         diff,
         gate,
         inspect,
+        loop,
         re_export,
         read_contracts,
         read_policy,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from kvdoctor.findings import Finding
     from kvdoctor.gating.policy import Policy
     from kvdoctor.gating.verdict import GateResult
+    from kvdoctor.loops.pipeline import WrittenLoop
     from kvdoctor.report.diff_document import DiffReport
     from kvdoctor.report.document import Report
 
@@ -43,6 +46,7 @@ __all__ = (
     "GateResult",
     "InspectOptions",
     "KvdoctorError",
+    "LoopOptions",
     "Policy",
     "ReExportOptions",
     "Report",
@@ -51,10 +55,12 @@ __all__ = (
     "Unhealthy",
     "UsageError",
     "Worse",
+    "WrittenLoop",
     "__version__",
     "diff",
     "gate",
     "inspect",
+    "loop",
     "re_export",
     "read_contracts",
     "read_policy",
@@ -70,6 +76,7 @@ if not TYPE_CHECKING:  # a type checker must see that other names are not there
         "findings": ("Finding",),
         "gating.verdict": ("GateResult",),
         "gating.policy": ("Policy",),
+        "loops.pipeline": ("WrittenLoop",),
         "report.diff_document": ("DiffReport",),
         "report.document": ("Report",),
     }

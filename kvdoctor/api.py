@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvdoctor.gating.baseline_match import BaselineUpdate
     from kvdoctor.gating.policy import EffectiveValue, Policy
     from kvdoctor.gating.verdict import GateResult
+    from kvdoctor.loops.pipeline import WrittenLoop
     from kvdoctor.report.diff_document import DiffReport
     from kvdoctor.report.document import Report
     from kvdoctor.report.known_messages import KnownMessage
@@ -82,6 +83,16 @@ class ReproOptions(SharedOptions, total=False):
     timeout: float
     max_memory: int | None
     tolerances: "Mapping[str, float] | None"
+
+
+class LoopOptions(TypedDict, total=False):
+    """The options of `loop`; they mean what they mean everywhere."""
+
+    seed: int
+    provider: str
+    timeout: float
+    max_memory: int | None
+    progress: "Progress | None"
 
 
 class RunOptions(ReproOptions, total=False):
@@ -260,6 +271,34 @@ def repro(path: "Path", out: "Path", *, force: bool = False, **options: "Unpack[
     from kvdoctor.reproducer.pipeline import ReproRequest, repro
 
     return repro(ReproRequest(os.fspath(path), os.fspath(out), force), asked)
+
+
+def loop(  # noqa: PLR0913 - one for each option of the command
+    path: "Path",
+    out: "Path | None" = None,
+    *,
+    language: str,
+    stack: str | None = None,
+    check: bool = False,
+    force: bool = False,
+    **options: "Unpack[LoopOptions]",
+) -> "WrittenLoop":
+    """Write a program that decodes with the model into the folder `out`, in one of the languages of docs/loops.md.
+
+    The loop is run here first: for a model that decodes wrong tokens in a right loop, nothing is written. With `check`
+    the program is built and must print the tokens that the model means; building fetches its packages. `force` replaces
+    an `out` that kvdoctor wrote and nobody changed.
+
+    Raises:
+        UsageError: there is nothing at the path, `out` must not be written, or an option does not take a value; nothing
+            was written.
+        KvdoctorError: ONNX Runtime cannot be started.
+    """
+    asked = _read("loop", options)
+    from kvdoctor.loops.pipeline import LoopRequest, write_loop
+
+    target = None if out is None else os.fspath(out)
+    return write_loop(LoopRequest(os.fspath(path), target, language, stack, force, check), asked)
 
 
 def gate(paths: "Path | Iterable[Path]", **options: "Unpack[GateOptions]") -> "GateResult":

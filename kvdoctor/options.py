@@ -521,19 +521,19 @@ class Options:
         Text("the name of an execution provider", "NAME"),
         "CPUExecutionProvider",
         "Run on this execution provider.",
-        RUNS,
+        (*RUNS, "loop"),
         policy='provider = "CUDAExecutionProvider"',
         reported="always",
         group=LIMITS,
     )
     seed: int = option(
-        Whole.of(0), 0, "Seed the generator of all synthetic inputs.", ALL, policy="seed = 7", group=LIMITS
+        Whole.of(0), 0, "Seed the generator of all synthetic inputs.", (*ALL, "loop"), policy="seed = 7", group=LIMITS
     )
     timeout: float = option(
         Seconds(),
         300.0,
         "Wait no longer than this for one answer of the runtime.",
-        RUNS,
+        (*RUNS, "loop"),
         policy="timeout = 60",
         group=LIMITS,
     )
@@ -541,7 +541,7 @@ class Options:
         Whole.of(1, unit="MiB", metavar="MIB"),
         None,
         "Limit the resident memory of the runtime's process.",
-        RUNS,
+        (*RUNS, "loop"),
         unset="nine tenths of the machine's memory",
         policy="max-memory = 4096",
         group=LIMITS,
@@ -551,7 +551,7 @@ class Options:
     )
     offline: bool = option(Flag(), False, "Never use the network.", MAY_DOWNLOAD, policy="offline = true", group=LIMITS)
     progress: Callable[[str, int, int], None] | None = option(
-        Kind("a function"), None, "Call this at the start of each experiment.", ALL, flag=None
+        Kind("a function"), None, "Call this at the start of each experiment.", (*ALL, "loop"), flag=None
     )
     policy: str | None = option(File(), None, "Follow this policy.", FOLLOW_POLICY, flag=None, reported="if set")
 

@@ -63,7 +63,8 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
     runtime.require_provider(options.provider)
     job = replace(build_job(context, options), keep_logits=files.logits, keep_calls=files.calls)
     results = runtime.examine(job, options.progress)
-    skipped = tuple(_skip(name, e, options, runtime) for e in load() if not _is_wanted(e, options))
+    others = (e for e in load() if e.on_request != "loop" and not _is_wanted(e, options))
+    skipped = tuple(_skip(name, e, options, runtime) for e in others)
     runs = (*(resolve_node_names(run, context) for run in results.runs), *skipped)
     refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in results.refusals)
     observed = replace(context, contract=add_observed_sizes(contract, runs), runs=runs)
@@ -140,7 +141,7 @@ def _is_frozen(contract: CacheContract) -> bool:
 def _is_wanted(experiment: "Experiment", options: Options) -> bool:
     """Whether an experiment runs. A thorough one does on request, or where a required use depends on it."""
     if experiment.on_request:
-        return options.reference is not None
+        return experiment.on_request == "reference" and options.reference is not None
     use = experiment.use
     return not experiment.thorough or options.thorough or (use is not None and use.required in options.require)
 

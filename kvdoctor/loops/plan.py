@@ -321,14 +321,20 @@ def _refuse_unknown(contract: CacheContract) -> None:
     if len(sources) > 1:
         raise NoLoop(f"the encoder takes {' and '.join(map(repr, sources))}, for which there is no loop yet")
     for slot in contract.slots:
-        if slot.filled_in == "encode" and "encode" not in contract.phases:
-            raise NoLoop(f"{slot.past!r} is made by an encoder that is not there; give the folder of the whole export")
-        if slot.growth == "paged":
-            raise NoLoop(f"{slot.past!r} is a pool of blocks, for which there is no loop yet")
-        if slot.carry == "extend":
-            raise NoLoop(f"{slot.past!r} is returned in another length than it is fed, for which there is no loop yet")
-        if slot.is_given:
-            raise NoLoop(f"{slot.past!r} is given by the caller and made by no graph, for which there is no loop yet")
+        if (reason := _refuse_slot(slot, contract)) is not None:
+            raise NoLoop(f"the cache {slot.past!r} {reason}")
+
+
+def _refuse_slot(slot: Slot, contract: CacheContract) -> str | None:
+    if slot.filled_in == "encode" and "encode" not in contract.phases:
+        return "is made by an encoder that is not there; give the folder of the whole export"
+    if slot.growth == "paged":
+        return "is a pool of blocks, for which there is no loop yet"
+    if slot.carry == "extend":
+        return "is returned in another length than it is fed, for which there is no loop yet"
+    if slot.is_given:
+        return "is given by the caller and made by no graph, for which there is no loop yet"
+    return None
 
 
 def _source_graph(contract: CacheContract) -> Graph:
@@ -422,7 +428,7 @@ def _slot(slot: Slot, contract: CacheContract) -> SlotPlan:
 
 
 def _rewinding(slot: Slot, held: bool) -> Literal["cut", "stays", "impossible"]:
-    if held or slot.growth == "constant" or slot.growth == "static" and slot.carry in ("feed-back", "write"):
+    if held or slot.growth == "constant" or (slot.growth == "static" and slot.carry in ("feed-back", "write")):
         return "stays"
     cut = slot.growth in ("grow", "shared", "delta") and not slot.trimmed and "past" in slot.axes
     return "cut" if cut and slot.carry in ("feed-back", "append") else "impossible"

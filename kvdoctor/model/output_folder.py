@@ -1,6 +1,7 @@
 """Output appears whole or not at all: files and folders are made beside their place and renamed into it."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -16,6 +17,9 @@ MARK = "kvdoctor-report.json"
 
 REPRO_MARK = "reproducer.json"
 """The same for a reproducer."""
+
+LOOP_MARK = "kvdoctor-loop.json"
+"""The same for a decode loop."""
 
 
 def write_whole(file: Path, content: str) -> None:
@@ -133,15 +137,25 @@ def regular_files(folder: Path) -> Iterator[Path]:
 
 
 def _is_ours(out: Path) -> bool:
-    """Whether a folder holds the fix report of a repair that was written there, or a reproducer."""
+    """Whether a folder holds the fix report of a repair that was written there, a reproducer, or a loop as written."""
     try:
         if (out / REPRO_MARK).is_file():
             reproducer = json.loads((out / REPRO_MARK).read_text(encoding="utf-8"))
             return bool(reproducer["tool"]["name"] == "kvdoctor" and reproducer["schema"].startswith("kvdoctor/repro/"))
+        if (out / LOOP_MARK).is_file():
+            return _is_unchanged_loop(out)
         report = json.loads((out / MARK).read_text(encoding="utf-8"))
         return bool(report["command"] == "re-export" and report["repair"]["out"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def _is_unchanged_loop(out: Path) -> bool:
+    """Whether nobody has worked on the program of a loop: it is the user's as soon as a line of it is changed."""
+    written = json.loads((out / LOOP_MARK).read_text(encoding="utf-8"))
+    return bool(written["schema"].startswith("kvdoctor/loop/")) and all(
+        hashlib.sha256((out / name).read_bytes()).hexdigest() == digest for name, digest in written["sha256"].items()
+    )
 
 
 def _foreign(out: Path) -> str | None:

@@ -73,7 +73,7 @@ class Experiment:
         unless_passed: The experiment whose success makes this one pointless.
         changes_feeds: Uses other rows or masks than those of the builder that it is given: no reference run of that
             builder can locate a difference.
-        on_request: Run only where a command needs it.
+        on_request: Run only where this option or command needs it.
         keeps: What it leaves in the scratch file, given the builder and the logits of its steps; without it the logits
             of all steps in a row.
         order: Experiments run by increasing order, then by name.
@@ -92,7 +92,7 @@ class Experiment:
     explains: tuple[str, ...] = ()
     unless_passed: str | None = None
     changes_feeds: bool = False
-    on_request: bool = False
+    on_request: Literal["", "reference", "loop"] = ""
     keeps: Callable[[FeedBuilder, list[Array]], dict[str, Array]] | None = None
     order: int = 50
 

@@ -18,7 +18,7 @@ ENCODER_ROLES = ("encoder_input", "encoder_mask", "encoder_states")
 def whole_and_loop(builder: FeedBuilder) -> Calls:
     """The whole sequence where a call takes several tokens, then the prefill and one token a step."""
     total, start = builder.scenario.total, builder.scenario.prompt
-    for stop in _stops(builder):
+    for stop in whole_lengths(builder):
         yield replace(builder.reference(stop), kind="step")
     answer = yield builder.prefill(start)
     past = builder.carry(None, answer, "held")
@@ -39,7 +39,7 @@ def greedy(builder: FeedBuilder) -> Calls:
         past = builder.carry(past, answer, "held")
 
 
-def _stops(builder: FeedBuilder) -> range:
+def whole_lengths(builder: FeedBuilder) -> range:
     """The lengths to run without a cache: all of them where only the last token's logits come back."""
     total = builder.scenario.total
     if builder.contract.new_tokens is not None:
@@ -50,7 +50,7 @@ def _stops(builder: FeedBuilder) -> range:
 def kept(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
     """The feeds by role, the encoder's states, the logits of each step, `step.N`; the first `wholes` have no cache."""
     found: dict[str, Any] = {"tokens": builder.tokens, "prompt": np.array(builder.scenario.prompt)}
-    found["wholes"] = np.array(len(_stops(builder)))
+    found["wholes"] = np.array(len(whole_lengths(builder)))
     if has_encoder(builder.contract):
         found["encoder"] = np.array(1)
         phase, fed = ("encode", builder.encoded.fed) if builder.encoded.fed else ("prefill", None)
@@ -94,7 +94,7 @@ EXPERIMENTS = (
         can_be_shared,
         judged=False,
         why="the checkpoint computes the same feeds",
-        on_request=True,
+        on_request="reference",
         keeps=kept,
         order=90,
     ),
@@ -107,7 +107,7 @@ EXPERIMENTS = (
         judged=False,
         shown=False,
         why="the checkpoint decodes the same tokens",
-        on_request=True,
+        on_request="reference",
         keeps=kept_greedy,
         order=91,
     ),

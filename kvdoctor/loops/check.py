@@ -1,0 +1,115 @@
+"""Builds the project of a loop and runs it on its test vectors, as a user would."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvdoctor.errors import KvdoctorError
+from kvdoctor.loops.language import Language
+from kvdoctor.loops.vectors import Vector, differences
+from kvdoctor.records import record
+
+BUILD_SECONDS, RUN_SECONDS = 900, 120
+
+
+class CannotBuild(KvdoctorError):
+    """A project could not be built here, which says nothing about the loop: the message has the reason."""
+
+
+@record
+class VectorResult:
+    """One call of the program: the `problem`, or None where it printed what it had to."""
+
+    vector: str
+    problem: str | None
+    measured: str = ""
+
+
+def check(project: Path, model: Path, language: Language, vectors: tuple[Vector, ...]) -> tuple[VectorResult, ...]:
+    """Build a project in its folder and run every vector.
+
+    Fetches the packages that the project names, with the tools of its language.
+
+    Raises:
+        CannotBuild: a tool is missing, or the build failed.
+    """
+    environment = _environment(language)
+    for command in language.build:
+        done = _run(command, project, environment, BUILD_SECONDS)
+        if done is None:
+            raise CannotBuild(f"`{' '.join(command)}` took more than {BUILD_SECONDS} seconds")
+        if done.returncode:
+            raise CannotBuild(f"`{' '.join(command)}` failed: {_last(done.stderr or done.stdout)}")
+    return tuple(_results(project, model, language, vectors, environment))
+
+
+def _results(
+    project: Path, model: Path, language: Language, vectors: tuple[Vector, ...], environment: dict[str, str]
+) -> Iterator[VectorResult]:
+    for vector in vectors:
+        command = (*language.run, "--model", str(model.absolute()), *vector.arguments)
+        done = _run(command, project, environment, RUN_SECONDS)
+        if done is None:
+            yield VectorResult(vector.name, f"it ran for more than {RUN_SECONDS} seconds")
+        elif done.returncode:
+            yield VectorResult(vector.name, f"exit code {done.returncode}: {_last(done.stderr)}")
+        else:
+            yield VectorResult(vector.name, next(differences(vector, done.stdout), None), _last(done.stderr))
+
+
+def _environment(language: Language) -> dict[str, str]:
+    """The variables of this process with those of the language.
+
+    Raises:
+        CannotBuild: a tool of the language is not installed.
+    """
+    missing = [tool for tool in language.tools if shutil.which(tool) is None]
+    if missing:
+        raise CannotBuild(f"{' and '.join(missing)} not found: install the tools of {language.title}")
+    known = {"onnxruntime": str(find_library() or ""), "cache": str(build_cache() / language.name)}
+    return os.environ | {name: text.format(**known) for name, text in language.environment.items()}
+
+
+def find_library() -> Path | None:
+    """The shared library of the installed onnxruntime, found without importing it; None where there is none."""
+    found = importlib.util.find_spec("onnxruntime")
+    folders = [Path(place) / "capi" for place in (found.submodule_search_locations or ())] if found else []
+    names = ("libonnxruntime.so*", "libonnxruntime*.dylib", "onnxruntime.dll")
+    return next((path for folder in folders for name in names for path in sorted(folder.glob(name))), None)
+
+
+def build_cache() -> Path:
+    """Where tools keep what they build for later builds."""
+    given = os.environ.get("KVDOCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path.home() / ".cache") / "kvdoctor" / "loops"
+
+
+def _run(
+    command: tuple[str, ...], folder: Path, environment: dict[str, str], seconds: float
+) -> "subprocess.CompletedProcess[str] | None":
+    """Run a command; None where it took too long."""
+    try:
+        return subprocess.run(
+            [shutil.which(command[0]) or command[0], *command[1:]],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    except OSError as error:
+        raise CannotBuild(f"`{command[0]}` cannot be started: {error.strerror or error}") from None
+
+
+def _last(text: str) -> str:
+    """The last line that says something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:400] if lines else "it printed nothing"

@@ -1,0 +1,239 @@
+"""The steps of `kvdoctor loop`: read the contract, run the loop, write the program, build it and hold it to vectors."""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvdoctor._version import __version__
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.decode.runs import Run
+from kvdoctor.errors import UsageError, did_you_mean
+from kvdoctor.loops.check import CannotBuild, VectorResult, check
+from kvdoctor.loops.language import Language, languages
+from kvdoctor.loops.plan import NoLoop, make_plan
+from kvdoctor.loops.project import render
+from kvdoctor.loops.vectors import LoopTarget, ObservedLoop, Vector, observe
+from kvdoctor.model.output_folder import LOOP_MARK, refuse_unfit, whole_folder
+from kvdoctor.options import Options
+from kvdoctor.records import record
+from kvdoctor.runtime.client import Runtime
+
+SCHEMA = "kvdoctor/loop/1"
+
+
+@record
+class LoopRequest:
+    """The input of `loop`.
+
+    Attributes:
+        path: The model.
+        out: The folder to write; None to write nothing, where only a check was asked for.
+        language: A name of `languages()`.
+        stack: The stack to write a loop for; None for the first one that there is a loop for.
+        force: Replace a folder that kvdoctor wrote.
+        check: Build the project and run it.
+    """
+
+    path: str
+    out: str | None
+    language: str
+    stack: str | None = None
+    force: bool = False
+    check: bool = False
+
+
+@record
+class WrittenLoop:
+    """The result of `loop`.
+
+    Attributes:
+        model: The model.
+        stack: The stack; None where no loop was found for any.
+        language: The language.
+        out: The folder that was written; None where nothing was.
+        files: What lies in it.
+        reason: Why there is no loop, or why it could not be checked.
+        remarks: What to know about the loop.
+        results: What the program did on each test vector.
+        exit_code: 0: written, and what was asked for was shown. 1: the model or the program decodes wrong tokens. 3:
+            there is no loop, or it could not be checked.
+    """
+
+    model: str
+    stack: str | None
+    language: str
+    out: str | None = None
+    files: tuple[str, ...] = ()
+    reason: str | None = None
+    remarks: tuple[str, ...] = ()
+    results: tuple[VectorResult, ...] = ()
+    exit_code: int = 0
+
+
+def write_loop(request: LoopRequest, options: Options) -> WrittenLoop:
+    """Write a decode loop for a model into a folder, and check it where that was asked for.
+
+    Raises:
+        UsageError: there is nothing at the path, or `out` must not be written; nothing was written.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    language = find_language(request.language)
+    if request.out is None and not request.check:
+        raise UsageError("give the folder for the program with -o OUT, or --check to try it without writing one")
+    if request.out is not None and Path(request.path).exists():
+        refuse_unfit(Path(request.out), Path(request.path), request.force)
+    with Runtime(options.limits) as runtime:
+        folder = open_folder(request.path)
+        try:
+            target = _choose(folder, request.stack, language)
+        except NoLoop as reason:
+            return WrittenLoop(folder.shown, None, language.name, reason=str(reason), exit_code=3)
+        observed = observe(target, options, runtime)
+    made = WrittenLoop(folder.shown, target.stack, language.name)
+    if (refusal := _refuse(observed, folder.shown)) is not None:
+        return replace(made, reason=refusal[0], exit_code=refusal[1])
+    return _write(request, made, target, observed)
+
+
+def _write(request: LoopRequest, made: WrittenLoop, target: LoopTarget, observed: ObservedLoop) -> WrittenLoop:
+    """Write the project, and check it there before it gets its place."""
+    language = find_language(request.language)
+    files = render(target.plan, language)
+    with _place(request.out) as (place, keep):
+        for name, text in files.items():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(text, encoding="utf-8", newline="\n")
+        for vector in observed.vectors:
+            if vector.source is not None:
+                vector.source.tofile(place / _source_file(vector))
+        (place / LOOP_MARK).write_text(_mark(files, made, observed.vectors), encoding="utf-8", newline="\n")
+        written = tuple(sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()))
+        made = replace(made, out=request.out, files=written, remarks=tuple(_remarks(observed)))
+        if request.check:
+            made = _checked(made, place, target.folder, observed.vectors)
+        if made.exit_code != 1:
+            keep()
+            return made
+    return replace(made, out=None, files=(), reason="the program prints other tokens than the model means")
+
+
+def _checked(made: WrittenLoop, place: Path, model: Path, vectors: tuple[Vector, ...]) -> WrittenLoop:
+    """The result with what a copy of the project did: what a build leaves does not belong into the user's folder."""
+    if not vectors:
+        return replace(made, reason="not checked: no token could be computed without a cache", exit_code=3)
+    with tempfile.TemporaryDirectory(prefix="kvdoctor-loop-") as scratch:
+        project = shutil.copytree(place, Path(scratch) / "loop")
+        try:
+            results = check(project, model, find_language(made.language), vectors)
+        except CannotBuild as error:
+            return replace(made, reason=f"not checked: {error}", exit_code=3)
+    return replace(made, results=results, exit_code=int(any(result.problem for result in results)))
+
+
+@contextmanager
+def _place(out: str | None) -> "Iterator[tuple[Path, Callable[[], None]]]":
+    """A folder to fill, and the function that says that it is to be kept."""
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="kvdoctor-loop-") as scratch:
+            yield Path(scratch), lambda: None
+        return
+    with whole_folder(Path(out)) as pending:
+
+        def keep() -> None:
+            pending.kept = True
+
+        yield pending.path, keep
+
+
+def find_language(name: str) -> Language:
+    """The language of a name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    known = languages()
+    if name not in known:
+        meant = did_you_mean(name, known)
+        raise UsageError(f"there is no loop in {name!r}{'; ' if meant else ''}{meant}; it takes {', '.join(known)}")
+    return known[name]
+
+
+def _choose(folder: ModelFolder, name: str | None, language: Language) -> LoopTarget:
+    """The first stack that there is a loop for.
+
+    Raises:
+        NoLoop: there is none.
+        UsageError: there is no stack of that name.
+    """
+    if name is not None and name not in {stack.name for stack in folder.stacks}:
+        names = ", ".join(stack.name for stack in folder.stacks) or "no stack"
+        raise UsageError(f"there is no stack {name!r} in {folder.shown}; it has {names}")
+    reasons = []
+    for stack in folder.stacks:
+        if name in (None, stack.name):
+            try:
+                contract = read_contract(stack, folder.side_cars)
+                plan = make_plan(contract, folder.root.name)
+                if (reason := language.refuses(plan)) is None:
+                    return LoopTarget(stack.name, folder.root, contract, plan)
+                reasons.append(f"{stack.name}: {reason}")
+            except NoLoop as error:
+                reasons.append(f"{stack.name}: {error}")
+    raise NoLoop("; ".join(reasons) or f"no decoder with a KV cache in {folder.shown}; `kvdoctor inspect` says what is")
+
+
+def _refuse(observed: ObservedLoop, shown: str) -> tuple[str, int] | None:
+    """Why a loop must not be written, and the exit code: the model is faulty, or could not be run."""
+    run = observed.held
+    if run is None:
+        return f"the model could not be run: {observed.obstacle or 'no experiment ran'}", 3
+    if run.outcome in ("failed", "differs", "died"):
+        return (
+            f"the model decodes wrong tokens in a right loop too ({run.experiment} {_outcome(run)}); "
+            f"`kvdoctor step-test {shown}` names the cause and the repair"
+        ), 1
+    if run.outcome == "skipped":
+        return f"the loop could not be run: {run.reason}", 3
+    return None
+
+
+def _outcome(run: Run) -> str:
+    return {"failed": f"fails at step {run.failed_step}", "died": "ends the process"}.get(run.outcome, "differs")
+
+
+def _remarks(observed: ObservedLoop) -> Iterator[str]:
+    plain = observed.plain
+    if plain is not None and plain.outcome in ("failed", "differs", "died") and plain is not observed.held:
+        yield (
+            "a loop that feeds every present back is wrong with this export; this one keeps the cross-attention cache "
+            "of the first call, which is right before and after a repair"
+        )
+    if observed.held is not None and observed.held.outcome in ("ambiguous", "inconclusive"):
+        yield "the model rounds so much that the runs could not decide whether the loop is right"
+
+
+def _mark(files: dict[str, str], made: WrittenLoop, vectors: tuple[Vector, ...]) -> str:
+    """The content of `kvdoctor-loop.json`: the test vectors; it also marks the folder as written by kvdoctor."""
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "tool": {"name": "kvdoctor", "version": __version__},
+        "language": made.language,
+        "stack": made.stack,
+        "vectors": [
+            {"name": one.name, "arguments": list(one.arguments), "expected": [list(row) for row in one.expected]}
+            for one in vectors
+        ],
+        "sha256": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(files.items())},
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _source_file(vector: Vector) -> str:
+    return vector.arguments[vector.arguments.index("--source") + 1]
