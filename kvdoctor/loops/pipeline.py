@@ -14,6 +14,7 @@ from kvdoctor._version import __version__
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.decode.runs import Run
+from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.errors import UsageError, did_you_mean
 from kvdoctor.loops.check import CannotBuild, VectorResult, check
 from kvdoctor.loops.language import Language, languages
@@ -180,6 +181,8 @@ def _choose(folder: ModelFolder, name: str | None, language: Language) -> LoopTa
         if name in (None, stack.name):
             try:
                 contract = read_contract(stack, folder.side_cars)
+                if (unmet := next(find_unmet_preconditions(stack, contract), None)) is not None and not contract.missing:
+                    raise NoLoop(unmet)
                 plan = make_plan(contract, folder.root.name)
                 if (reason := language.refuses(plan)) is None:
                     return LoopTarget(stack.name, folder.root, contract, plan)

@@ -133,6 +133,7 @@ class SlotPlan:
         carry: What becomes of the present (`kvdoctor.contract.Carry`); `hold` keeps the first value.
         batch_axis: The axis of the sequences; None where it has none. One entry of it is `heads` rows.
         length_axis: The axis of tokens or encoder states; None for a state of fixed size.
+        counts_states: Whether that axis counts encoder states.
         rewinds: How it goes back to an earlier length: cut there, left as it is, or not at all.
         first_length: The length that the first call is fed where no value is made before: zeros in that shape.
     """
@@ -148,6 +149,7 @@ class SlotPlan:
     layer: int | None
     batch_axis: int | None
     length_axis: int | None
+    counts_states: bool
     rewinds: Literal["cut", "stays", "impossible"]
     first_length: int = 0
     heads: int = 1
@@ -243,6 +245,11 @@ class LoopPlan:
     def copies(self) -> bool:
         """Whether some part of the cache is computed by the loop."""
         return any(slot.copies for slot in self.slots)
+
+    @property
+    def encoder_slot(self) -> SlotPlan | None:
+        """A part of the cache that is as long as there are encoder states."""
+        return next((slot for slot in self.slots if slot.counts_states), None)
 
     @property
     def cuts(self) -> bool:
@@ -397,9 +404,17 @@ def _causal(made: Input, port: Port, contract: CacheContract) -> Input:
     if port.axes[-2] == "total" and "float" not in port.dtype:
         raise NoLoop(f"input {port.name!r} is a square mask of {port.dtype}, for which there is no loop yet")
     shown, hidden = (0.0, HIDDEN) if port.dtype in FLOATS else (1.0, 0.0)
+    buffers = [slot for slot in contract.slots if slot.growth == "static" and slot.carry != "extend"]
+    if buffers:  # the mask covers the whole of a buffer, whatever is in it
+        made = replace(made, dims=tuple(_extent(buffers[0]) if dim == "total" else dim for dim in made.dims))
     carries = {slot.carry for slot in contract.slots}
     moving = "shift" in carries or any(slot.growth == "ring" for slot in contract.slots)
     return replace(made, shown=shown, hidden=hidden, from_right=moving and "drop-oldest" not in carries)
+
+
+def _extent(buffer: Slot) -> Dim:
+    size = buffer.size("capacity")
+    return "capacity" if size is None else size
 
 
 def _slot(slot: Slot, contract: CacheContract) -> SlotPlan:
@@ -420,6 +435,7 @@ def _slot(slot: Slot, contract: CacheContract) -> SlotPlan:
         layer=slot.layer,
         batch_axis=batched,
         length_axis=slot.length_axis,
+        counts_states="encoder" in slot.axes,
         rewinds=_rewinding(slot, held),
         # The branch without a past does not look at it, and some bindings take no tensor without elements.
         first_length=1 if contract.first_step == "no-past-branch" else 0,
