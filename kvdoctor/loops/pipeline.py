@@ -24,6 +24,8 @@ from kvdoctor.loops.vectors import LoopTarget, ObservedLoop, Vector, observe
 from kvdoctor.model.output_folder import LOOP_MARK, refuse_unfit, whole_folder
 from kvdoctor.options import Options
 from kvdoctor.records import record
+from kvdoctor.report.facts import StackFacts
+from kvdoctor.report.wording.contract import describe_contract
 from kvdoctor.runtime.client import Runtime
 
 SCHEMA = "kvdoctor/loop/1"
@@ -106,7 +108,8 @@ def write_loop(request: LoopRequest, options: Options) -> WrittenLoop:
 def _write(request: LoopRequest, made: WrittenLoop, target: LoopTarget, observed: ObservedLoop) -> WrittenLoop:
     """Write the project, and check it there before it gets its place."""
     language = find_language(request.language)
-    files = render(target.plan, language)
+    facts = StackFacts(target.stack, target.contract.layout, target.plan.files, target.contract)
+    files = render(target.plan, language, tuple(describe_contract(facts)))
     with _place(request.out) as (place, keep):
         for name, text in files.items():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -179,16 +182,16 @@ def _choose(folder: ModelFolder, name: str | None, language: Language) -> LoopTa
     reasons = []
     for stack in folder.stacks:
         if name in (None, stack.name):
+            contract = read_contract(stack, folder.side_cars)
+            unmet = None if contract.missing else next(find_unmet_preconditions(stack, contract), None)
             try:
-                contract = read_contract(stack, folder.side_cars)
-                if (unmet := next(find_unmet_preconditions(stack, contract), None)) is not None and not contract.missing:
-                    raise NoLoop(unmet)
                 plan = make_plan(contract, folder.root.name)
-                if (reason := language.refuses(plan)) is None:
-                    return LoopTarget(stack.name, folder.root, contract, plan)
-                reasons.append(f"{stack.name}: {reason}")
+                unmet = unmet or language.refuses(plan)
             except NoLoop as error:
-                reasons.append(f"{stack.name}: {error}")
+                unmet = unmet or str(error)
+            if unmet is None:
+                return LoopTarget(stack.name, folder.root, contract, plan)
+            reasons.append(f"{stack.name}: {unmet}")
     raise NoLoop("; ".join(reasons) or f"no decoder with a KV cache in {folder.shown}; `kvdoctor inspect` says what is")
 
 

@@ -1,5 +1,6 @@
 """Writes a plan as a project: the files of a language, by their names."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
@@ -7,10 +8,11 @@ import jinja2
 from kvdoctor._version import __version__
 from kvdoctor.loops.language import Language
 from kvdoctor.loops.plan import LoopPlan
+from kvdoctor.report.safe import code, markdown
 
 
-def render(plan: LoopPlan, language: Language) -> dict[str, str]:
-    """The files of a project, by their paths in it.
+def render(plan: LoopPlan, language: Language, contract: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+    """The files of a project, by their paths in it. `contract` is the contract in words, each part with its label.
 
     A template sees the plan and the language's filters. Names of a model reach a program as string literals and as
     text of comments, by the filters `literal` and `comment`, and in no other way.
@@ -24,9 +26,10 @@ def render(plan: LoopPlan, language: Language) -> dict[str, str]:
         keep_trailing_newline=True,
         autoescape=False,  # noqa: S701 - programs, not HTML
     )
-    environment.filters |= {"comment": comment, **language.filters}
-    known = {"plan": plan, "language": language, "version": __version__}
-    return {name: environment.get_template(template).render(known) for name, template in language.files.items()}
+    environment.filters |= {"comment": comment, "markdown": markdown, "code": code, **language.filters}
+    known = {"plan": plan, "language": language, "version": __version__, "contract": contract}
+    files = {"README.md": "README.md.j2", **language.files}
+    return {name: environment.get_template(template).render(known) for name, template in files.items()}
 
 
 def comment(text: str) -> str:
