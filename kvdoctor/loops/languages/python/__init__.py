@@ -1,5 +1,7 @@
 """Python, with onnxruntime's values passed on as they are (`run_with_ort_values`)."""
 
+import sys
+
 from kvdoctor.loops.language import Language
 from kvdoctor.loops.languages.python import expressions
 
@@ -17,7 +19,7 @@ LANGUAGE = Language(
         "shape": expressions.shape,
         "value": expressions.value,
     },
-    build=(("uv", "sync", "--quiet"),),
-    run=("uv", "run", "--quiet", "python", "main.py"),
-    tools=("uv",),
+    build=(),
+    run=(sys.executable, "main.py"),  # where kvdoctor is installed, so are the packages that the program needs
+    tools=(),
 )

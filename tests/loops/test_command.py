@@ -1,0 +1,121 @@
+"""`kvdoctor loop` on the command line: what is written, what is refused, and what is never touched."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from support import bad_models as bad
+from support.isolated import EXPORTS, kvdoctor
+
+MARIAN, LLAMA = EXPORTS / "marian-4.57.6", EXPORTS / "llama-gqa"
+
+
+def test_a_project_is_written_and_its_program_decodes(tmp_path: Path) -> None:
+    out = tmp_path / "decode"
+    done = kvdoctor("loop", MARIAN, "--language", "python", "-o", out)
+    assert done.returncode == 0, done.stderr
+    assert "keeps the cross-attention cache of the first call" in " ".join(done.stdout.split())
+    names = {path.name for path in out.iterdir()}
+    assert names == {"README.md", "kvdoctor-loop.json", "loop.py", "main.py", "pyproject.toml"}
+    (vector, *_) = json.loads((out / "kvdoctor-loop.json").read_text())["vectors"]
+    ran = program(out, MARIAN, *vector["arguments"])
+    assert ran.stdout.strip() == ",".join(map(str, vector["expected"][0]))
+    assert "tokens/s" in ran.stderr
+
+
+def test_greedy_and_sampled_decoding_stop_where_they_are_told(tmp_path: Path) -> None:
+    out = tmp_path / "decode"
+    assert kvdoctor("loop", LLAMA, "-l", "python", "-o", out, "-q").stdout == ""
+    greedy = program(out, LLAMA, "--prompt", "5,6,7", "--most", "6").stdout.strip().split(",")
+    assert len(greedy) == 6
+    first = greedy.index(greedy[3])
+    stopped = program(out, LLAMA, "--prompt", "5,6,7", "--most", "6", "--stop", greedy[3]).stdout.strip()
+    assert stopped == ",".join(greedy[:first])
+    several = program(out, LLAMA, "--prompt", "5,6,7", "--prompt", "6,7", "--most", "6").stdout.splitlines()
+    assert several[0].split(",") == greedy
+    one, other = (
+        program(out, LLAMA, "--prompt", "5,6,7", "--temperature", "2", "--seed", seed).stdout for seed in ("1", "2")
+    )
+    assert one != other
+
+
+def test_the_trace_of_a_program_breaks_no_rule(tmp_path: Path) -> None:
+    out, trace = tmp_path / "decode", tmp_path / "loop.jsonl"
+    kvdoctor("loop", MARIAN, "-l", "python", "-o", out)
+    program(out, MARIAN, "--prompt", "1", "--source", "5,6,7", "--most", "4", trace=trace)
+    done = kvdoctor("step-test", MARIAN, "--consumer", "held", "--trace", trace, "--format", "json")
+    assert done.returncode == 0
+    assert not [f for f in json.loads(done.stdout)["findings"] if f["severity"] != "note"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("-l", "cobol", "-o", "out"), 2, "there is no loop in 'cobol'"),
+        (("-l", "pyhton", "-o", "out"), 2, "did you mean 'python'?"),
+        (("-l", "python"), 2, "give the folder for the program with -o OUT"),
+        (("-l", "python", "-o", "out", "--stack", "none"), 2, "there is no stack 'none'"),
+        (("-l", "python", "-o", str(MARIAN / "loop")), 2, "lies in the folder of the model"),
+        (("-o", "out"), 2, "Missing option '-l' / '--language'"),
+    ],
+)
+def test_wrong_usage_writes_nothing(
+    words: tuple[str, ...], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = kvdoctor("loop", MARIAN, *words)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_an_unchanged_loop_is_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "decode"
+    assert kvdoctor("loop", LLAMA, "-l", "python", "-o", out).returncode == 0
+    assert kvdoctor("loop", LLAMA, "-l", "python", "-o", out).returncode == 2
+    assert kvdoctor("loop", LLAMA, "-l", "python", "-o", out, "--force").returncode == 0
+    with (out / "loop.py").open("a") as file:
+        file.write("# mine\n")
+    done = kvdoctor("loop", LLAMA, "-l", "python", "-o", out, "--force")
+    assert done.returncode == 2
+    assert (out / "loop.py").read_text().endswith("# mine\n")
+
+
+def test_names_of_a_model_are_data(tmp_path: Path) -> None:
+    """Quotes, line ends, braces and 10,000 characters in the names of inputs and outputs decode as they are."""
+    names = {
+        "past_key_values.0.key": 'a"b\'c\\d${x}{{ y }}\n"""\r#*/' + "k" * 10_000,
+        "past_key_values.0.value": "class\t\u4f60\U0001f600\0",
+        "present.0.key": "{% raw %}\u2028import os",
+        "present.0.value": "`$(touch owned)`",
+    }
+    folder, out = (
+        bad.saved(bad.renamed(onnx.load(EXPORTS / "gpt2" / "model.onnx"), names), tmp_path / "model"),
+        tmp_path / "decode",
+    )
+    done = kvdoctor("loop", folder, "-l", "python", "-o", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (vector, *_) = json.loads((out / "kvdoctor-loop.json").read_text())["vectors"]
+    ran = program(out, folder, *vector["arguments"])
+    assert ran.stdout.strip() == ",".join(map(str, vector["expected"][0])), ran.stderr
+    assert not (out / "owned").exists()
+
+
+def test_what_is_no_model_has_no_loop(tmp_path: Path) -> None:
+    model = bad.saved(np.random.default_rng(0).bytes(1000), tmp_path / "model")
+    done = kvdoctor("loop", model, "-l", "python", "-o", tmp_path / "out")
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def program(folder: Path, model: Path, *words: str, trace: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run the program of a loop in Python, as its README says, with the packages of the tests."""
+    environment = os.environ | ({} if trace is None else {"KVDOCTOR_TRACE": str(trace)})
+    command = [sys.executable, "main.py", "--model", str(model), *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
