@@ -68,7 +68,7 @@ def comparable(page: str) -> str:
 
 def runs_a_model(page: str) -> bool:
     """Whether a command of the page runs decode steps, and so takes seconds."""
-    slow = re.compile(r"kvdoctor (step-test|re-export|gate|repro|diff)|python")
+    slow = re.compile(r"kvdoctor (step-test|re-export|gate|repro|diff|loop)|python")
     return any(slow.search(command) for match in BLOCK.finditer(page) for command in commands(match[1]))
 
 

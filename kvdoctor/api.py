@@ -301,6 +301,13 @@ def loop(  # noqa: PLR0913 - one for each option of the command
     return write_loop(LoopRequest(os.fspath(path), target, language, stack, force, check), asked)
 
 
+def list_languages() -> tuple[str, ...]:
+    """The languages that `loop` writes."""
+    from kvdoctor.loops.language import languages
+
+    return tuple(languages())
+
+
 def gate(paths: "Path | Iterable[Path]", **options: "Unpack[GateOptions]") -> "GateResult":
     """Inspect and step-test models, and give one verdict for all of them.
 

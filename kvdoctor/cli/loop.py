@@ -16,9 +16,9 @@ _option = partial(click.option, cls=GroupedOption)
 
 
 def _complete_languages(_context: click.Context, _parameter: click.Parameter, start: str) -> list[str]:
-    from kvdoctor.loops.language import languages
+    from kvdoctor import api
 
-    return [name for name in languages() if name.startswith(start)]
+    return [name for name in api.list_languages() if name.startswith(start)]
 
 
 @command(
@@ -73,7 +73,7 @@ def _print(written: "WrittenLoop") -> None:
         click.echo(f"{printable(written.out)}: a decode loop for {printable(written.model)}{stack}")
         click.echo(f"  {', '.join(printable(name) for name in written.files)}")
     for remark in written.remarks:
-        click.echo(f"  note: {printable(remark)}")
+        click.echo(f"note: {printable(remark)}")
     for result in written.results:
         if result.problem is None:
             click.echo(f"  ok     {result.vector}: the tokens of the model ({printable(result.measured)})")

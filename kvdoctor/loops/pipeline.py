@@ -218,8 +218,8 @@ def _remarks(observed: ObservedLoop) -> Iterator[str]:
     plain = observed.plain
     if plain is not None and plain.outcome in ("failed", "differs", "died") and plain is not observed.held:
         yield (
-            "a loop that feeds every present back is wrong with this export; this one keeps the cross-attention cache "
-            "of the first call, which is right before and after a repair"
+            "feeding every present back fails with this export; this loop keeps the cross-attention cache of the first "
+            "call, which is right before and after a repair"
         )
     if observed.held is not None and observed.held.outcome in ("ambiguous", "inconclusive"):
         yield "the model rounds so much that the runs could not decide whether the loop is right"

@@ -19,7 +19,7 @@ def test_a_project_is_written_and_its_program_decodes(tmp_path: Path) -> None:
     out = tmp_path / "decode"
     done = kvdoctor("loop", MARIAN, "--language", "python", "-o", out)
     assert done.returncode == 0, done.stderr
-    assert "keeps the cross-attention cache of the first call" in " ".join(done.stdout.split())
+    assert "loop keeps the cross-attention cache of the first call" in " ".join(done.stdout.split())
     names = {path.name for path in out.iterdir()}
     assert names == {"README.md", "kvdoctor-loop.json", "loop.py", "main.py", "pyproject.toml"}
     (vector, *_) = json.loads((out / "kvdoctor-loop.json").read_text())["vectors"]
