@@ -1,8 +1,8 @@
 """kvdoctor: diagnoses and repairs ONNX decoders with a KV cache.
 
 The commands as functions: `inspect`, `step_test`, `re_export`, `repro`, `loop`, `gate` and `diff`; and
-`read_contracts`, `read_report`, `read_policy` and `render` (docs/python.md). Importing this loads none of them: what
-they need (onnx, numpy, rich) is loaded with the first call.
+`read_contracts`, `read_report`, `read_policy` and `render` (docs/python.md); `recording` notes the calls of your own
+loop. Importing this loads none of them: what they need (onnx, numpy, rich) is loaded with the first call.
 """
 
 from kvdoctor._version import __version__
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         repro,
         step_test,
     )
+    from kvdoctor.decode.caller_trace.recording import recording
     from kvdoctor.errors import KvdoctorError, Unhealthy, UsageError, Worse
     from kvdoctor.findings import Finding
     from kvdoctor.gating.policy import Policy
@@ -65,6 +66,7 @@ __all__ = (
     "read_contracts",
     "read_policy",
     "read_report",
+    "recording",
     "render",
     "repro",
     "step_test",
@@ -72,6 +74,7 @@ __all__ = (
 
 if not TYPE_CHECKING:  # a type checker must see that other names are not there
     HOMES = {
+        "decode.caller_trace.recording": ("recording",),
         "errors": ("KvdoctorError", "Unhealthy", "UsageError", "Worse"),
         "findings": ("Finding",),
         "gating.verdict": ("GateResult",),
