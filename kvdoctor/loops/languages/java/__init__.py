@@ -1,0 +1,30 @@
+"""Java 17, with the binding of Microsoft (`com.microsoft.onnxruntime`); its jar holds the runtime."""
+
+from kvdoctor.loops.language import Language
+from kvdoctor.loops.languages.java import expressions
+from kvdoctor.loops.languages.java.refusals import refuses
+
+LANGUAGE = Language(
+    name="java",
+    title="Java",
+    files={
+        "pom.xml": "pom.xml.j2",
+        "src/main/java/decodeloop/Decoder.java": "Decoder.java.j2",
+        "src/main/java/decodeloop/Main.java": "Main.java.j2",
+    },
+    filters={
+        "literal": expressions.literal,
+        "assigned": expressions.assigned,
+        "put": expressions.put,
+        "encoder_run": expressions.encoder_run,
+        "kept": expressions.kept,
+        "layouts": expressions.layouts,
+        "layout_of": expressions.layout_of,
+        "slot": expressions.slot,
+        "locals": expressions.local_variables,
+    },
+    build=(("mvn", "-q", "package"),),
+    run=("java", "-jar", "target/decode-loop.jar"),
+    tools=("java", "mvn"),
+    refuses=refuses,
+)
