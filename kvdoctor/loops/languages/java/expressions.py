@@ -172,7 +172,6 @@ def value(one: Input, plan: LoopPlan) -> Call:
     """The tensor of an input, from the local variables of the method that makes it."""
     sizes = [_size(dim) for dim in one.dims]
     columns = sizes[-1] if sizes else "1"
-    integer = one.dtype not in FLOATS
     match one.rule:
         case "tokens":
             return _made(one, f"tokens[{_row('newTokens')}][{_column('newTokens')}]", ["batch", "newTokens"])
@@ -187,19 +186,23 @@ def value(one: Input, plan: LoopPlan) -> Call:
             return _made(one, _truth(f"sourceMask(i, {sizes[0]}, {columns})", one.dtype), sizes)
         case "encoder-mask":
             return _made(one, _truth("1", one.dtype), sizes)
-        case "encoder-input" if integer:
+        case "encoder-input" if one.dtype not in FLOATS:
             rows = f"source[{_row('sourceLength')}][{_column('sourceLength')}]"
             return _made(one, rows, ["source.length", "sourceLength"])
         case "encoder-input" | "encoder-states":
             return _made(one, "source[i]", ["shape"])
-        case _ if one.count == "cached" and one.dtype == "bool":
-            return _made(one, "past > 0", sizes)
-        case _ if one.count != "constant":
-            return _made(one, _truth(COUNTS[one.count], one.dtype), sizes)
-        case _ if one.dtype == "bool":
-            return _made(one, "true" if one.value else "false", sizes)
-        case _:
-            return _made(one, str(int(one.value)) if integer or one.value == int(one.value) else str(one.value), sizes)
+        case "number":
+            return _made(one, _number(one), sizes)
+
+
+def _number(one: Input) -> str:
+    if one.count == "cached" and one.dtype == "bool":
+        return "past > 0"
+    if one.count != "constant":
+        return _truth(COUNTS[one.count], one.dtype)
+    if one.dtype == "bool":
+        return "true" if one.value else "false"
+    return str(int(one.value) if one.dtype not in FLOATS or one.value == int(one.value) else one.value)
 
 
 def _made(one: Input, element: str, sizes: Sequence[str]) -> Call:
