@@ -4,6 +4,7 @@ A value is a function of the index of an element: `int64(i -> past + i % newToke
 is one line, and a loop has no function for a mask that it does not need.
 """
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -88,8 +89,8 @@ class Call:
         if len(inner + together) <= WIDTH:
             return [f"{blank}{self.head}(", inner + together]
         made = [f"{blank}{self.head}("]
-        for argument in self.arguments:
-            end = f"){tail}" if argument is self.arguments[-1] else ","
+        for number, argument in enumerate(self.arguments, 1):
+            end = f"){tail}" if number == len(self.arguments) else ","
             made += argument.lines(indent + 4, end) if isinstance(argument, Call) else [f"{inner}{argument}{end}"]
         return made
 
@@ -104,6 +105,21 @@ def assigned(arguments: Iterable[str], name: str, call: str) -> str:
 def put(one: Input, plan: LoopPlan) -> str:
     """The statement that adds an input to the map `inputs`."""
     return "\n".join(Call("inputs.put", (literal(one.name), value(one, plan))).lines(4, ";"))
+
+
+def javadoc(text: str) -> str:
+    """A paragraph of the comment of a class, as google-java-format fills it."""
+    return textwrap.fill(
+        text, WIDTH, initial_indent=" * ", subsequent_indent=" * ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def layout_record(plan: LoopPlan) -> str:
+    """The declaration of what `layouts` makes."""
+    fields = ["OnnxJavaType type"]
+    fields += ["int batchAxis"] * plan.reorders + ["int lengthAxis"] * (plan.cuts or plan.copies)
+    fields += ["Carry carry"] * plan.copies + ["long... shape"]
+    return "\n".join(Call("private record Layout", fields).lines(2, " {}"))
 
 
 def encoder_run(outputs: Iterable[str], several: bool) -> str:
