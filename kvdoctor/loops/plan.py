@@ -96,8 +96,9 @@ class Input:
 class CallPlan:
     """One kind of call: the file it goes to, its inputs beside the cache, and whether it takes the cache as well.
 
-    `logits` is the output of which the next token is made, `logits_type` its element type; `states` is the output with
-    the encoder states. `outputs` are all outputs that the loop uses, in the order of the graph.
+    `logits` is the output of which the next token is made, `logits_type` its element type, `logits_dims` its shape;
+    `states` is the output with the encoder states, `states_dims` its shape. Shapes are empty where the graph declares
+    none. `outputs` are all outputs that the loop uses, in the order of the graph.
     """
 
     file: str
@@ -107,6 +108,8 @@ class CallPlan:
     logits: str | None = None
     logits_type: str = "float"
     states: str | None = None
+    logits_dims: tuple[Dim, ...] = ()
+    states_dims: tuple[Dim, ...] = ()
 
     def of_rule(self, rule: Rule) -> tuple[Input, ...]:
         """The inputs that follow a rule."""
@@ -368,7 +371,19 @@ def _call(contract: CacheContract, phase: PhaseName) -> CallPlan:
         logits=logits.name if logits else None,
         logits_type=logits.dtype if logits else "float",
         states=states if phase == "encode" else None,
+        logits_dims=_declared(logits.name if logits else None, graph),
+        states_dims=_declared(states, graph),
     )
+
+
+def _dims(port: Port) -> tuple[Dim, ...]:
+    """The sizes of a port: the declared numbers, else what the axes count."""
+    return tuple(d if isinstance(d, int) else axis for d, axis in zip(port.shape or (), port.axes, strict=True))
+
+
+def _declared(output: str | None, graph: Graph) -> tuple[Dim, ...]:
+    """The shape of an output, empty where none is declared."""
+    return next((_dims(port) for port in graph.outputs if port.name == output and port.axes), ())
 
 
 def _output(graph: Graph, role: Role) -> str | None:
@@ -379,7 +394,7 @@ def _input(port: Port, phase: PhaseName, contract: CacheContract) -> Input:
     if port.shape is None or port.dtype not in TYPES:
         declared = f"element type {port.dtype}" if port.dtype not in TYPES else "no declared shape"
         raise NoLoop(f"input {port.name!r} has {declared}, for which there is no loop yet")
-    dims = tuple(d if isinstance(d, int) else axis for d, axis in zip(port.shape, port.axes, strict=True))
+    dims = _dims(port)
     if port.role in RULES:
         made = Input(port.name, port.dtype, dims, RULES[port.role])
         return _causal(made, port, contract) if made.rule == "causal-mask" else made
