@@ -30,6 +30,7 @@ LOCALS = {
 
 COUNTS = {"past": "past", "total": "total", "last": "total - 1", "new": "count", "cached": "min(past, 1)"}
 
+
 def literal(text: str | None) -> str:
     """A string literal of any text; None is the empty string, which is the name of nothing."""
     return '"' + "".join(map(_escaped, text or "")) + '"'
@@ -72,7 +73,7 @@ def put(one: Input, pads: bool = False) -> str:
     return f"{half}(call, {literal(one.name)}, {_array(one, pads)})"
 
 
-def _array(one: Input, pads: bool) -> str:  # noqa: C901 - a case for each rule
+def _array(one: Input, pads: bool) -> str:
     kind = go_type(one.dtype)
     sizes = shape(one.dims)
     padding = ", d.padding" if pads and one.dims[:1] == ("batch",) else ", nil" if pads else ""
@@ -117,7 +118,9 @@ def has(inputs: Iterable[Input], name: str, pads: bool = False) -> bool:
     Go refuses a variable that nobody reads, and a function that nobody calls is only in the way.
     """
     word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
-    return any(word.search(f"putHalf {_array(one, pads)}" if one.dtype == "float16" else _array(one, pads)) for one in inputs)
+    return any(
+        word.search(f"putHalf {_array(one, pads)}" if one.dtype == "float16" else _array(one, pads)) for one in inputs
+    )
 
 
 def used(call: CallPlan, name: str, pads: bool = False) -> bool:

@@ -30,7 +30,7 @@ def refuses(plan: LoopPlan) -> str | None:
     if plan.source is not None and plan.source.dtype == "bool":
         return "the encoder's input is of booleans, which the program has no option for"
     unknown = [slot.past for slot in plan.slots if _needs_room(slot, plan) and not _is_known(slot)]
-    unknown += [str(call.logits) for call in _calls_with_room(plan) if not _has_known_logits(call, plan)]
+    unknown += [str(call.logits) for call in _calls_with_room(plan) if not _has_known_logits(call)]
     unknown += [name for name, dims in _halves_of_encoder(plan) if not _encoder_shape(dims, plan)]
     if unknown:
         reason = "one file is asked for other outputs in its first call" if bound(plan) else "it is float16"
@@ -90,10 +90,10 @@ def slot_room(plan: LoopPlan) -> str:
 
 def logits_room(plan: LoopPlan) -> list[tuple[str, str, str, str]]:
     """Where the loop allocates logits: a condition, the output, its element type and its shape."""
-    known = {"batch": "batch", "new": "count", "vocabulary": "vocabulary"}
+    known = {"batch": "batch", "new": "count"}
     rooms = []
     for call in _calls_with_room(plan):
-        shape = ", ".join(str(dim) if isinstance(dim, int) else known.get(dim, "1") for dim in call.logits_dims)
+        shape = ", ".join(str(dim) if isinstance(dim, int) else known[dim] for dim in call.logits_dims)
         rooms.append((str(call.logits), call.logits_type, f"[]int64{{{shape}}}", call is plan.prefill))
     if len(rooms) == 2 and rooms[0][:3] == rooms[1][:3]:
         return [("", *rooms[0][:3])]
@@ -184,9 +184,8 @@ def _calls_with_room(plan: LoopPlan) -> list[CallPlan]:
     return calls + [plan.decode] * (plan.decode.logits_type == "float16")
 
 
-def _has_known_logits(call: CallPlan, plan: LoopPlan) -> bool:
-    known = ("batch", "new", *["vocabulary"] * (plan.vocabulary is not None))
-    return bool(call.logits_dims) and all(isinstance(dim, int) or dim in known for dim in call.logits_dims)
+def _has_known_logits(call: CallPlan) -> bool:
+    return bool(call.logits_dims) and all(isinstance(dim, int) or dim in ("batch", "new") for dim in call.logits_dims)
 
 
 def _halves_of_encoder(plan: LoopPlan) -> list[tuple[str, tuple[Dim, ...]]]:
