@@ -32,6 +32,7 @@ LANGUAGE = Language(
                 needs.slot_room,
                 needs.logits_room,
                 needs.reserved,
+                needs.reserved_first,
                 needs.reserved_words,
                 needs.encoder_room,
                 needs.encoder_reads,

@@ -105,6 +105,12 @@ def reserved(plan: LoopPlan) -> bool:
     return bool(slot_room(plan) or logits_room(plan))
 
 
+def reserved_first(plan: LoopPlan) -> bool:
+    """Whether the loop allocates outputs of first calls alone."""
+    conditions = {slot_room(plan), *(condition for condition, *_ in logits_room(plan))}
+    return conditions == {"d.length == 0"}
+
+
 def reserved_words(plan: LoopPlan) -> str:
     """The same for a comment."""
     words = ["those of a first call that returns others than later calls"] * bound(plan)
