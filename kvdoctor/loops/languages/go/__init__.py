@@ -38,7 +38,6 @@ LANGUAGE = Language(
                 needs.encoder_reads,
                 needs.uses,
                 needs.by_length,
-                needs.length_axis,
                 needs.types,
                 needs.cache_types,
                 needs.zero_types,
@@ -46,7 +45,7 @@ LANGUAGE = Language(
             )
         },
     },
-    build=(("go", "build", "-o", "decode", "."),),
+    build=(("go", "build"),),
     run=("./decode",),
     tools=("go", "gcc"),
     environment={"ONNXRUNTIME_LIB": "{onnxruntime}"},

@@ -147,12 +147,6 @@ def by_length(plan: LoopPlan) -> bool:
     return asked or ("encoder" in plan.axes and reserved(plan))
 
 
-def length_axis(plan: LoopPlan) -> bool:
-    """Whether the loop asks for the axis of the tokens."""
-    told = (plan.encode and plan.encode.states) or (plan.source and plan.source.rule == "encoder-states")
-    return plan.copies or plan.cuts or (by_length(plan) and not told)
-
-
 def types(plan: LoopPlan) -> list[str]:
     """The types in Go of the tensors that a trace can show."""
     return sorted({go_type(one) for one in plan.dtypes if one != "float16"})
