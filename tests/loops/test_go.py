@@ -85,7 +85,7 @@ def test_a_literal_is_plain_ascii(text: str | None, written: str) -> None:
             'put(call, "p", convert[int32](positions([]int64{count}, past, nil)))',
         ),
         (Input("c", "bool", (1,), "number", "cached"), 'put(call, "c", full([]int64{1}, min(past, 1) != 0))'),
-        (Input("c", "int64", (), "number", "last"), 'put(call, "c", full([]int64{}, total - 1))'),
+        (Input("c", "int64", (), "number", "last"), 'put(call, "c", full([]int64{}, total-1))'),
     ],
 )
 def test_an_input_is_made_by_one_statement(one: Input, written: str) -> None:

@@ -28,7 +28,7 @@ LOCALS = {
 }
 """The same as local variables of the functions that make the inputs."""
 
-COUNTS = {"past": "past", "total": "total", "last": "total - 1", "new": "count", "cached": "min(past, 1)"}
+COUNTS = {"past": "past", "total": "total", "last": "total-1", "new": "count", "cached": "min(past, 1)"}
 
 
 def literal(text: str | None) -> str:
