@@ -1,0 +1,42 @@
+"""C++ with the runtime's own C++ interface; values are passed on by their handles."""
+
+from kvdoctor.loops.language import Language
+from kvdoctor.loops.languages.cpp import expressions
+
+LANGUAGE = Language(
+    name="cpp",
+    title="C++",
+    files={
+        "decoder.hpp": "decoder.hpp.j2",
+        "decoder.cpp": "decoder.cpp.j2",
+        "main.cpp": "main.cpp.j2",
+        "CMakeLists.txt": "CMakeLists.txt.j2",
+        ".clang-format": "clang-format.j2",
+    },
+    filters={
+        "literal": expressions.literal,
+        "path": expressions.path,
+        "element": expressions.element,
+        "onnx_type": expressions.onnx_type,
+        "value": expressions.value,
+        "source_type": expressions.source_type,
+        "is_fed_zeros": expressions.is_fed_zeros,
+        "fills": expressions.fills,
+        "first_shape": expressions.first_shape,
+        "first_size": expressions.first_size,
+        "axis": expressions.axis,
+        "carry": expressions.carry,
+        "locals": expressions.local_names,
+        "follows": expressions.follows,
+        "needs_states": expressions.needs_states,
+        "takes_other_outputs": expressions.takes_other_outputs,
+    },
+    build=(
+        ("cmake", "-S", ".", "-B", "build", "-DCMAKE_BUILD_TYPE=Release"),
+        ("cmake", "--build", "build"),
+    ),
+    run=("build/decode",),
+    tools=("cmake", "c++"),
+    environment={"ONNXRUNTIME_LIB": "{onnxruntime}"},
+    refuses=expressions.refuses,
+)
