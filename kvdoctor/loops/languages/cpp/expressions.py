@@ -76,7 +76,7 @@ def source_type(one: Input) -> str:
 
 
 def is_fed_zeros(slot: SlotPlan, plan: LoopPlan) -> bool:
-    """Whether the loop makes a slot's first value: the first call takes it, nothing else makes it, or it is added to."""
+    """Whether the loop makes a slot's first value: the first call takes it, or nothing else makes it, or it grows."""
     return not slot.by_encoder and (slot.past in plan.prefill.pasts or slot.made is None or slot.copies)
 
 
