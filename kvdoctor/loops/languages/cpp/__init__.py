@@ -1,5 +1,6 @@
 """C++ with the runtime's own C++ interface; values are passed on by their handles."""
 
+from kvdoctor.loops import plan_questions
 from kvdoctor.loops.language import Language
 from kvdoctor.loops.languages.cpp import expressions
 
@@ -20,16 +21,16 @@ LANGUAGE = Language(
         "onnx_type": expressions.onnx_type,
         "value": expressions.value,
         "source_type": expressions.source_type,
-        "is_fed_zeros": expressions.is_fed_zeros,
-        "fills": expressions.fills,
+        "is_fed_zeros": plan_questions.is_fed_zeros,
+        "fills": plan_questions.fills,
         "first_shape": expressions.first_shape,
         "first_size": expressions.first_size,
         "axis": expressions.axis,
         "carry": expressions.carry,
         "locals": expressions.local_names,
-        "follows": expressions.follows,
+        "follows": plan_questions.follows,
         "needs_states": expressions.needs_states,
-        "takes_other_outputs": expressions.takes_other_outputs,
+        "takes_other_outputs": plan_questions.takes_other_outputs,
     },
     build=(
         ("cmake", "-S", ".", "-B", "build", "-DCMAKE_BUILD_TYPE=Release"),

@@ -1,9 +1,9 @@
 """How C++ makes the values of a loop: the expressions that the templates of this folder print."""
 
-import re
 from collections.abc import Iterable
 
 from kvdoctor.loops.plan import FLOATS, CallPlan, Dim, Input, LoopPlan, SlotPlan
+from kvdoctor.loops.plan_questions import nul_in, words_of
 
 ELEMENTS = {
     "float": "float",
@@ -75,16 +75,6 @@ def source_type(one: Input) -> str:
     return "std::int64_t" if one.dtype in ("int64", "int32") else "float"
 
 
-def is_fed_zeros(slot: SlotPlan, plan: LoopPlan) -> bool:
-    """Whether the loop makes a slot's first value: the first call takes it, or nothing else makes it, or it grows."""
-    return not slot.by_encoder and (slot.past in plan.prefill.pasts or slot.made is None or slot.copies)
-
-
-def fills(plan: LoopPlan) -> bool:
-    """Whether the loop makes the first value of some slot."""
-    return any(is_fed_zeros(slot, plan) for slot in plan.slots)
-
-
 def axis(name: str) -> str:
     """The constant of an axis whose size is known only when the loop runs."""
     return f"k{_camel(name)}Axis"
@@ -116,25 +106,14 @@ def first_size(name: str, plan: LoopPlan) -> str:
     return sizes.get(name, "1")
 
 
-def follows(plan: LoopPlan, *rules: str) -> bool:
-    """Whether some input follows one of the rules."""
-    return not plan.rules.isdisjoint(rules)
-
-
 def local_names(call: CallPlan, plan: LoopPlan) -> frozenset[str]:
-    """The local variables by which the inputs of a call are made: a compiler warns of one that is not used."""
-    made = " ".join(value(one, plan) for one in call.inputs if one.rule not in ("encoder-states", "encoder-input"))
-    return frozenset(re.findall(r"[a-z_]+", made))
+    """The local variables by which the inputs of a call are made."""
+    return words_of(call, plan, value)
 
 
 def needs_states(plan: LoopPlan) -> bool:
     """Whether some input is made by the number of encoder states."""
     return any("encoder_length" in local_names(call, plan) for call in (plan.prefill, plan.decode))
-
-
-def takes_other_outputs(plan: LoopPlan) -> bool:
-    """Whether the first call returns some part of the cache under another name than the later ones."""
-    return any(slot.made != slot.present for slot in plan.slots)
 
 
 def shape(dims: Iterable[Dim]) -> str:
@@ -180,20 +159,10 @@ def value(one: Input, plan: LoopPlan) -> str:
 
 def refuses(plan: LoopPlan) -> str | None:
     """Why the C interface, on which the C++ interface stands, cannot serve a plan."""
-    for name in _names(plan):
-        if "\0" in name:
-            return f"a name of the model has a NUL ({name[:40]!r}), which ends a name in the C interface of the runtime"
+    name = nul_in(plan)
+    if name is not None:
+        return f"a name of the model has a NUL ({name[:40]!r}), which ends a name in the C interface of the runtime"
     for call in (plan.prefill, plan.decode):
         if call.logits_type not in ("float", "float16", "bfloat16", "double"):
             return f"the logits have element type {call.logits_type}, for which there is no loop yet"
     return None
-
-
-def _names(plan: LoopPlan) -> Iterable[str]:
-    for call in plan.calls:
-        yield call.file
-        yield from (one.name for one in call.inputs)
-        yield from call.pasts
-        yield from call.outputs
-    for slot in plan.slots:
-        yield from (name for name in (slot.past, slot.present, slot.made) if name is not None)
