@@ -29,6 +29,12 @@ def takes_other_outputs(plan: LoopPlan) -> bool:
     return any(slot.made != slot.present for slot in plan.slots)
 
 
+def source_axis(plan: LoopPlan) -> int:
+    """The axis of a source along which its length counts; the second one where none is named so."""
+    dims = plan.source.dims if plan.source else ()
+    return next((i for i, dim in enumerate(dims) if dim in ("encoder", "encoder_input")), 1)
+
+
 def words_of(call: CallPlan, plan: LoopPlan, value: Value) -> frozenset[str]:
     """The words in the expressions of a call's inputs: a compiler warns of a local variable that none of them uses."""
     made = [value(one, plan) for one in call.inputs if one.rule not in ("encoder-states", "encoder-input")]

@@ -30,6 +30,7 @@ LANGUAGE = Language(
         "locals": expressions.local_names,
         "follows": plan_questions.follows,
         "needs_states": expressions.needs_states,
+        "source_axis": plan_questions.source_axis,
         "takes_other_outputs": plan_questions.takes_other_outputs,
     },
     build=(

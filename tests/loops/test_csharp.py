@@ -1,0 +1,65 @@
+"""C#: names as string literals, and the expressions that make values."""
+
+import json
+
+import pytest
+from support.isolated import EXPORTS
+
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.loops.languages.csharp import LANGUAGE, expressions
+from kvdoctor.loops.plan import Input, LoopPlan, make_plan
+from kvdoctor.loops.project import render
+
+HOSTILE = ('a"b', "a\\", "a\nb\r\tc", "${x} {y}", "*/ // ", '"""', "\x011", "é7", "\u2028", "class", "x" * 10_000, "")
+
+
+def plan_of(name: str) -> LoopPlan:
+    folder = open_folder(EXPORTS / name)
+    return make_plan(read_contract(folder.stacks[0], folder.side_cars), name)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_literal_is_the_name_again(name: str) -> None:
+    literal = expressions.literal(name)
+    assert literal.isascii()
+    assert json.loads(literal) == name  # the escapes that are used are those of JSON
+
+
+def test_a_character_beyond_16_bits_has_eight_digits() -> None:
+    assert expressions.literal("\N{PILE OF POO}9") == r'"\U0001f4a99"'
+
+
+def test_no_name_is_null() -> None:
+    assert expressions.literal(None) == "null"
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (Input("x", "int64", ("batch", "new"), "tokens"), "Tensor([batch, count], Flat(tokens), x => x)"),
+        (Input("x", "int32", ("new",), "tokens"), "Tensor([batch * count], Flat(tokens), x => (int)(x))"),
+        (
+            Input("x", "float16", (1, 1, "new", 8), "causal-mask", shown=0.0, hidden=-1e4),
+            "CausalMask<Float16>([1, 1, count, 8], past, (Float16)(0.0f), (Float16)(-10000.0f))",
+        ),
+        (
+            Input("x", "bool", ("batch", "total"), "encoder-mask"),
+            "EncoderMask([batch, total], _sourceMask, x => x != 0)",
+        ),
+        (Input("x", "bool", (1,), "number", "cached"), "Filled<bool>([1], past > 0)"),
+        (Input("x", "int64", (), "number", "last"), "Filled<long>([], total - 1)"),
+        (Input("x", "int32", (1,), "number", "last"), "Filled<int>([1], (int)(total - 1))"),
+        (Input("x", "float", (), "number", value=0.1), "Filled<float>([], 0.1f)"),
+    ],
+)
+def test_values(one: Input, expected: str) -> None:
+    assert expressions.value(one, plan_of("gpt2")) == expected
+
+
+@pytest.mark.parametrize("name", ["marian-4.57.6", "llama-gqa", "whisper", "gpt2", "t5"])
+def test_braces_and_parentheses_of_a_program_are_even(name: str) -> None:
+    for text in render(plan_of(name), LANGUAGE).values():
+        assert text.count("{") == text.count("}")
+        assert text.count("(") == text.count(")")
+        assert text.count("[") == text.count("]")
