@@ -7,16 +7,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvdoctor.errors import KvdoctorError
-from kvdoctor.loops.language import Language
+from kvdoctor.loops.language import CannotBuild, Language
 from kvdoctor.loops.vectors import Vector, differences
 from kvdoctor.records import record
 
 BUILD_SECONDS, RUN_SECONDS = 900, 120
-
-
-class CannotBuild(KvdoctorError):
-    """A project could not be built here, which says nothing about the loop: the message has the reason."""
 
 
 @record
@@ -64,13 +59,18 @@ def _environment(language: Language) -> dict[str, str]:
     """The variables of this process with those of the language.
 
     Raises:
-        CannotBuild: a tool of the language is not installed.
+        CannotBuild: a tool of the language is not installed, or what else it needs could not be fetched.
     """
     missing = [tool for tool in language.tools if shutil.which(tool) is None]
     if missing:
         raise CannotBuild(f"{' and '.join(missing)} not found: install the tools of {language.title}")
-    known = {"onnxruntime": str(find_library() or ""), "cache": str(build_cache() / language.name)}
-    return os.environ | {name: text.format(**known) for name, text in language.environment.items()}
+    cache = build_cache() / language.name
+    known = {"onnxruntime": str(find_library() or ""), "cache": str(cache)}
+    return (
+        os.environ
+        | {name: text.format(**known) for name, text in language.environment.items()}
+        | dict(language.prepare(cache))
+    )
 
 
 def find_library() -> Path | None:

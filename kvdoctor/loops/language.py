@@ -5,8 +5,10 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from kvdoctor.errors import KvdoctorError
 from kvdoctor.loops.plan import LoopPlan
 from kvdoctor.records import record
 
@@ -14,6 +16,15 @@ from kvdoctor.records import record
 def takes_all(plan: LoopPlan) -> str | None:  # noqa: ARG001
     """A language whose binding has all that any plan needs."""
     return None
+
+
+def needs_nothing(cache: Path) -> Mapping[str, str]:  # noqa: ARG001
+    """A language whose tools fetch all that a project needs."""
+    return {}
+
+
+class CannotBuild(KvdoctorError):
+    """A project could not be built here, which says nothing about the loop: the message has the reason."""
 
 
 @record
@@ -28,7 +39,9 @@ class Language:
         build: Commands that build the project, run in its folder, in order.
         run: The command that runs the program, run in its folder; arguments follow.
         tools: Programs that must be installed.
-        environment: Variables for building and running; `{onnxruntime}` stands for the runtime's shared library.
+        environment: Variables for building and running; `{onnxruntime}` stands for the runtime's shared library,
+            `{cache}` for a folder where builds may keep what later ones use.
+        prepare: Fetches what the tools of the language do not, into that folder; returns further variables.
         refuses: Says why there is no loop for a plan in this language, or None.
     """
 
@@ -40,6 +53,7 @@ class Language:
     run: tuple[str, ...]
     tools: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    prepare: Callable[[Path], Mapping[str, str]] = needs_nothing
     refuses: Callable[[LoopPlan], str | None] = takes_all
 
 

@@ -16,8 +16,8 @@ from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.errors import UsageError, did_you_mean
-from kvdoctor.loops.check import CannotBuild, VectorResult, check
-from kvdoctor.loops.language import Language, languages
+from kvdoctor.loops.check import VectorResult, check
+from kvdoctor.loops.language import CannotBuild, Language, languages
 from kvdoctor.loops.plan import NoLoop, make_plan
 from kvdoctor.loops.project import render
 from kvdoctor.loops.vectors import LoopTarget, ObservedLoop, Vector, observe

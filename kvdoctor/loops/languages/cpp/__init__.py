@@ -2,7 +2,7 @@
 
 from kvdoctor.loops import plan_questions
 from kvdoctor.loops.language import Language
-from kvdoctor.loops.languages.cpp import expressions
+from kvdoctor.loops.languages.cpp import expressions, headers
 
 LANGUAGE = Language(
     name="cpp",
@@ -40,5 +40,6 @@ LANGUAGE = Language(
     run=("build/decode",),
     tools=("cmake", "c++"),
     environment={"ONNXRUNTIME_LIB": "{onnxruntime}"},
+    prepare=headers.prepare,
     refuses=expressions.refuses,
 )

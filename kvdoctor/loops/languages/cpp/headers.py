@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from kvdoctor.errors import KvdoctorError
+from kvdoctor.loops.language import CannotBuild
 
 
 class Source(NamedTuple):
@@ -36,7 +36,7 @@ SOURCES = {
 """By the release of ONNX Runtime."""
 
 
-class NoHeaders(KvdoctorError):
+class NoHeaders(CannotBuild):
     """The headers could not be had: the message says why."""
 
 
@@ -87,3 +87,14 @@ def _unpack(archive: Path, inside: str, folder: Path) -> None:
                 (folder / name).write_bytes(content.read())
     if not (folder / "onnxruntime_cxx_api.h").is_file():
         raise NoHeaders(f"there is no onnxruntime_cxx_api.h in {inside}")
+
+
+def prepare(cache: Path) -> dict[str, str]:
+    """The headers beside the library of the wheel, where the environment names no release of its own.
+
+    Raises:
+        NoHeaders: they could not be had.
+    """
+    if any(os.environ.get(name) for name in ("ONNXRUNTIME_ROOT", "ONNXRUNTIME_INCLUDE")):
+        return {}
+    return {"ONNXRUNTIME_INCLUDE": os.fspath(fetch_headers(max(SOURCES), cache))}
