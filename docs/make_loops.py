@@ -1,7 +1,7 @@
 """Writes examples/loops, and the table in docs/loops.md: `python docs/make_loops.py [--table]`.
 
-The examples are the loops for two models, in each language, as `kvdoctor loop` writes them. The table is made by building
-and running a loop for each of its models in each language, with the tools that are installed.
+The examples are the loops for two models, in each language, as `kvdoctor loop` writes them. The table is made by
+building and running a loop for each of its models in each language, with the tools that are installed.
 """
 
 import re

@@ -4,7 +4,6 @@ The sample runs with the other tests. The whole zoo needs isolated environments 
 the zoo alone.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,13 +47,6 @@ def parameters() -> list[object]:
     copies = [row for row in ROWS if row.variant != "exported" and row not in SAMPLE]
     default = [pytest.param(row, False, id=str(row), marks=() if row in SAMPLE else slow) for row in (*SAMPLE, *copies)]
     return [*default, *thorough]
-
-
-@pytest.fixture(scope="session")
-def maker(tmp_path_factory: pytest.TempPathFactory) -> Maker:
-    """Makes exports in a folder that the processes of one test session share."""
-    mine = tmp_path_factory.getbasetemp()
-    return Maker((mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "zoo")
 
 
 @pytest.fixture(scope="session")

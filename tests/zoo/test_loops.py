@@ -1,0 +1,38 @@
+"""Loops for exports of many architectures and layouts print the tokens of their models, in every language."""
+
+import pytest
+from making import Maker
+from row import Row
+from support.isolated import give_up
+from support.loop_programs import assert_decodes
+from tables import ROWS
+
+from kvdoctor.loops.language import languages
+
+pytestmark = [pytest.mark.zoo, pytest.mark.slow]
+
+LAYOUTS = (
+    "transformers-llama",
+    "transformers-gpt2",
+    "transformers-t5",
+    "transformers-whisper",
+    "transformers-llama-static",
+    "transformers-marian-static",
+)
+"""Exports whose loops differ."""
+
+CHOSEN = [row for row in ROWS if str(row).removesuffix("-exported") in LAYOUTS]
+
+
+@pytest.mark.parametrize("row", CHOSEN, ids=str)
+@pytest.mark.parametrize("language", languages())
+def test_a_loop_decodes_an_export(language: str, row: Row, maker: Maker) -> None:
+    made = maker.make(row)
+    if made.obstacle:
+        give_up(made.obstacle)
+    assert made.failure is None
+    assert_decodes(language, made.folder)
+
+
+def test_every_chosen_export_is_in_the_zoo() -> None:
+    assert len(CHOSEN) == len(LAYOUTS)
