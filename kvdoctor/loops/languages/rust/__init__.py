@@ -1,0 +1,39 @@
+"""Rust, with the crate `ort`: values go from step to step as the runtime made them."""
+
+from kvdoctor.loops.language import Language
+from kvdoctor.loops.languages.rust import expressions
+
+ORT = "2.0.0-rc.15"
+"""The release that the manifest pins. The program builds with 2.0.0-rc.10 as well: it uses what both have."""
+
+DYNAMIC = ("--release", "--quiet", "--no-default-features", "--features", "dynamic")
+
+LANGUAGE = Language(
+    name="rust",
+    title="Rust",
+    files={
+        "src/lib.rs": "lib.rs.j2",
+        "src/main.rs": "main.rs.j2",
+        "Cargo.toml": "Cargo.toml.j2",
+        "rustfmt.toml": "rustfmt.toml.j2",
+    },
+    filters={
+        "literal": expressions.literal,
+        "option": expressions.option,
+        "type": expressions.rust_type,
+        "axis": expressions.axis,
+        "array": expressions.array,
+        "inputs": expressions.inputs,
+        "conversions": expressions.conversions,
+        "makes_mask": expressions.makes_mask,
+        "carries": expressions.carries,
+        "read_types": expressions.read_types,
+        "variant": expressions.variant,
+        "ort": lambda _: ORT,
+    },
+    build=(("cargo", "build", *DYNAMIC),),
+    run=("cargo", "run", *DYNAMIC, "--"),
+    tools=("cargo",),
+    environment={"ORT_DYLIB_PATH": "{onnxruntime}"},
+    refuses=expressions.refuses,
+)
