@@ -18,6 +18,7 @@ LANGUAGE = Language(
         "dtype": expressions.dtype,
         "shape": expressions.shape,
         "value": expressions.value,
+        "used": expressions.used,
     },
     build=(),
     run=(sys.executable, "main.py"),  # where kvdoctor is installed, so are the packages that the program needs

@@ -1,8 +1,9 @@
 """How Python makes the values of a loop: the expressions that the templates of this folder print."""
 
+import re
 from collections.abc import Iterable
 
-from kvdoctor.loops.plan import Dim, Input
+from kvdoctor.loops.plan import CallPlan, Dim, Input
 
 NUMPY = {"float": "float32", "bool": "bool_"}
 """Element types that numpy calls otherwise."""
@@ -60,3 +61,8 @@ def value(one: Input) -> str:
             return f"np.full({shape(one.dims)}, {number}, {kind})"
         case _:
             return "source"
+
+
+def used(call: CallPlan) -> frozenset[str]:
+    """The local variables that the values of a call are made from."""
+    return frozenset(re.findall("|".join(rf"\b{name}\b" for name in KNOWN_AXES), " ".join(map(value, call.inputs))))
