@@ -34,6 +34,6 @@ LANGUAGE = Language(
     build=(("cargo", "build", *DYNAMIC),),
     run=("cargo", "run", *DYNAMIC, "--"),
     tools=("cargo",),
-    environment={"ORT_DYLIB_PATH": "{onnxruntime}"},
+    environment={"ORT_DYLIB_PATH": "{onnxruntime}", "CARGO_TARGET_DIR": "{cache}"},
     refuses=expressions.refuses,
 )

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from kvdoctor.loops.plan import CallPlan, Dim, Input, LoopPlan
+from kvdoctor.loops.plan_questions import nul_in
 
 TYPES = {
     "float": "f32",
@@ -20,7 +21,14 @@ TYPES = {
 }
 KNOWN_AXES = ("batch", "new", "past", "total", "encoder", "encoder_input", "capacity")
 COUNTS = {"past": "past", "total": "total", "last": "total - 1", "new": "new", "cached": "usize::from(past > 0)"}
-NUMBERS = {"past": "past_length", "total": "total_length", "last": "last_index", "new": "new_length", "cached": "cached"}
+NUMBERS = {
+    "constant": "constant",
+    "past": "past_length",
+    "total": "total_length",
+    "last": "last_index",
+    "new": "new_length",
+    "cached": "cached",
+}
 LOCALS = {
     "tokens": "tokens",
     "attention-mask": "mask",
@@ -75,13 +83,13 @@ def axis(dim: Dim) -> str:
 
 
 def refuses(plan: LoopPlan) -> str | None:
-    """Names that do not reach the runtime: it takes them as C strings, and Rust's strings are UTF-8."""
-    names = [*plan.files]
-    for call in plan.calls:
-        names += [*(one.name for one in call.inputs), *call.pasts, *call.outputs]
-    for name in names:
-        if "\0" in name:
-            return f"the name {name!r} holds a zero byte, where a C string ends: every release of ort refuses it"
+    """Names that do not reach the runtime: ort passes them as C strings, and Rust's strings are UTF-8."""
+    if (name := nul_in(plan)) is not None:
+        return f"the name {name!r} has a NUL, where a C string ends: every release of ort refuses it"
+    slots = [name for slot in plan.slots for name in (slot.past, slot.made, slot.present) if name is not None]
+    inputs_of = [one.name for one in plan.inputs]
+    outputs = [name for call in plan.calls for name in call.outputs]
+    for name in (*plan.files, *slots, *inputs_of, *outputs):
         if any("\ud800" <= char <= "\udfff" for char in name):
             return f"the name {name!r} is not UTF-8, as Rust's strings are"
     return None
@@ -126,25 +134,34 @@ def _elements(dims: Iterable[Dim]) -> str:
 
 def inputs(call: CallPlan, plan: LoopPlan) -> str:
     """The statements that make the inputs of a call beside the cache, and the list of them with their names."""
-    made = [one for one in call.inputs if one.rule not in ("encoder-states", "encoder-input")]
-    if plan.encode is call:
-        made = list(call.inputs)
-    names, statements = [], []
-    for one in made:
-        local = NUMBERS.get(one.count, "constant") if one.rule == "number" else LOCALS[one.rule]
-        taken = sum(name.rstrip("0123456789").rstrip("_") == local for name in names)
-        names.append(f"{local}_{taken + 1}" if taken else local)
+    encodes = plan.encode is call
+    made = [one for one in call.inputs if encodes or one.rule not in ("encoder-states", "encoder-input")]
+    names = _locals(made)
+    statements: list[str] = []
+    for name, one in zip(names, made, strict=True):
         if one.rule != "encoder-input":
-            statements += _statements(names[-1], one, plan)
-    sizes = dict(SIZES)
-    sizes["capacity"] = f"let capacity = {'self.capacity' if plan.capacity_is_chosen else plan.context_limit};"
-    text = "\n".join(statements)
-    needed = [] if plan.encode is call else [line for size, line in sizes.items() if re.search(rf"(?<![:.])\b{size}\b", text)]
+            statements += statements_of(name, one, plan)
+    needed = [] if encodes else _sizes("\n".join(statements), plan)
     entries = [_call([literal(one.name), f"{name}.into()"], 12) for one, name in zip(made, names, strict=True)]
-    before = "let feeds = " if plan.encode is call else "Ok("
-    closing = "];" if plan.encode is call else "])"
-    lines = [*needed, *statements, array(entries, before, 8, "vec![", closing)]
-    return "\n".join(f"        {line}" for line in lines)
+    before, closing = ("let feeds = ", "];") if encodes else ("Ok(", "])")
+    return "\n".join(f"        {line}" for line in [*needed, *statements, array(entries, before, 8, "vec![", closing)])
+
+
+def _locals(made: Iterable[Input]) -> list[str]:
+    """A name of a local variable for each input, by what it holds."""
+    names: list[str] = []
+    for one in made:
+        name = NUMBERS[one.count] if one.rule == "number" else LOCALS[one.rule]
+        taken = sum(re.sub(r"_\d+$", "", other) == name for other in names)
+        names.append(f"{name}_{taken + 1}" if taken else name)
+    return names
+
+
+def _sizes(text: str, plan: LoopPlan) -> list[str]:
+    """The sizes that statements use."""
+    capacity = f"let capacity = {'self.capacity' if plan.capacity_is_chosen else plan.context_limit};"
+    sizes = {**SIZES, "capacity": capacity}
+    return [line for size, line in sizes.items() if re.search(rf"(?<![:.])\b{size}\b", text)]
 
 
 def _call(items: Sequence[str], indent: int) -> str:
@@ -156,13 +173,14 @@ def _call(items: Sequence[str], indent: int) -> str:
     return "\n".join(["(", *(f"{inner}{item}," for item in items), f"{' ' * indent})"])
 
 
-def _statements(local: str, one: Input, plan: LoopPlan) -> list[str]:
+def statements_of(local: str, one: Input, plan: LoopPlan) -> list[str]:
     """What makes one tensor, as lines of a method."""
     sizes, values = shape(one.dims), _values(one, plan)
+    lines = []
     if "&shape" in values:
         lines, sizes = [f"let shape = {sizes};"], "shape"
-    else:
-        lines = []
+    if one.rule == "causal-mask":
+        lines, values = [*lines, f"let values = {values};"], "values"
     if "past" not in one.dims:
         return [*lines, f"let {local} = Tensor::from_array(({sizes}, {values}))?;"]
     return [
@@ -209,15 +227,13 @@ def _values(one: Input, plan: LoopPlan) -> str:
     return made if kind == "i64" else f"to_{kind}(&{made})"
 
 
-
-
 def number(value: float, dtype: str) -> str:
     """A number with its type."""
     kind = rust_type(dtype)
     if kind == "bool":
         return "true" if value else "false"
     if kind == "f16":
-        return f"f16::from_f32({float(value)})"
+        return f"f16::from_f32({float(value)})" if value else "f16::ZERO"
     return f"{float(value)}_f32" if kind == "f32" else f"{int(value)}_{kind}"
 
 
