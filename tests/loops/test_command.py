@@ -28,6 +28,34 @@ def test_a_project_is_written_and_its_program_decodes(tmp_path: Path) -> None:
     assert "tokens/s" in ran.stderr
 
 
+WITHOUT_A_CACHE = """
+import sys
+import numpy as np
+import onnxruntime as ort
+folder = sys.argv[1]
+encoder = ort.InferenceSession(f"{folder}/encoder_model.onnx")
+decoder = ort.InferenceSession(f"{folder}/decoder_model.onnx")
+ids = np.array([[5, 6, 7, 8, 9, 10, 11]])
+mask = np.ones_like(ids)
+states = encoder.run(["last_hidden_state"], {"input_ids": ids, "attention_mask": mask})[0]
+tokens = [3]
+for _ in range(8):
+    feeds = {"input_ids": np.array([tokens]), "encoder_hidden_states": states, "encoder_attention_mask": mask}
+    tokens.append(int(decoder.run(["logits"], feeds)[0][0, -1].argmax()))
+print(*tokens[1:], sep=",")
+"""
+"""What the model means by a file that takes no cache, without a line of kvdoctor."""
+
+
+def test_greedy_decoding_is_that_of_the_file_that_takes_no_cache(tmp_path: Path) -> None:
+    out, folder = tmp_path / "decode", EXPORTS / "marian-4.46.3"
+    kvdoctor("loop", folder, "-l", "python", "-o", out)
+    words = ("--prompt", "3", "--source", "5,6,7,8,9,10,11", "--most", "8")
+    without = [sys.executable, "-c", WITHOUT_A_CACHE, str(folder)]
+    expected = subprocess.run(without, capture_output=True, text=True, check=True).stdout
+    assert program(out, folder, *words).stdout == expected
+
+
 def test_greedy_and_sampled_decoding_stop_where_they_are_told(tmp_path: Path) -> None:
     out = tmp_path / "decode"
     assert kvdoctor("loop", LLAMA, "-l", "python", "-o", out, "-q").stdout == ""

@@ -115,7 +115,7 @@ def _is_filled(one: Input) -> bool:
 
 def _is_one(one: Input) -> bool:
     """Whether a number is a tensor of one element in every call."""
-    return all(dim == 1 or isinstance(dim, str) and dim not in KNOWN_AXES for dim in one.dims)
+    return all(dim == 1 or (isinstance(dim, str) and dim not in KNOWN_AXES) for dim in one.dims)
 
 
 def value(one: Input, plan: LoopPlan) -> str:
