@@ -1,5 +1,6 @@
 """Rust: names as string literals, the statements that make values, and what its compiler, linter and formatter say."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -147,10 +148,20 @@ def hostile_plan() -> LoopPlan:
 
 
 def cargo(folder: Path, *arguments: str, program: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run cargo in a project; where it cannot fetch a package the test gives up."""
+    """Run cargo in a project; where it cannot fetch a package the test gives up.
+
+    What is built of ort is kept for later runs. The version tells projects apart: cargo does not do so by their paths.
+    """
     if shutil.which("cargo") is None:
         give_up("cargo is not on the path; it comes with https://rustup.rs")
-    settings = {"ORT_DYLIB_PATH": str(find_library()), "CARGO_TARGET_DIR": str(build_cache() / "rust")}
+    manifest = folder / "Cargo.toml"
+    own = f'version = "0.1.0+{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"'
+    manifest.write_text(manifest.read_text(encoding="utf-8").replace('version = "0.1.0"', own), encoding="utf-8")
+    settings = {
+        "ORT_DYLIB_PATH": str(find_library()),
+        "CARGO_TARGET_DIR": str(folder / "target"),
+        "CARGO_BUILD_BUILD_DIR": str(build_cache() / "rust"),
+    }
     command = ["cargo", *arguments, *(("--", *program) if program else ())]
     done = subprocess.run(command, cwd=folder, env=os.environ | settings, capture_output=True, text=True, check=False)
     if any(sign in done.stderr for sign in ("failed to download", "failed to get", "no such command")):

@@ -34,6 +34,7 @@ LANGUAGE = Language(
     build=(("cargo", "build", *DYNAMIC),),
     run=("cargo", "run", *DYNAMIC, "--"),
     tools=("cargo",),
-    environment={"ORT_DYLIB_PATH": "{onnxruntime}", "CARGO_TARGET_DIR": "{cache}"},
+    # A folder of its own: in a shared one, cargo takes another project of this name for the same one if it is newer.
+    environment={"ORT_DYLIB_PATH": "{onnxruntime}", "CARGO_TARGET_DIR": "target"},
     refuses=expressions.refuses,
 )
