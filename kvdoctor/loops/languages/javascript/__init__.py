@@ -13,7 +13,7 @@ LANGUAGE = Language(
         "package.json": "_script/package.json.j2",
         ".npmrc": "_script/npmrc.j2",
     },
-    filters=FILTERS | Annotations(typed=False).filters,
+    filters={**FILTERS, **Annotations(typed=False).filters},
     build=(("npm", "install", "--no-audit", "--no-fund", "--loglevel=error"),),
     run=("node", "main.js"),
     tools=("node", "npm"),

@@ -1,10 +1,14 @@
 """TypeScript with onnxruntime-node; the loop itself also runs with onnxruntime-web in a browser."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from kvdoctor.loops.language import Language
 from kvdoctor.loops.languages.typescript import expressions
 from kvdoctor.loops.languages.typescript.annotations import Annotations
+from kvdoctor.loops.plan_questions import source_axis
 
-FILTERS = {
+FILTERS: Mapping[str, Callable[..., Any]] = {
     "literal": expressions.literal,
     "keys": expressions.keys,
     "fitted": expressions.fitted,
@@ -17,6 +21,7 @@ FILTERS = {
     "bounds_mask": expressions.bounds_mask,
     "made_types": expressions.made_types,
     "number": expressions.number,
+    "source_axis": source_axis,
     "value": expressions.value,
     "ids_source": expressions.ids_source,
 }
@@ -33,7 +38,7 @@ LANGUAGE = Language(
         "tsconfig.json": "tsconfig.json.j2",
         ".npmrc": "_script/npmrc.j2",
     },
-    filters=FILTERS | Annotations(typed=True).filters,
+    filters={**FILTERS, **Annotations(typed=True).filters},
     build=(("npm", "install", "--no-audit", "--no-fund", "--loglevel=error"), ("npx", "tsc")),
     run=("node", "dist/main.js"),
     tools=("node", "npm"),

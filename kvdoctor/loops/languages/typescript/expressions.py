@@ -1,9 +1,11 @@
 """How JavaScript makes the values of a loop: what the templates of `_script` print, for TypeScript as well."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
 from kvdoctor.loops.plan import Dim, Input, LoopPlan
+from kvdoctor.loops.plan_questions import nul_in
 
 TYPES = {"float": "float32"}
 """Element types that onnxruntime calls otherwise in JavaScript."""
@@ -160,8 +162,10 @@ def _number(one: Input) -> str:
 
 def number(constant: float) -> str:
     """A number as JavaScript writes it."""
-    if constant != constant or abs(constant) == float("inf"):
-        return "NaN" if constant != constant else "Infinity" if constant > 0 else "-Infinity"
+    if math.isnan(constant):
+        return "NaN"
+    if math.isinf(constant):
+        return "Infinity" if constant > 0 else "-Infinity"
     return str(int(constant)) if constant == int(constant) else repr(float(constant))
 
 
@@ -183,7 +187,9 @@ def ids_source(plan: LoopPlan) -> bool:
 
 
 def refuses(plan: LoopPlan) -> str | None:
-    """Outputs by the name `__proto__` are lost in onnxruntime-common, which uses names as keys of plain objects."""
+    """Names that do not get through the binding: it takes them as C strings, and as keys of plain objects."""
+    if (name := nul_in(plan)) is not None:
+        return f"the name {name!r} has a NUL, which ends it in the C interface of onnxruntime; rename it"
     if any(PROTOTYPE in call.outputs for call in plan.calls):
         return f"an output is called {PROTOTYPE!r}, which onnxruntime-common (up to 1.30.0) cannot return; rename it"
     return None

@@ -1,0 +1,197 @@
+"""The loop in TypeScript and JavaScript: literals, expressions, types; what is written compiles and is formatted."""
+
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.isolated import EXPORTS, give_up
+
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.loops.language import languages
+from kvdoctor.loops.languages.typescript import expressions
+from kvdoctor.loops.languages.typescript.annotations import Annotations
+from kvdoctor.loops.plan import Input, LoopPlan, make_plan
+from kvdoctor.loops.project import render
+
+LANGUAGES = ("typescript", "javascript")
+MODELS = ("marian-4.57.6", "llama-gqa", "whisper", "gpt2", "t5")
+HOSTILE = (
+    'quote"',
+    "back\\slash\\n",
+    "${process.exit()} `tick`",
+    "two\nlines\r\ttab \u2028",
+    '*/ // <!-- </script> """ \'',
+    "class",
+    "constructor",
+    "5",
+    "emoji \U0001f600 \u00e9 \ufeff",
+    "\ud800",
+    "a\0b",
+    "x" * 10_000,
+    "",
+)
+
+
+def plan_of(model: str) -> LoopPlan:
+    folder = open_folder(EXPORTS / model)
+    return make_plan(read_contract(folder.stacks[0], folder.side_cars), model)
+
+
+@pytest.fixture(scope="module")
+def llama() -> LoopPlan:
+    return plan_of("llama-gqa")
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("input_ids", '"input_ids"'),
+        (None, "null"),
+        ('a"b\\c', '"a\\"b\\\\c"'),
+        ("\n\x7f\u00e9", '"\\u000a\\u007f\\u00e9"'),
+        ("\U0001f600", '"\\ud83d\\ude00"'),
+        ("\ud800", '"\\ud800"'),
+    ],
+)
+def test_a_literal_is_plain_ascii(text: str | None, written: str) -> None:
+    assert expressions.literal(text) == written
+
+
+def test_keys_have_quotes_only_where_one_of_them_needs_quotes() -> None:
+    assert expressions.keys(["ids", "class"]) == {"ids": "ids", "class": "class"}
+    assert expressions.keys(["ids", "a.b"]) == {"ids": '"ids"', "a.b": '"a.b"'}
+
+
+def test_a_key_by_the_name_of_the_prototype_is_computed() -> None:
+    assert expressions.keys(["__proto__"]) == {"__proto__": '["__proto__"]'}
+
+
+def test_a_list_breaks_where_it_is_too_long() -> None:
+    assert expressions.listed(['"a"', '"b"'], 16) == '["a", "b"]'
+    assert expressions.listed(['"' + "a" * 90 + '"'], 16) == '[\n  "' + "a" * 90 + '",\n]'
+
+
+@pytest.mark.parametrize(
+    ("one", "written"),
+    [
+        (Input("i", "int64", ("batch", "new"), "tokens"), 'new Tensor("int64", tokens.flat(), [batch, count])'),
+        (Input("i", "int32", ("new",), "tokens"), 'new Tensor("int32", tokens.flat(), [batch * count])'),
+        (Input("m", "int64", ("batch", "total"), "attention-mask"), "mask([batch, total], this.#padding)"),
+        (Input("p", "int64", ("batch", "new"), "positions"), "positions([batch, count], past, this.#padding)"),
+        (Input("c", "bool", (1,), "number", "cached"), 'new Tensor("bool", [past > 0], [1])'),
+        (Input("c", "bool", (1,), "number", value=1), 'new Tensor("bool", [true], [1])'),
+        (Input("c", "int64", (1,), "number", "last"), 'new Tensor("int64", [total - 1], [1])'),
+        (Input("c", "int64", ("batch",), "number", "past"), "filled([batch], () => past)"),
+        (Input("c", "float", (), "number", value=0.5), 'new Tensor("float32", [0.5], [])'),
+        (
+            Input("s", "float16", ("batch", 80, 3000), "encoder-input"),
+            'new Tensor("float16", Uint16Array.from(source.data, toHalf), source.shape)',
+        ),
+    ],
+)
+def test_the_value_of_an_input(one: Input, written: str, llama: LoopPlan) -> None:
+    assert expressions.value(one, llama) == written
+
+
+def test_an_element_type_is_named_only_where_there_are_several(llama: LoopPlan) -> None:
+    mask = Input("m", "float16", ("batch", 1, "new", "capacity"), "causal-mask", hidden=-1e4)
+    both = replace(llama, prefill=replace(llama.prefill, inputs=(*llama.prefill.inputs, mask)))
+    assert expressions.value(mask, both) == 'causalMask("float16", [batch, 1, count, capacity], past)'
+    assert expressions.made_types(both) == ["float16", "int64"]
+
+
+def test_a_mask_without_padding_is_ones(llama: LoopPlan) -> None:
+    mask = Input("m", "int64", ("batch", "total"), "attention-mask")
+    assert expressions.value(mask, replace(llama, pads=False)) == "filled([batch, total], () => 1)"
+
+
+@pytest.mark.parametrize("name", ["__proto__", "a\0b"])
+def test_a_name_that_the_binding_loses_is_refused(name: str, llama: LoopPlan) -> None:
+    refused = replace(llama, decode=replace(llama.decode, outputs=(*llama.decode.outputs, name)))
+    assert expressions.refuses(llama) is None
+    assert repr(name) in str(expressions.refuses(refused))
+
+
+def test_types_are_in_the_program_or_in_its_comments() -> None:
+    params = [("rows", "number[]"), ("count?", "number", "how many")]
+    typed, plain = Annotations(typed=True), Annotations(typed=False)
+    assert typed.signature("take", params, "void") == "function take(rows: number[], count?: number): void {"
+    assert plain.signature("take", params, "void") == "function take(rows, count) {"
+    assert typed.doc("Takes.", 0, params) == "/**\n * Takes.\n *\n * @param count - how many\n */"
+    assert "@param {number[]} rows\n * @param {number} [count] - how many" in plain.doc("Takes.", 0, params)
+
+
+def test_the_loop_itself_does_without_node(llama: LoopPlan) -> None:
+    for language in LANGUAGES:
+        files = render(llama, languages()[language])
+        loop = next(text for name, text in files.items() if "loop." in name)
+        assert "node:" not in loop
+        assert "process." not in loop
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the packages that check programs; projects below it find them."""
+    if shutil.which("npm") is None or shutil.which("node") is None:
+        give_up("neither node nor npm is on the path")
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "package.json").write_text('{"private": true}', encoding="utf-8")
+    packages = ("onnxruntime-node@1.30.0", "typescript@7.0.2", "@types/node@20.19.43", "prettier@3.10.1")
+    install = ("npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", *packages)
+    done = subprocess.run(install, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        give_up(f"npm cannot install here: {done.stderr.strip()[-200:]}")
+    return folder
+
+
+def printed(folder: Path, *command: str) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_compiles(plan: LoopPlan, language: str, modules: Path, folder: Path) -> None:
+    for name, text in render(plan, languages()[language]).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    strict = ("--strict", "--noEmit", "--noUnusedLocals", "--noUnusedParameters")
+    checked = ("--allowJs", "--checkJs", "--module", "nodenext", "--target", "es2022", "--types", "node", "main.js")
+    compiler = str(modules / "node_modules" / ".bin" / "tsc")
+    printed(folder, compiler, *strict, *(checked if language == "javascript" else ()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_what_is_written_is_formatted_and_typed(language: str, model: str, modules: Path) -> None:
+    folder = modules / language / model
+    assert_compiles(plan_of(model), language, modules, folder)
+    prettier = str(modules / "node_modules" / ".bin" / "prettier")
+    printed(folder, prettier, "--check", "**/*.{ts,js,json}", "!kvdoctor-loop.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_hostile_names_compile(language: str, modules: Path, llama: LoopPlan) -> None:
+    slots = tuple(replace(llama.slots[0], past=name, made=name, present=f"p{name}") for name in HOSTILE)
+    call = replace(
+        llama.decode,
+        file=HOSTILE[4],
+        inputs=tuple(replace(llama.decode.inputs[0], name=name) for name in (*HOSTILE, "__proto__")),
+        pasts=HOSTILE[:3],
+        outputs=HOSTILE,
+        logits=HOSTILE[0],
+    )
+    plan = replace(llama, model="*/ process.exit() //\n", prefill=call, decode=call, slots=slots)
+    assert_compiles(plan, language, modules, modules / language / "hostile")
+
+
+@pytest.mark.slow
+def test_node_reads_literals_as_they_are_meant(modules: Path) -> None:
+    listed = ", ".join(expressions.literal(text) for text in HOSTILE)
+    (modules / "literals.mjs").write_text(f"console.log(JSON.stringify([{listed}]));", encoding="ascii")
+    assert json.loads(printed(modules, "node", "literals.mjs")) == list(HOSTILE)
