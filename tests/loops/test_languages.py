@@ -24,8 +24,14 @@ LAYOUTS = (
 """Layouts whose loops differ: appended and written rows, buffers, an encoder within the first call, states."""
 
 
+SAMPLE = ("marian-4.57.6", "whisper", "llama-gqa")
+"""Exports that every slow run builds a loop for; `-m exhaustive` does it for all."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", make_loops.TABLE)
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=() if m in SAMPLE else pytest.mark.exhaustive) for m in make_loops.TABLE]
+)
 @pytest.mark.parametrize("language", COMPILED)
 def test_an_export_is_decoded(language: str, model: str) -> None:
     assert_decodes(language, EXPORTS / model)

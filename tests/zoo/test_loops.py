@@ -24,8 +24,14 @@ LAYOUTS = (
 CHOSEN = [row for row in ROWS if str(row).removesuffix("-exported") in LAYOUTS]
 
 
+SAMPLE = ("python", "rust")
+"""Languages that every slow run builds; `-m exhaustive` builds all."""
+
+
 @pytest.mark.parametrize("row", CHOSEN, ids=str)
-@pytest.mark.parametrize("language", languages())
+@pytest.mark.parametrize(
+    "language", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.exhaustive) for name in languages()]
+)
 def test_a_loop_decodes_an_export(language: str, row: Row, maker: Maker) -> None:
     made = maker.make(row)
     if made.obstacle:

@@ -1,0 +1,781 @@
+// Package decoder is the decode loop of marian-4.57.6 (layout optimum-merged), written by kvdoctor 0.1.0.
+//
+//	d, err := decoder.Open("path/to/the/model", nil)
+//	err = d.Encode(source, nil)
+//	tokens, err := d.Generate([][]int64{{5, 6, 7}}, decoder.Options{Most: 20})
+//
+// All names, types and sizes are those of the cache contract of this model; README.md says it in words.
+package decoder
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"unsafe"
+
+	ort "github.com/yalue/onnxruntime_go"
+)
+
+const (
+	encoderFile = "encoder_model.onnx"
+	decoderFile = "decoder_model_merged.onnx"
+)
+
+var encoderInputs = []string{
+	"input_ids",
+	"attention_mask",
+}
+
+var encoderOutputs = []string{
+	"last_hidden_state",
+}
+
+var decoderInputs = []string{
+	"encoder_attention_mask",
+	"input_ids",
+	"encoder_hidden_states",
+	"use_cache_branch",
+	"past_key_values.0.decoder.key",
+	"past_key_values.0.decoder.value",
+	"past_key_values.0.encoder.key",
+	"past_key_values.0.encoder.value",
+	"past_key_values.1.decoder.key",
+	"past_key_values.1.decoder.value",
+	"past_key_values.1.encoder.key",
+	"past_key_values.1.encoder.value",
+}
+
+var decoderOutputs = []string{
+	"logits",
+	"present.0.decoder.key",
+	"present.0.decoder.value",
+	"present.1.decoder.key",
+	"present.1.decoder.value",
+}
+
+// MostTokens is the most tokens that a sequence may have.
+const MostTokens = 64
+
+// Sizes of the cache that are known only when the loop runs.
+const (
+	axisBatch int64 = -1 - iota
+	axisPast
+	axisEncoder
+)
+
+// slot is one tensor of the cache.
+type slot struct {
+	past    string // the input that it is fed to
+	made    string // the output that first fills it, of the first call
+	present string // the output of a later call that carries it on; empty where the first value is kept
+	dtype   ort.TensorElementDataType
+	shape   []int64
+
+	lengthAxis int // the axis of the tokens; -1 where there is none
+
+	batchAxis int // the axis of the sequences; -1 where there is none
+}
+
+var cache = []slot{
+	{past: "past_key_values.0.decoder.key", made: "present.0.decoder.key", present: "present.0.decoder.key", dtype: ort.TensorElementDataTypeFloat, shape: []int64{axisBatch, 4, axisPast, 8}, lengthAxis: 2, batchAxis: 0},
+	{past: "past_key_values.0.decoder.value", made: "present.0.decoder.value", present: "present.0.decoder.value", dtype: ort.TensorElementDataTypeFloat, shape: []int64{axisBatch, 4, axisPast, 8}, lengthAxis: 2, batchAxis: 0},
+	{past: "past_key_values.0.encoder.key", made: "present.0.encoder.key", dtype: ort.TensorElementDataTypeFloat, shape: []int64{axisBatch, 4, axisEncoder, 8}, lengthAxis: 2, batchAxis: 0},
+	{past: "past_key_values.0.encoder.value", made: "present.0.encoder.value", dtype: ort.TensorElementDataTypeFloat, shape: []int64{axisBatch, 4, axisEncoder, 8}, lengthAxis: 2, batchAxis: 0},
+	{past: "past_key_values.1.decoder.key", made: "present.1.decoder.key", present: "present.1.decoder.key", dtype: ort.TensorElementDataTypeFloat, shape: []int64{axisBatch, 4, axisPast, 8}, lengthAxis: 2, batchAxis: 0},
+	{past: "past_key_values.1.decoder.value", made: "present.1.decoder.value", present: "present.1.decoder.value", dtype: ort.TensorElementDataTypeFloat, shape: []int64{axisBatch, 4, axisPast, 8}, lengthAxis: 2, batchAxis: 0},
+	{past: "past_key_values.1.encoder.key", made: "present.1.encoder.key", dtype: ort.TensorElementDataTypeFloat, shape: []int64{axisBatch, 4, axisEncoder, 8}, lengthAxis: 2, batchAxis: 0},
+	{past: "past_key_values.1.encoder.value", made: "present.1.encoder.value", dtype: ort.TensorElementDataTypeFloat, shape: []int64{axisBatch, 4, axisEncoder, 8}, lengthAxis: 2, batchAxis: 0},
+}
+
+// Decoder holds the model, and the cache of one batch of sequences. It serves one goroutine at a time.
+//
+// The binding copies each output into memory of Go once; from then on the cache goes from step to step without a copy
+// and without being read. A value is destroyed as soon as the next step has replaced it.
+type Decoder struct {
+	encoder *graph
+	decoder *graph
+
+	trace   string               // the file that calls are noted in
+	length  int64                // tokens in the cache, padding counted
+	padding []int64              // of each sequence, on the left
+	cache   map[string]ort.Value // by the names of the pasts
+	made    map[string]ort.Value // what the encoder returned; it outlives the sequences
+
+	sourceMask *array[int64]
+}
+
+// Open opens the files in folder. Without options the sessions run on the CPU.
+func Open(folder string, options *ort.SessionOptions) (*Decoder, error) {
+	if err := loadRuntime(); err != nil {
+		return nil, err
+	}
+	d := &Decoder{trace: os.Getenv("KVDOCTOR_TRACE"), cache: map[string]ort.Value{}, made: map[string]ort.Value{}}
+	var err error
+	if d.encoder, err = open(folder, encoderFile, encoderInputs, encoderOutputs, options); err != nil {
+		return nil, err
+	}
+	if d.decoder, err = open(folder, decoderFile, decoderInputs, decoderOutputs, options); err != nil {
+		d.Close()
+		return nil, err
+	}
+	return d, nil
+}
+
+// Close releases the cache and the sessions.
+func (d *Decoder) Close() {
+	d.Reset()
+	for _, graph := range []*graph{d.encoder, d.decoder} {
+		if graph != nil {
+			graph.session.Destroy()
+		}
+	}
+}
+
+// Length is the number of tokens in the cache, padding counted.
+func (d *Decoder) Length() int64 { return d.length }
+
+// Reset begins anew: no sequences, and nothing encoded.
+func (d *Decoder) Reset() {
+	d.clear(nil)
+	release(d.made)
+	d.sourceMask = nil
+}
+
+func (d *Decoder) clear(padding []int64) {
+	for name := range d.cache {
+		d.replace(name, nil)
+	}
+	clear(d.cache)
+	d.length, d.padding = 0, padding
+}
+
+// replace gives the cache another value and destroys the one before.
+func (d *Decoder) replace(name string, value ort.Value) {
+	before := d.cache[name]
+	d.cache[name] = value
+	if before != nil {
+		before.Destroy()
+	}
+}
+
+// Encode runs the encoder; the sequences after it are about this source, int64[batch, encoder_input].
+// The mask has 0 for padding on the right; without it all of the source is read.
+func (d *Decoder) Encode(source, mask [][]int64) error {
+	d.Reset()
+	input, err := table(source)
+	if err != nil {
+		return fmt.Errorf("source: %w", err)
+	}
+	if mask != nil {
+		given, err := table(mask)
+		if err != nil {
+			return fmt.Errorf("mask: %w", err)
+		}
+		d.sourceMask = &given
+	}
+	batch := input.shape[0]
+	encoderInput := input.shape[1]
+	call := newCall()
+	defer call.end()
+	put(call, "input_ids", input)
+	put(call, "attention_mask", d.encoderMask([]int64{batch, encoderInput}))
+	if err := d.run(d.encoder, call); err != nil {
+		return err
+	}
+	d.made, call.got = call.got, nil
+	return nil
+}
+
+// Prefill begins sequences with their prompts; it returns the last logits of each.
+func (d *Decoder) Prefill(prompts [][]int64) ([][]float32, error) {
+	if len(d.made) == 0 {
+		return nil, errors.New("call Encode before Prefill")
+	}
+	if len(prompts) == 0 {
+		return nil, errors.New("there is no prompt")
+	}
+	tokens, err := table(prompts)
+	if err != nil {
+		return nil, fmt.Errorf("prompts (this model takes no padding): %w", err)
+	}
+	d.clear(make([]int64, len(prompts)))
+	return d.advance(tokens)
+}
+
+// Step continues each sequence with its new tokens; it returns logits as Prefill does.
+func (d *Decoder) Step(tokens [][]int64) ([][]float32, error) {
+	if d.length == 0 {
+		return nil, errors.New("call Prefill before Step")
+	}
+	if len(tokens) != len(d.padding) {
+		return nil, fmt.Errorf("tokens of %d sequences for a cache of %d", len(tokens), len(d.padding))
+	}
+	added, err := table(tokens)
+	if err != nil {
+		return nil, fmt.Errorf("tokens: %w", err)
+	}
+	return d.advance(added)
+}
+
+// advance runs one call on new tokens and keeps what it returns of the cache.
+func (d *Decoder) advance(tokens array[int64]) ([][]float32, error) {
+	batch, count := tokens.shape[0], tokens.shape[1]
+	if d.length+count > MostTokens {
+		return nil, fmt.Errorf("a sequence has at most %d tokens here", MostTokens)
+	}
+	first := d.length == 0
+	if first {
+		if err := d.begin(batch); err != nil {
+			return nil, err
+		}
+	}
+	call := newCall()
+	defer call.end()
+	call.bound = first // it returns more than later calls do
+	d.feed(call, tokens)
+	d.reserve(call, batch, count)
+	if err := d.run(d.decoder, call); err != nil {
+		return nil, err
+	}
+	for _, slot := range cache {
+		name := slot.present
+		if first {
+			name = slot.made
+		}
+		value, ok := call.got[name]
+		if !ok {
+			continue
+		}
+		delete(call.got, name) // the cache owns it from here
+		d.replace(slot.past, value)
+	}
+	d.length += count
+	return lastLogits(call.got["logits"], batch), nil
+}
+
+func (d *Decoder) feed(call *call, tokens array[int64]) {
+	batch := tokens.shape[0]
+	past := d.length
+	encoder := d.encoderLength()
+	put(call, "encoder_attention_mask", d.encoderMask([]int64{batch, encoder}))
+	put(call, "input_ids", tokens)
+	call.lend("encoder_hidden_states", d.made["last_hidden_state"])
+	put(call, "use_cache_branch", full([]int64{1}, min(past, 1) != 0))
+	for name, value := range d.cache {
+		call.lend(name, value)
+	}
+}
+
+// begin gives the cache what the first call is fed: zeros that this branch of the graph does not read.
+func (d *Decoder) begin(batch int64) error {
+	sizes := map[int64]int64{axisBatch: batch, axisPast: 1, axisEncoder: 1}
+	for _, slot := range cache {
+		value, err := zeros(slot.dtype, resolve(slot.shape, sizes))
+		if err != nil {
+			return fmt.Errorf("%s: %w", slot.past, err)
+		}
+		d.replace(slot.past, value)
+	}
+	return nil
+}
+
+// reserve makes room for outputs that the binding does not allocate: those of a first call that returns others than later calls.
+func (d *Decoder) reserve(call *call, batch, count int64) {
+	if d.length > 0 {
+		return
+	}
+	sizes := map[int64]int64{axisBatch: batch, axisPast: d.length + count, axisEncoder: d.encoderLength()}
+	for _, slot := range cache {
+		name := slot.made
+		if name != "" {
+			shape := resolve(slot.shape, sizes)
+			call.reserve(name, slot.dtype, shape)
+		}
+	}
+	call.reserve("logits", ort.TensorElementDataTypeFloat, []int64{batch, count, 128})
+}
+
+// Rewind forgets the last tokens of every sequence. At least one token must stay.
+func (d *Decoder) Rewind(count int64) error {
+	if count < 0 || count >= d.length {
+		return fmt.Errorf("cannot forget %d of %d tokens", count, d.length)
+	}
+	d.length -= count
+	for _, slot := range cache {
+		if slices.Contains(slot.shape, axisPast) {
+			kept, err := join(slot.lengthAxis, part{d.cache[slot.past], 0, d.length})
+			if err != nil {
+				return err
+			}
+			d.replace(slot.past, kept)
+		}
+	}
+	return nil
+}
+
+// Reorder makes row i of the batch a copy of what row rows[i] was, as a beam search needs it.
+func (d *Decoder) Reorder(rows []int64) error {
+	for _, row := range rows {
+		if row < 0 || row >= int64(len(d.padding)) {
+			return fmt.Errorf("there is no row %d among %d sequences", row, len(d.padding))
+		}
+	}
+	for _, slot := range cache {
+		if slot.batchAxis < 0 {
+			continue
+		}
+		chosen, err := choose(d.cache[slot.past], slot.batchAxis, rows)
+		if err != nil {
+			return err
+		}
+		d.replace(slot.past, chosen)
+	}
+	made := map[string]ort.Value{}
+	for name, value := range d.made {
+		chosen, err := choose(value, 0, rows)
+		if err != nil {
+			return err
+		}
+		made[name] = chosen
+	}
+	release(d.made)
+	d.made = made
+	if d.sourceMask != nil {
+		mask := d.sourceMask.rows(rows)
+		d.sourceMask = &mask
+	}
+	padding := make([]int64, len(rows))
+	for i, row := range rows {
+		padding[i] = d.padding[row]
+	}
+	d.padding = padding
+	return nil
+}
+
+// choose copies rows of a tensor along the axis of the sequences.
+func choose(value ort.Value, axis int, rows []int64) (ort.Value, error) {
+	parts := make([]part, len(rows))
+	for i, row := range rows {
+		parts[i] = part{value, row, row + 1}
+	}
+	return join(axis, parts...)
+}
+
+// Options say how Generate decodes.
+type Options struct {
+	Most    int                          // the most new tokens; 0 for 20
+	Stop    []int64                      // tokens that end a sequence
+	Choose  func(logits []float32) int64 // picks a token; nil takes the likeliest
+	OnToken func(row int, token int64)   // is called for each new token; may be nil
+}
+
+// Generate decodes until every sequence has ended; it returns the new tokens of each, the stop token not among them.
+func (d *Decoder) Generate(prompts [][]int64, options Options) ([][]int64, error) {
+	choose, most := options.Choose, options.Most
+	if choose == nil {
+		choose = Likeliest
+	}
+	if most == 0 {
+		most = 20
+	}
+	made, ended := make([][]int64, len(prompts)), make([]bool, len(prompts))
+	logits, err := d.Prefill(prompts)
+	if err != nil {
+		return nil, err
+	}
+	for {
+		chosen, going, longest := make([][]int64, len(prompts)), false, 0
+		for row := range prompts {
+			token := choose(logits[row])
+			chosen[row] = []int64{token}
+			ended[row] = ended[row] || slices.Contains(options.Stop, token)
+			if !ended[row] {
+				going = true
+				made[row] = append(made[row], token)
+				if options.OnToken != nil {
+					options.OnToken(row, token)
+				}
+			}
+			longest = max(longest, len(made[row]))
+		}
+		if !going || longest >= most {
+			return made, nil
+		}
+		if logits, err = d.Step(chosen); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// Likeliest is the token with the largest of the logits.
+func Likeliest(logits []float32) int64 {
+	best := 0
+	for i, logit := range logits {
+		if logit > logits[best] {
+			best = i
+		}
+	}
+	return int64(best)
+}
+
+// lastLogits copies the last row of each sequence.
+func lastLogits(value ort.Value, batch int64) [][]float32 {
+	shape := value.GetShape()
+	rows, each := make([][]float32, batch), product(shape)/batch
+	width := each
+	if len(shape) == 3 { // a row for each new token
+		width /= shape[1]
+	}
+	for row := range rows {
+		end := int64(row+1) * each
+		rows[row] = slices.Clone(value.(*ort.Tensor[float32]).GetData()[end-width : end])
+	}
+	return rows
+}
+
+// encoderLength is the number of encoder states.
+func (d *Decoder) encoderLength() int64 {
+	return d.made["last_hidden_state"].GetShape()[1]
+}
+
+// encoderMask is the mask given to Encode, else ones: a mask of another length belongs to the encoder's input alone.
+func (d *Decoder) encoderMask(shape []int64) array[int64] {
+	if d.sourceMask != nil && slices.Equal(d.sourceMask.shape, shape) {
+		return *d.sourceMask
+	}
+	return full(shape, int64(1))
+}
+
+// graph is one file of the model.
+type graph struct {
+	file            string
+	inputs, outputs []string
+	session         *ort.DynamicAdvancedSession
+}
+
+func open(folder, file string, inputs, outputs []string, options *ort.SessionOptions) (*graph, error) {
+	path := filepath.Join(folder, file)
+	session, err := ort.NewDynamicAdvancedSession(path, inputs, outputs, options)
+	if err != nil {
+		return nil, fmt.Errorf("open %q: %w", path, err)
+	}
+	return &graph{file, inputs, outputs, session}, nil
+}
+
+// loadRuntime loads the library of ONNX Runtime, once for the whole program.
+func loadRuntime() error {
+	if ort.IsInitialized() {
+		return nil
+	}
+	library := os.Getenv("ONNXRUNTIME_LIB")
+	if library == "" {
+		library = map[string]string{"darwin": "libonnxruntime.dylib", "windows": "onnxruntime.dll"}[runtime.GOOS]
+	}
+	if library == "" {
+		library = "libonnxruntime.so"
+	}
+	ort.SetSharedLibraryPath(library)
+	if err := ort.InitializeEnvironment(); err != nil {
+		return fmt.Errorf("load ONNX Runtime 1.24 or newer; ONNXRUNTIME_LIB is the path of its library: %w", err)
+	}
+	return nil
+}
+
+// call is one run of a graph.
+type call struct {
+	fed  map[string]ort.Value // inputs
+	made []ort.Value          // those of them that belong to this call; the others are lent
+	got  map[string]ort.Value // outputs; before the run, those with room made for them
+	err  error                // of the functions that add to the call
+
+	// bound asks for the outputs with room made for them alone, otherwise they are those of the session.
+	bound bool
+}
+
+func newCall() *call {
+	return &call{fed: map[string]ort.Value{}, got: map[string]ort.Value{}}
+}
+
+// end destroys the inputs that were made for the call, and the outputs that nobody took.
+func (c *call) end() {
+	for _, value := range c.made {
+		value.Destroy()
+	}
+	release(c.got)
+}
+
+func (c *call) lend(name string, value ort.Value) { c.fed[name] = value }
+
+func (c *call) own(name string, value ort.Value, err error) {
+	if err != nil {
+		c.err = errors.Join(c.err, fmt.Errorf("input %q: %w", name, err))
+		return
+	}
+	c.fed[name] = value
+	c.made = append(c.made, value)
+}
+
+func (c *call) reserve(name string, dtype ort.TensorElementDataType, shape []int64) {
+	value, err := zeros(dtype, shape)
+	if err != nil {
+		c.err = errors.Join(c.err, fmt.Errorf("output %q: %w", name, err))
+		return
+	}
+	c.got[name] = value
+}
+
+func put[T ort.TensorData](c *call, name string, given array[T]) {
+	value, err := ort.NewTensor(given.shape, given.data)
+	c.own(name, value, err)
+}
+
+// run runs a graph. The inputs must not be destroyed before it returns.
+func (d *Decoder) run(graph *graph, call *call) error {
+	if call.err != nil {
+		return call.err
+	}
+	run := graph.run
+	if call.bound {
+		run = graph.runBound
+	}
+	err := run(call)
+	if d.trace != "" {
+		err = errors.Join(err, note(d.trace, graph.file, call, err))
+	}
+	if err != nil {
+		return fmt.Errorf("run %q: %w", graph.file, err)
+	}
+	return nil
+}
+
+func (g *graph) run(call *call) error {
+	inputs, outputs := make([]ort.Value, len(g.inputs)), make([]ort.Value, len(g.outputs))
+	for i, name := range g.inputs {
+		inputs[i] = call.fed[name]
+	}
+	for i, name := range g.outputs {
+		outputs[i] = call.got[name] // nil: allocated by the binding
+	}
+	if err := g.session.Run(inputs, outputs); err != nil {
+		return err
+	}
+	for i, name := range g.outputs {
+		call.got[name] = outputs[i]
+	}
+	return nil
+}
+
+// runBound returns the outputs that room was made for: the binding has one list of outputs for all runs of a session.
+func (g *graph) runBound(call *call) error {
+	binding, err := g.session.CreateIoBinding()
+	if err != nil {
+		return err
+	}
+	defer binding.Destroy()
+	for name, value := range call.fed {
+		if err := binding.BindInput(name, value); err != nil {
+			return err
+		}
+	}
+	for name, value := range call.got {
+		if err := binding.BindOutput(name, value); err != nil {
+			return err
+		}
+	}
+	return g.session.RunWithBinding(binding)
+}
+
+func release(values map[string]ort.Value) {
+	for _, value := range values {
+		value.Destroy()
+	}
+	clear(values)
+}
+
+// zeros makes a tensor of zeros; it may have no elements.
+func zeros(dtype ort.TensorElementDataType, shape []int64) (ort.Value, error) {
+	switch dtype {
+	case ort.TensorElementDataTypeFloat:
+		return ort.NewEmptyTensor[float32](shape)
+	}
+	return nil, fmt.Errorf("no loop was written for a tensor of %s", dtype)
+}
+
+// resolve fills in the sizes that are known now.
+func resolve(shape []int64, sizes map[int64]int64) []int64 {
+	known := slices.Clone(shape)
+	for i, size := range known {
+		if size < 0 {
+			known[i] = sizes[size]
+		}
+	}
+	return known
+}
+
+func product(sizes []int64) int64 {
+	all := int64(1)
+	for _, size := range sizes {
+		all *= size
+	}
+	return all
+}
+
+// part is a range of the rows of a tensor along some axis.
+type part struct {
+	value    ort.Value
+	from, to int64
+}
+
+// width is the size of an element in bytes.
+func width(dtype ort.TensorElementDataType) int64 {
+	switch dtype {
+	case ort.TensorElementDataTypeFloat:
+		return 4
+	case ort.TensorElementDataTypeInt64:
+		return 8
+	default:
+		return 1
+	}
+}
+
+// join makes a tensor of parts along an axis. It copies bytes, whatever the elements are.
+func join(axis int, parts ...part) (ort.Value, error) {
+	dtype := ort.TensorElementDataType(parts[0].value.DataType())
+	shape := parts[0].value.GetShape()
+	blocks, row := product(shape[:axis]), product(shape[axis+1:])*width(dtype)
+	lengths := make([]int64, len(parts))
+	shape[axis] = 0
+	for i, part := range parts {
+		lengths[i] = part.value.GetShape()[axis]
+		shape[axis] += part.to - part.from
+	}
+	joined := make([]byte, 0, max(1, product(shape)*width(dtype)))
+	for block := range blocks {
+		for i, part := range parts {
+			start := block * lengths[i]
+			joined = append(joined, contents(part.value)[(start+part.from)*row:(start+part.to)*row]...)
+		}
+	}
+	return ort.NewCustomDataTensor(shape, joined[:max(1, len(joined))], dtype)
+}
+
+// contents gives the bytes of a tensor, which remain the tensor's.
+func contents(value ort.Value) []byte {
+	switch tensor := value.(type) {
+	case *ort.CustomDataTensor:
+		return tensor.GetData()
+	case *ort.Tensor[float32]:
+		return bytesOf(tensor.GetData())
+	}
+	panic(fmt.Sprintf("no loop was written for a cache of %T", value))
+}
+
+func bytesOf[T ort.TensorData](data []T) []byte {
+	var element T
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(data))), len(data)*int(unsafe.Sizeof(element)))
+}
+
+// array is a tensor that the loop makes, before the binding has it.
+type array[T any] struct {
+	shape []int64
+	data  []T
+}
+
+// table makes an array of rows, which must have the same length.
+func table(rows [][]int64) (array[int64], error) {
+	if len(rows) == 0 || len(rows[0]) == 0 {
+		return array[int64]{}, errors.New("there is nothing in it")
+	}
+	made := array[int64]{shape: []int64{int64(len(rows)), int64(len(rows[0]))}}
+	for _, row := range rows {
+		if len(row) != len(rows[0]) {
+			return array[int64]{}, fmt.Errorf("the rows have %d and %d numbers, but must have the same length", len(rows[0]), len(row))
+		}
+		made.data = append(made.data, row...)
+	}
+	return made, nil
+}
+
+func (a array[T]) rows(chosen []int64) array[T] {
+	made := array[T]{shape: []int64{int64(len(chosen)), a.shape[1]}}
+	for _, row := range chosen {
+		made.data = append(made.data, a.data[row*a.shape[1]:(row+1)*a.shape[1]]...)
+	}
+	return made
+}
+
+func full[T any](shape []int64, value T) array[T] {
+	made := array[T]{shape, make([]T, product(shape))}
+	for i := range made.data {
+		made.data[i] = value
+	}
+	return made
+}
+
+// note adds a call to a trace for `kvdoctor step-test MODEL --trace FILE`: shapes, and the data of small tensors.
+func note(trace, file string, call *call, failure error) error {
+	line := map[string]any{"file": file, "fed": described(call.fed), "error": nil}
+	if failure != nil {
+		line["error"] = failure.Error()
+	} else {
+		line["got"] = described(call.got)
+	}
+	text, err := json.Marshal(line)
+	if err != nil {
+		return err
+	}
+	lines, err := os.OpenFile(trace, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o644)
+	if err != nil {
+		return err
+	}
+	_, err = lines.Write(append(text, '\n'))
+	return errors.Join(err, lines.Close())
+}
+
+func described(values map[string]ort.Value) map[string]any {
+	all := map[string]any{}
+	for name, value := range values {
+		dtype := ort.TensorElementDataType(value.DataType()).String()
+		entry := map[string]any{
+			"dtype": strings.ToLower(strings.TrimPrefix(dtype, "ONNX_TENSOR_ELEMENT_DATA_TYPE_")),
+			"shape": append([]int64{}, value.GetShape()...),
+		}
+		if product(value.GetShape()) <= 64 {
+			if data, ok := numbers(value); ok {
+				entry["data"] = data
+			}
+		}
+		all[name] = entry
+	}
+	return all
+}
+
+// numbers gives the elements of a tensor as JSON can hold them; not those of a CustomDataTensor, of which Go knows no type.
+func numbers(value ort.Value) ([]any, bool) {
+	switch tensor := value.(type) {
+	case *ort.Tensor[bool]:
+		return listed(tensor.GetData()), true
+	case *ort.Tensor[float32]:
+		return listed(tensor.GetData()), true
+	case *ort.Tensor[int64]:
+		return listed(tensor.GetData()), true
+	}
+	return nil, false
+}
+
+func listed[T any](data []T) []any {
+	all := make([]any, len(data))
+	for i, element := range data {
+		all[i] = element
+		if number, ok := all[i].(float32); ok && (math.IsNaN(float64(number)) || math.IsInf(float64(number), 0)) {
+			all[i] = nil // JSON has no such numbers
+		}
+	}
+	return all
+}

@@ -1,0 +1,513 @@
+/**
+ * The decode loop of llama-gqa (layout optimum-decoder-only), written by kvdoctor 0.1.0.
+ *
+ *     const decoder = await Decoder.open("path/to/the/model");
+ *     const tokens = await decoder.generate([[5, 6, 7]], { most: 20 });
+ *
+ * All names, types and sizes are those of the cache contract of this model; README.md says it in words.
+ * In a browser, let an import map or the bundler resolve "onnxruntime-node" to onnxruntime-web.
+ */
+
+import { InferenceSession, Tensor } from "onnxruntime-node";
+
+/** @typedef {readonly (readonly number[])[]} Tokens Token ids, a list for each sequence of the batch. */
+/** @typedef {Float32Array} Logits What each entry of the vocabulary scores, of one sequence. */
+/** @typedef {InferenceSession.OnnxValueMapType} Values */
+/** @typedef {readonly [value: Tensor, from: number, to: number]} Piece Part of a tensor along an axis. */
+/** @typedef {"batch" | "past"} Axis An axis whose size is known only when the loop runs. */
+
+const DECODER = "model.onnx";
+/** The most tokens that a sequence may have. */
+const MOST_TOKENS = 64;
+
+/**
+ * One tensor of the cache.
+ *
+ * @typedef {object} Slot
+ * @property {string} past - The input that it is fed to.
+ * @property {string | null} made - The output that first fills it, of the first call.
+ * @property {string | null} present - The output of each later call that carries it on; null where the first value is kept.
+ * @property {readonly (number | Axis)[]} shape - Its sizes.
+ * @property {number} batchAxis - The axis of the sequences.
+ * @property {number} lengthAxis - The axis of the tokens.
+ */
+
+/** @type {readonly Slot[]} */
+const CACHE = [
+  {
+    past: "past_key_values.0.key",
+    made: "present.0.key",
+    present: "present.0.key",
+    shape: ["batch", 2, "past", 8],
+    batchAxis: 0,
+    lengthAxis: 2,
+  },
+  {
+    past: "past_key_values.0.value",
+    made: "present.0.value",
+    present: "present.0.value",
+    shape: ["batch", 2, "past", 8],
+    batchAxis: 0,
+    lengthAxis: 2,
+  },
+  {
+    past: "past_key_values.1.key",
+    made: "present.1.key",
+    present: "present.1.key",
+    shape: ["batch", 2, "past", 8],
+    batchAxis: 0,
+    lengthAxis: 2,
+  },
+  {
+    past: "past_key_values.1.value",
+    made: "present.1.value",
+    present: "present.1.value",
+    shape: ["batch", 2, "past", 8],
+    batchAxis: 0,
+    lengthAxis: 2,
+  },
+];
+
+const OUTPUTS = ["logits", "present.0.key", "present.0.value", "present.1.key", "present.1.value"];
+
+/**
+ * How to open a model.
+ *
+ * @typedef {object} OpenOptions
+ * @property {InferenceSession.SessionOptions} [session] - How the runtime opens a file: execution providers, threads.
+ * @property {(line: string) => void} [trace] - Takes a line of JSON for each call, see `kvdoctor step-test MODEL --trace FILE`.
+ */
+
+/**
+ * How to decode.
+ *
+ * @typedef {object} GenerateOptions
+ * @property {number} [most] - The most new tokens; 20 without it.
+ * @property {readonly number[]} [stop] - Tokens that end a sequence.
+ * @property {(logits: Logits) => number} [choose] - Picks a token; without it the likeliest is taken.
+ * @property {(row: number, token: number) => void} [onToken] - Called for each new token with the row and the token.
+ */
+
+/**
+ * The model, and the cache of one batch of sequences.
+ *
+ * Calls are awaited one after the other. The cache goes from call to call as the runtime returned it.
+ * A value is disposed of as soon as the next call has replaced it.
+ */
+export class Decoder {
+  /** @type {InferenceSession} */
+  #decoder;
+  /** @type {((line: string) => void) | undefined} */
+  #trace;
+  #length = 0;
+  /** @type {readonly number[]} */
+  #padding = [];
+  /** @type {Map<string, Tensor>} */
+  #cache = new Map();
+
+  /**
+   * @private Use {@link Decoder.open}.
+   * @param {InferenceSession} decoder
+   * @param {OpenOptions} options
+   */
+  constructor(decoder, options) {
+    this.#decoder = decoder;
+    this.#trace = options.trace;
+  }
+
+  /**
+   * Open the files in `folder`: a path, or in a browser a URL.
+   *
+   * @param {string} folder
+   * @param {OpenOptions} [options]
+   * @returns {Promise<Decoder>}
+   */
+  static async open(folder, options = {}) {
+    /** @param {string} file */
+    const opened = (file) => InferenceSession.create(`${folder}/${file}`, options.session);
+    return new Decoder(await opened(DECODER), options);
+  }
+
+  /** Tokens in the cache, padding counted. */
+  get length() {
+    return this.#length;
+  }
+
+  /** Begin anew: no sequences. */
+  reset() {
+    this.#clear([]);
+  }
+
+  /** Give back the memory of the model; the decoder cannot be used afterwards. */
+  async close() {
+    this.reset();
+    await this.#decoder.release();
+  }
+
+  /**
+   * Forget the sequences; `padding` is that of the next ones.
+   *
+   * @param {readonly number[]} padding
+   */
+  #clear(padding) {
+    this.#length = 0;
+    this.#padding = padding;
+    for (const value of this.#cache.values()) {
+      value.dispose();
+    }
+    this.#cache.clear();
+  }
+
+  /**
+   * Replace a part of the cache.
+   *
+   * @param {string} past
+   * @param {Tensor} value
+   */
+  #keep(past, value) {
+    this.#cache.get(past)?.dispose();
+    this.#cache.set(past, value);
+  }
+
+  /**
+   * Begin sequences with their prompts; returns the last logits of each.
+   *
+   * Shorter prompts are padded on the left: the mask hides the padding, and positions do not count it.
+   *
+   * @param {Tokens} prompts
+   * @returns {Promise<Logits[]>}
+   */
+  async prefill(prompts) {
+    const longest = Math.max(...prompts.map((prompt) => prompt.length));
+    if (prompts.length === 0 || prompts.some((prompt) => prompt.length === 0)) {
+      throw new Error("a prompt needs at least one token");
+    }
+    const padding = prompts.map((prompt) => longest - prompt.length);
+    this.#clear(padding);
+    const tokens = prompts.map((prompt, row) => [...Array(padding[row]).fill(0), ...prompt]);
+    return this.#advance(tokens);
+  }
+
+  /**
+   * Continue each sequence with its new tokens; returns logits as `prefill` does.
+   *
+   * @param {Tokens} tokens
+   * @returns {Promise<Logits[]>}
+   */
+  async step(tokens) {
+    if (this.#length === 0) {
+      throw new Error("begin with prefill()");
+    }
+    const count = tokens[0]?.length ?? 0;
+    if (tokens.length !== this.#padding.length || tokens.some((row) => row.length !== count)) {
+      throw new Error("give the same number of tokens for each sequence");
+    }
+    return this.#advance(tokens);
+  }
+
+  /**
+   * Run one call on new tokens, and keep what it returns of the cache.
+   *
+   * @param {Tokens} tokens
+   * @returns {Promise<Logits[]>}
+   */
+  async #advance(tokens) {
+    if (this.#length + tokens[0].length > MOST_TOKENS) {
+      throw new Error(`a sequence has at most ${MOST_TOKENS} tokens here`);
+    }
+    const first = this.#length === 0;
+    if (first) {
+      for (const slot of CACHE) {
+        this.#keep(slot.past, this.#firstValue(slot, tokens.length));
+      }
+    }
+    const outputs = await this.#run(this.#decoder, DECODER, this.#feeds(tokens), OUTPUTS);
+    for (const slot of CACHE) {
+      const name = first ? slot.made : slot.present;
+      if (name !== null && Object.hasOwn(outputs, name)) {
+        this.#keep(slot.past, outputs[name]);
+      }
+    }
+    this.#length += tokens[0].length;
+    return lastRows(outputs["logits"], tokens.length);
+  }
+
+  /**
+   * What a call is fed.
+   *
+   * @param {Tokens} tokens
+   * @returns {Values}
+   */
+  #feeds(tokens) {
+    const batch = tokens.length;
+    const count = tokens[0].length;
+    const past = this.#length;
+    const total = past + count;
+    return {
+      input_ids: new Tensor("int64", tokens.flat(), [batch, count]),
+      attention_mask: mask([batch, total], this.#padding),
+      position_ids: positions([batch, count], past, this.#padding),
+      ...Object.fromEntries(this.#cache),
+    };
+  }
+
+  /**
+   * What the first call is fed: zeros.
+   *
+   * @param {Slot} slot
+   * @param {number} batch
+   * @returns {Tensor}
+   */
+  #firstValue(slot, batch) {
+    const sizes = { batch, past: 0 };
+    const shape = slot.shape.map((size) => (typeof size === "number" ? size : sizes[size]));
+    return new Tensor("float32", new Float32Array(product(shape)), shape);
+  }
+
+  /**
+   * Forget the last `count` tokens of every sequence. At least one token must stay.
+   *
+   * @param {number} count
+   */
+  async rewind(count) {
+    if (!Number.isInteger(count) || count < 0 || count >= this.#length) {
+      throw new RangeError(`cannot forget ${count} of ${this.#length} tokens`);
+    }
+    this.#length -= count;
+    for (const slot of CACHE) {
+      const value = this.#cache.get(slot.past);
+      if (value !== undefined) {
+        this.#keep(slot.past, await join(slot.lengthAxis, [[value, 0, this.#length]]));
+      }
+    }
+  }
+
+  /**
+   * Make row i of the batch a copy of what row `rows[i]` was, as a beam search needs it.
+   *
+   * @param {readonly number[]} rows
+   */
+  async reorder(rows) {
+    if (rows.length === 0 || rows.some((row) => !(row in this.#padding))) {
+      throw new RangeError(`there are ${this.#padding.length} sequences, not all of: ${rows}`);
+    }
+    for (const slot of CACHE) {
+      const value = this.#cache.get(slot.past);
+      if (value !== undefined) {
+        this.#keep(slot.past, await take(value, slot.batchAxis, rows));
+      }
+    }
+    this.#padding = rows.map((row) => this.#padding[row]);
+  }
+
+  /**
+   * Decode until every sequence has ended.
+   *
+   * Returns the new tokens of each, the stop token not among them.
+   *
+   * @param {Tokens} prompts
+   * @param {GenerateOptions} [options]
+   * @returns {Promise<number[][]>}
+   */
+  async generate(prompts, options = {}) {
+    const { most = 20, stop = [], choose = likeliest, onToken } = options;
+    /** @type {number[][]} */
+    const made = prompts.map(() => []);
+    const running = prompts.map(() => true);
+    let logits = await this.prefill(prompts);
+    for (;;) {
+      const chosen = logits.map((row) => choose(row));
+      for (const [row, token] of chosen.entries()) {
+        running[row] &&= !stop.includes(token);
+        if (running[row]) {
+          made[row].push(token);
+          onToken?.(row, token);
+        }
+      }
+      if (!running.includes(true) || Math.max(...made.map((row) => row.length)) >= most) {
+        return made;
+      }
+      logits = await this.step(chosen.map((token) => [token]));
+    }
+  }
+
+  /**
+   * Run one call, and note it where a trace is wanted.
+   *
+   * @param {InferenceSession} session
+   * @param {string} file
+   * @param {Values} feeds
+   * @param {readonly string[]} names
+   * @returns {Promise<Values>}
+   */
+  async #run(session, file, feeds, names) {
+    /** @type {Values} */
+    let outputs = {};
+    /** @type {string | null} */
+    let error = null;
+    try {
+      outputs = await session.run(feeds, names);
+      return outputs;
+    } catch (raised) {
+      error = String(raised);
+      throw raised;
+    } finally {
+      this.#trace?.(await traceLine(file, feeds, outputs, error));
+    }
+  }
+}
+
+/**
+ * The number of elements of a shape.
+ *
+ * @param {readonly number[]} shape
+ * @returns {number}
+ */
+export function product(shape) {
+  return shape.reduce((elements, size) => elements * size, 1);
+}
+
+/**
+ * The index of the largest value.
+ *
+ * @param {Logits} logits
+ * @returns {number}
+ */
+export function likeliest(logits) {
+  return logits.reduce((best, value, token) => (value > logits[best] ? token : best), 0);
+}
+
+/**
+ * The last row of each sequence, of logits of any rank; the tensor is disposed of.
+ *
+ * @param {Tensor} logits
+ * @param {number} batch
+ * @returns {Promise<Logits[]>}
+ */
+async function lastRows(logits, batch) {
+  const data = /** @type {Float32Array} */ (await logits.getData());
+  const rowsOfEach = logits.dims.length === 3 ? logits.dims[1] : 1;
+  const width = data.length / batch / rowsOfEach;
+  const rows = Array.from({ length: batch }, (_, row) => {
+    const end = (row + 1) * rowsOfEach * width;
+    return data.slice(end - width, end);
+  });
+  logits.dispose();
+  return rows;
+}
+
+/**
+ * A tensor of values that are computed from their place in it.
+ *
+ * @param {readonly number[]} shape
+ * @param {(column: number, row: number) => number} value
+ * @returns {Tensor}
+ */
+function filled(shape, value) {
+  const columns = shape[shape.length - 1] ?? 1;
+  const values = Array.from({ length: product(shape) }, (_, index) =>
+    value(index % columns, Math.floor(index / columns)),
+  );
+  return new Tensor("int64", values, shape);
+}
+
+/**
+ * 1 for tokens, 0 for padding on the left. Columns are the cache.
+ *
+ * @param {readonly number[]} shape
+ * @param {readonly number[]} padding
+ * @returns {Tensor}
+ */
+function mask(shape, padding) {
+  return filled(shape, (column, row) => Number(column >= padding[row]));
+}
+
+/**
+ * The positions of the new tokens; padding on the left is not counted.
+ *
+ * @param {readonly number[]} shape
+ * @param {number} past
+ * @param {readonly number[]} padding
+ * @returns {Tensor}
+ */
+function positions(shape, past, padding) {
+  return filled(shape, (column, row) => Math.max(past + column - padding[row], 0));
+}
+
+/**
+ * A new tensor with the chosen rows of an axis.
+ *
+ * @param {Tensor} value
+ * @param {number} axis
+ * @param {readonly number[]} rows
+ * @returns {Promise<Tensor>}
+ */
+async function take(value, axis, rows) {
+  return join(
+    axis,
+    rows.map((row) => [value, row, row + 1]),
+  );
+}
+
+/**
+ * A new tensor of pieces, one after the other along an axis: bytes are copied, whatever their type.
+ *
+ * @param {number} axis
+ * @param {readonly Piece[]} pieces
+ * @returns {Promise<Tensor>}
+ */
+async function join(axis, pieces) {
+  const [{ type, dims }] = pieces[0];
+  const parts = await Promise.all(
+    pieces.map(async ([value, from, to]) => {
+      const data = /** @type {Uint8Array} */ (await value.getData()); // or another typed array
+      const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
+      return { bytes, from, to, size: value.dims[axis], of: data.constructor };
+    }),
+  );
+  const size = parts.reduce((sum, { from, to }) => sum + Math.max(to - from, 0), 0);
+  const blocks = product(dims.slice(0, axis));
+  const shape = dims.map((dim, at) => (at === axis ? size : dim));
+  const Elements = /** @type {Uint8ArrayConstructor} */ (parts[0].of);
+  const joined = new Elements(product(shape));
+  const bytes = new Uint8Array(joined.buffer);
+  const width = Elements.BYTES_PER_ELEMENT * product(dims.slice(axis + 1));
+  let end = 0;
+  for (let block = 0; block < blocks; block++) {
+    for (const part of parts) {
+      const start = block * part.size;
+      const piece = part.bytes.subarray((start + part.from) * width, (start + part.to) * width);
+      bytes.set(piece, end);
+      end += piece.length;
+    }
+  }
+  return new Tensor(type, joined, shape);
+}
+
+/**
+ * A call as a line of JSON: element types, shapes, and the data of small tensors.
+ *
+ * @param {string} file
+ * @param {Values} fed
+ * @param {Values} got
+ * @param {string | null} error
+ * @returns {Promise<string>}
+ */
+async function traceLine(file, fed, got, error) {
+  /** @param {Values} values */
+  const side = async (values) => {
+    /** @type {[string, object][]} */
+    const entries = [];
+    for (const [name, value] of Object.entries(values)) {
+      const entry = { dtype: value.type, shape: value.dims };
+      if (value.size > 64) {
+        entries.push([name, entry]);
+      } else {
+        const data = /** @type {ArrayLike<unknown>} */ (await value.getData());
+        entries.push([name, { ...entry, data: Array.from(data, Number) }]);
+      }
+    }
+    return Object.fromEntries(entries);
+  };
+  return JSON.stringify({ file, fed: await side(fed), got: await side(got), error });
+}

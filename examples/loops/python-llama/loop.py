@@ -1,0 +1,288 @@
+"""The decode loop of llama-gqa (layout optimum-decoder-only), written by kvdoctor 0.1.0.
+
+    decoder = Decoder("path/to/the/model")
+    tokens = decoder.generate([[5, 6, 7]], most=20)
+
+All names, types and sizes are those of the cache contract of this model; README.md says it in words.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+
+Array = np.ndarray[Any, Any]
+Tokens = Sequence[Sequence[int]]
+"""Token ids, a list for each sequence of the batch."""
+
+DECODER = "model.onnx"
+MOST_TOKENS = 64
+"""The most tokens that a sequence may have."""
+
+
+class Slot(NamedTuple):
+    """One tensor of the cache.
+
+    Attributes:
+        past: The input that it is fed to.
+        made: The output that first fills it, of the first call.
+        present: The output of each later call that carries it on; None where the first value is kept.
+        shape: Its sizes; an axis whose size is known only when the loop runs has a name.
+        batch_axis: The axis of the sequences.
+        length_axis: The axis of the tokens.
+    """
+
+    past: str
+    made: str | None
+    present: str | None
+    dtype: str
+    shape: tuple[int | str, ...]
+    batch_axis: int | None
+    length_axis: int | None
+
+
+CACHE = (
+    Slot(
+        past="past_key_values.0.key",
+        made="present.0.key",
+        present="present.0.key",
+        dtype="float32",
+        shape=("batch", 2, "past", 8),
+        batch_axis=0,
+        length_axis=2,
+    ),
+    Slot(
+        past="past_key_values.0.value",
+        made="present.0.value",
+        present="present.0.value",
+        dtype="float32",
+        shape=("batch", 2, "past", 8),
+        batch_axis=0,
+        length_axis=2,
+    ),
+    Slot(
+        past="past_key_values.1.key",
+        made="present.1.key",
+        present="present.1.key",
+        dtype="float32",
+        shape=("batch", 2, "past", 8),
+        batch_axis=0,
+        length_axis=2,
+    ),
+    Slot(
+        past="past_key_values.1.value",
+        made="present.1.value",
+        present="present.1.value",
+        dtype="float32",
+        shape=("batch", 2, "past", 8),
+        batch_axis=0,
+        length_axis=2,
+    ),
+)
+
+OUTPUTS = [
+    "logits",
+    "present.0.key",
+    "present.0.value",
+    "present.1.key",
+    "present.1.value",
+]
+
+
+class Decoder:
+    """The model, and the cache of one batch of sequences.
+
+    The cache goes from step to step as the runtime made it, without a copy to numpy.
+    A value is released as soon as the next step has replaced it.
+
+    Attributes:
+        length: Tokens in the cache, padding counted.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        providers: Sequence[str] = ("CPUExecutionProvider",),
+    ) -> None:
+        """Open the files in `folder`."""
+
+        def opened(file: str) -> ort.InferenceSession:
+            if not Path(folder, file).is_file():
+                raise FileNotFoundError(f"there is no {file} in {folder}")
+            return ort.InferenceSession(str(Path(folder, file)), providers=list(providers))
+
+        self._decoder = opened(DECODER)
+        self._trace = os.environ.get("KVDOCTOR_TRACE")
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: no sequences."""
+        self._clear([])
+
+    def _clear(self, padding: list[int]) -> None:
+        self.length = 0
+        self._padding = padding
+        self._cache: dict[str, ort.OrtValue] = {}
+
+    def prefill(self, prompts: Tokens) -> Array:
+        """Begin sequences with their prompts; returns the last logits of each, float[batch, vocabulary].
+
+        Shorter prompts are padded on the left: the mask hides the padding, and positions do not count it.
+        """
+        if not prompts or not all(prompts):
+            raise ValueError("every sequence begins with at least one token")
+        longest = max(map(len, prompts))
+        self._clear([longest - len(prompt) for prompt in prompts])
+        tokens = np.array([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], np.int64)
+        return self._advance(tokens)
+
+    def step(self, tokens: Tokens) -> Array:
+        """Continue each sequence with its new tokens; returns logits as `prefill` does."""
+        if not self.length:
+            raise ValueError("begin with prefill()")
+        return self._advance(np.array(tokens, np.int64))
+
+    def _advance(self, tokens: Array) -> Array:
+        """Run one call on new tokens, int64[batch, new], and keep what it returns of the cache."""
+        if self.length + tokens.shape[1] > MOST_TOKENS:
+            raise ValueError(f"a sequence has at most {MOST_TOKENS} tokens here")
+        if not self.length:
+            self._cache = {slot.past: self._first_value(slot, len(tokens)) for slot in CACHE}
+        first, feeds = not self.length, self._feeds(tokens)
+        outputs = self._run(self._decoder, DECODER, feeds, OUTPUTS)
+        del feeds  # with it go the values that are replaced below
+        for slot in CACHE:
+            name = slot.made if first else slot.present
+            if name in outputs:
+                self._cache[slot.past] = outputs.pop(name)
+        self.length += tokens.shape[1]
+        logits: Array = outputs["logits"].numpy()
+        rows = logits.shape[1] if logits.ndim == 3 else 1
+        last: Array = logits.reshape(len(tokens), rows, -1)[:, -1].astype(np.float32)
+        return last
+
+    def _feeds(self, tokens: Array) -> dict[str, ort.OrtValue]:
+        batch, new = tokens.shape
+        past = self.length
+        total = self.length + tokens.shape[1]
+        return {
+            "input_ids": _value(tokens),
+            "attention_mask": _value(_mask((batch, total), total, self._padding).astype(np.int64)),
+            "position_ids": _value(_positions((batch, new), past, self._padding).astype(np.int64)),
+            **self._cache,
+        }
+
+    def _first_value(self, slot: Slot, batch: int) -> ort.OrtValue:
+        """What the first call is fed: zeros."""
+        sizes = {"batch": batch, "past": 0, "encoder": 0}
+        shape = [sizes.get(size, 1) if isinstance(size, str) else size for size in slot.shape]
+        return _value(np.zeros(shape, slot.dtype))
+
+    def rewind(self, count: int) -> None:
+        """Forget the last `count` tokens of every sequence. At least one token must stay."""
+        if not 0 <= count < self.length:
+            raise ValueError(f"cannot forget {count} of {self.length} tokens")
+        self.length -= count
+        for slot in CACHE:
+            if "past" in slot.shape:
+                entries = self._cache[slot.past].numpy()
+                self._cache[slot.past] = _value(entries.take(range(self.length), slot.length_axis))
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Make row i of the batch a copy of what row `rows[i]` was, as a beam search needs it."""
+        for slot in CACHE:
+            self._cache[slot.past] = _rows(self._cache[slot.past], slot, rows)
+        self._padding = [self._padding[row] for row in rows]
+
+    def generate(
+        self,
+        prompts: Tokens,
+        most: int = 20,
+        stop: Sequence[int] = (),
+        choose: Callable[[Array], int] | None = None,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[list[int]]:
+        """Decode until every sequence has ended; returns the new tokens of each, the stop token not among them.
+
+        Args:
+            prompts: What each sequence begins with.
+            most: The most new tokens.
+            stop: Tokens that end a sequence.
+            choose: Picks a token of logits float[vocabulary]; without it the likeliest is taken.
+            on_token: Called for each new token with the row and the token.
+        """
+        made: list[list[int]] = [[] for _ in prompts]
+        running = [True] * len(made)
+        logits = self.prefill(prompts)
+        while True:
+            chosen = [int(row.argmax()) if choose is None else choose(row) for row in logits]
+            for row, token in enumerate(chosen):
+                running[row] = running[row] and token not in stop
+                if running[row]:
+                    made[row].append(token)
+                    if on_token is not None:
+                        on_token(row, token)
+            if not any(running) or max(map(len, made)) >= most:
+                return made
+            logits = self.step([[token] for token in chosen])
+
+    def _run(
+        self, session: ort.InferenceSession, file: str, feeds: dict[str, ort.OrtValue], names: Sequence[str]
+    ) -> dict[str, ort.OrtValue]:
+        """Run one call; what it returns stays with the runtime until it is read."""
+        outputs: dict[str, ort.OrtValue] = {}
+        error = None
+        try:
+            outputs = dict(zip(names, session.run_with_ort_values(list(names), feeds), strict=True))
+        except Exception as raised:
+            error = str(raised)
+            raise
+        finally:
+            if self._trace:
+                _note(self._trace, file, feeds, outputs, error)
+        return outputs
+
+
+def _value(array: Array) -> ort.OrtValue:
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+
+
+def _rows(value: ort.OrtValue, slot: Slot, rows: Sequence[int]) -> ort.OrtValue:
+    """Some sequences of a tensor of the cache, in that order."""
+    if slot.batch_axis is None:
+        return value
+    return _value(value.numpy().take(rows, slot.batch_axis))
+
+
+def _mask(shape: tuple[int, ...], total: int, padding: Sequence[int]) -> Array:
+    """1 for tokens; 0 for padding on the left, and for what lies behind the last token. Columns are the cache."""
+    columns = np.arange(shape[-1])
+    padded = np.array(padding)[:, None] if len(shape) > 1 else 0
+    return np.broadcast_to((columns >= padded) & (columns < total), shape)
+
+
+def _positions(shape: tuple[int, ...], past: int, padding: Sequence[int]) -> Array:
+    """The positions of the new tokens; padding on the left is not counted."""
+    padded = np.array(padding)[:, None] if len(shape) > 1 else 0
+    return np.broadcast_to(np.maximum(np.arange(past, past + shape[-1]) - padded, 0), shape)
+
+
+def _note(
+    trace: str, file: str, fed: Mapping[str, ort.OrtValue], got: Mapping[str, ort.OrtValue], error: str | None
+) -> None:
+    """Add a call to a trace for `kvdoctor step-test MODEL --trace FILE`: shapes, and the data of small tensors."""
+
+    def side(values: Mapping[str, ort.OrtValue]) -> dict[str, dict[str, Any]]:
+        return {name: entry(value) for name, value in values.items()}
+
+    def entry(value: ort.OrtValue) -> dict[str, Any]:
+        shape = value.shape()
+        small = {"data": value.numpy().ravel().tolist()} if np.prod(shape) <= 64 else {}
+        return {"dtype": value.data_type(), "shape": shape, **small}
+
+    with open(trace, "a", encoding="utf-8") as lines:
+        print(json.dumps({"file": file, "fed": side(fed), "got": side(got), "error": error}), file=lines)

@@ -1,0 +1,361 @@
+"""The decode loop of marian-4.57.6 (layout optimum-merged), written by kvdoctor 0.1.0.
+
+    decoder = Decoder("path/to/the/model")
+    decoder.encode(source)
+    tokens = decoder.generate([[5, 6, 7]], most=20)
+
+All names, types and sizes are those of the cache contract of this model; README.md says it in words.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+
+Array = np.ndarray[Any, Any]
+Tokens = Sequence[Sequence[int]]
+"""Token ids, a list for each sequence of the batch."""
+
+ENCODER = "encoder_model.onnx"
+DECODER = "decoder_model_merged.onnx"
+MOST_TOKENS = 64
+"""The most tokens that a sequence may have."""
+
+
+class Slot(NamedTuple):
+    """One tensor of the cache.
+
+    Attributes:
+        past: The input that it is fed to.
+        made: The output that first fills it, of the first call.
+        present: The output of each later call that carries it on; None where the first value is kept.
+        shape: Its sizes; an axis whose size is known only when the loop runs has a name.
+        batch_axis: The axis of the sequences.
+        length_axis: The axis of the tokens.
+    """
+
+    past: str
+    made: str | None
+    present: str | None
+    dtype: str
+    shape: tuple[int | str, ...]
+    batch_axis: int | None
+    length_axis: int | None
+
+
+CACHE = (
+    Slot(
+        past="past_key_values.0.decoder.key",
+        made="present.0.decoder.key",
+        present="present.0.decoder.key",
+        dtype="float32",
+        shape=("batch", 4, "past", 8),
+        batch_axis=0,
+        length_axis=2,
+    ),
+    Slot(
+        past="past_key_values.0.decoder.value",
+        made="present.0.decoder.value",
+        present="present.0.decoder.value",
+        dtype="float32",
+        shape=("batch", 4, "past", 8),
+        batch_axis=0,
+        length_axis=2,
+    ),
+    Slot(
+        past="past_key_values.0.encoder.key",
+        made="present.0.encoder.key",
+        present=None,
+        dtype="float32",
+        shape=("batch", 4, "encoder", 8),
+        batch_axis=0,
+        length_axis=2,
+    ),
+    Slot(
+        past="past_key_values.0.encoder.value",
+        made="present.0.encoder.value",
+        present=None,
+        dtype="float32",
+        shape=("batch", 4, "encoder", 8),
+        batch_axis=0,
+        length_axis=2,
+    ),
+    Slot(
+        past="past_key_values.1.decoder.key",
+        made="present.1.decoder.key",
+        present="present.1.decoder.key",
+        dtype="float32",
+        shape=("batch", 4, "past", 8),
+        batch_axis=0,
+        length_axis=2,
+    ),
+    Slot(
+        past="past_key_values.1.decoder.value",
+        made="present.1.decoder.value",
+        present="present.1.decoder.value",
+        dtype="float32",
+        shape=("batch", 4, "past", 8),
+        batch_axis=0,
+        length_axis=2,
+    ),
+    Slot(
+        past="past_key_values.1.encoder.key",
+        made="present.1.encoder.key",
+        present=None,
+        dtype="float32",
+        shape=("batch", 4, "encoder", 8),
+        batch_axis=0,
+        length_axis=2,
+    ),
+    Slot(
+        past="past_key_values.1.encoder.value",
+        made="present.1.encoder.value",
+        present=None,
+        dtype="float32",
+        shape=("batch", 4, "encoder", 8),
+        batch_axis=0,
+        length_axis=2,
+    ),
+)
+
+FIRST_OUTPUTS = [
+    "logits",
+    "present.0.decoder.key",
+    "present.0.decoder.value",
+    "present.0.encoder.key",
+    "present.0.encoder.value",
+    "present.1.decoder.key",
+    "present.1.decoder.value",
+    "present.1.encoder.key",
+    "present.1.encoder.value",
+]
+"""What the first call returns."""
+OUTPUTS = [
+    "logits",
+    "present.0.decoder.key",
+    "present.0.decoder.value",
+    "present.1.decoder.key",
+    "present.1.decoder.value",
+]
+
+
+class Decoder:
+    """The model, and the cache of one batch of sequences.
+
+    The cache goes from step to step as the runtime made it, without a copy to numpy.
+    A value is released as soon as the next step has replaced it.
+
+    Attributes:
+        length: Tokens in the cache, padding counted.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        providers: Sequence[str] = ("CPUExecutionProvider",),
+    ) -> None:
+        """Open the files in `folder`."""
+
+        def opened(file: str) -> ort.InferenceSession:
+            if not Path(folder, file).is_file():
+                raise FileNotFoundError(f"there is no {file} in {folder}")
+            return ort.InferenceSession(str(Path(folder, file)), providers=list(providers))
+
+        self._encoder = opened(ENCODER)
+        self._decoder = opened(DECODER)
+        self._trace = os.environ.get("KVDOCTOR_TRACE")
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: no sequences, and nothing encoded."""
+        self._made: dict[str, ort.OrtValue] = {}
+        self._source_mask: Array | None = None
+        self._clear([])
+
+    def _clear(self, padding: list[int]) -> None:
+        self.length = 0
+        self._padding = padding
+        self._cache: dict[str, ort.OrtValue] = {}
+
+    def encode(self, source: Array, mask: Array | None = None) -> None:
+        """Run the encoder; the sequences after it are about this `source`.
+
+        Args:
+            source: int64[batch, encoder_input]
+            mask: int[batch, length], 0 for padding on the right; without it all of the source is read.
+        """
+        self.reset()
+        source = np.ascontiguousarray(source, np.int64)
+        batch = source.shape[0]
+        encoder_input = source.shape[1]
+        self._source_mask = None if mask is None else np.asarray(mask)
+        feeds = {
+            "input_ids": _value(source),
+            "attention_mask": _value(self._encoder_mask((batch, encoder_input)).astype(np.int64)),
+        }
+        names = [
+            "last_hidden_state",
+        ]
+        self._made = self._run(self._encoder, ENCODER, feeds, names)
+
+    def prefill(self, prompts: Tokens) -> Array:
+        """Begin sequences with their prompts; returns the last logits of each, float[batch, vocabulary]."""
+        if not prompts or not all(prompts):
+            raise ValueError("every sequence begins with at least one token")
+        longest = max(map(len, prompts))
+        if min(map(len, prompts)) < longest:
+            raise ValueError("this model takes no padding: the prompts of a batch must have the same length")
+        self._clear([0] * len(prompts))
+        tokens = np.array(prompts, np.int64)
+        return self._advance(tokens)
+
+    def step(self, tokens: Tokens) -> Array:
+        """Continue each sequence with its new tokens; returns logits as `prefill` does."""
+        if not self.length:
+            raise ValueError("begin with prefill()")
+        return self._advance(np.array(tokens, np.int64))
+
+    def _advance(self, tokens: Array) -> Array:
+        """Run one call on new tokens, int64[batch, new], and keep what it returns of the cache."""
+        if self.length + tokens.shape[1] > MOST_TOKENS:
+            raise ValueError(f"a sequence has at most {MOST_TOKENS} tokens here")
+        if not self.length:
+            self._cache = {slot.past: self._first_value(slot, len(tokens)) for slot in CACHE}
+        first, feeds = not self.length, self._feeds(tokens)
+        outputs = self._run(self._decoder, DECODER, feeds, FIRST_OUTPUTS if first else OUTPUTS)
+        del feeds  # with it go the values that are replaced below
+        for slot in CACHE:
+            name = slot.made if first else slot.present
+            if name in outputs:
+                self._cache[slot.past] = outputs.pop(name)
+        self.length += tokens.shape[1]
+        logits: Array = outputs["logits"].numpy()
+        rows = logits.shape[1] if logits.ndim == 3 else 1
+        last: Array = logits.reshape(len(tokens), rows, -1)[:, -1].astype(np.float32)
+        return last
+
+    def _feeds(self, tokens: Array) -> dict[str, ort.OrtValue]:
+        batch = len(tokens)
+        past = self.length
+        encoder = self._encoder_length()
+        return {
+            "encoder_attention_mask": _value(self._encoder_mask((batch, encoder)).astype(np.int64)),
+            "input_ids": _value(tokens),
+            "encoder_hidden_states": self._made["last_hidden_state"],
+            "use_cache_branch": _value(np.full((1,), past > 0, np.bool_)),
+            **self._cache,
+        }
+
+    def _first_value(self, slot: Slot, batch: int) -> ort.OrtValue:
+        """What the first call is fed: zeros that this branch of the graph does not read."""
+        sizes = {"batch": batch, "past": 1, "encoder": 1}
+        shape = [sizes.get(size, 1) if isinstance(size, str) else size for size in slot.shape]
+        return _value(np.zeros(shape, slot.dtype))
+
+    def rewind(self, count: int) -> None:
+        """Forget the last `count` tokens of every sequence. At least one token must stay."""
+        if not 0 <= count < self.length:
+            raise ValueError(f"cannot forget {count} of {self.length} tokens")
+        self.length -= count
+        for slot in CACHE:
+            if "past" in slot.shape:
+                entries = self._cache[slot.past].numpy()
+                self._cache[slot.past] = _value(entries.take(range(self.length), slot.length_axis))
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Make row i of the batch a copy of what row `rows[i]` was, as a beam search needs it."""
+        for slot in CACHE:
+            self._cache[slot.past] = _rows(self._cache[slot.past], slot, rows)
+        self._padding = [self._padding[row] for row in rows]
+        self._made["last_hidden_state"] = _value(self._made["last_hidden_state"].numpy()[list(rows)])
+        if self._source_mask is not None:
+            self._source_mask = self._source_mask[list(rows)]
+
+    def generate(
+        self,
+        prompts: Tokens,
+        most: int = 20,
+        stop: Sequence[int] = (),
+        choose: Callable[[Array], int] | None = None,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[list[int]]:
+        """Decode until every sequence has ended; returns the new tokens of each, the stop token not among them.
+
+        Args:
+            prompts: What each sequence begins with.
+            most: The most new tokens.
+            stop: Tokens that end a sequence.
+            choose: Picks a token of logits float[vocabulary]; without it the likeliest is taken.
+            on_token: Called for each new token with the row and the token.
+        """
+        made: list[list[int]] = [[] for _ in prompts]
+        running = [True] * len(made)
+        logits = self.prefill(prompts)
+        while True:
+            chosen = [int(row.argmax()) if choose is None else choose(row) for row in logits]
+            for row, token in enumerate(chosen):
+                running[row] = running[row] and token not in stop
+                if running[row]:
+                    made[row].append(token)
+                    if on_token is not None:
+                        on_token(row, token)
+            if not any(running) or max(map(len, made)) >= most:
+                return made
+            logits = self.step([[token] for token in chosen])
+
+    def _encoder_length(self) -> int:
+        """The number of encoder states."""
+        return int(self._made["last_hidden_state"].shape()[1])
+
+    def _encoder_mask(self, shape: tuple[int, ...]) -> Array:
+        """The mask given to `encode`, else ones: a mask of another length belongs to the encoder's input alone."""
+        given = self._source_mask
+        return np.ones(shape, np.int64) if given is None or given.shape != shape else given
+
+    def _run(
+        self, session: ort.InferenceSession, file: str, feeds: dict[str, ort.OrtValue], names: Sequence[str]
+    ) -> dict[str, ort.OrtValue]:
+        """Run one call; what it returns stays with the runtime until it is read."""
+        outputs: dict[str, ort.OrtValue] = {}
+        error = None
+        try:
+            outputs = dict(zip(names, session.run_with_ort_values(list(names), feeds), strict=True))
+        except Exception as raised:
+            error = str(raised)
+            raise
+        finally:
+            if self._trace:
+                _note(self._trace, file, feeds, outputs, error)
+        return outputs
+
+
+def _value(array: Array) -> ort.OrtValue:
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+
+
+def _rows(value: ort.OrtValue, slot: Slot, rows: Sequence[int]) -> ort.OrtValue:
+    """Some sequences of a tensor of the cache, in that order."""
+    if slot.batch_axis is None:
+        return value
+    return _value(value.numpy().take(rows, slot.batch_axis))
+
+
+def _note(
+    trace: str, file: str, fed: Mapping[str, ort.OrtValue], got: Mapping[str, ort.OrtValue], error: str | None
+) -> None:
+    """Add a call to a trace for `kvdoctor step-test MODEL --trace FILE`: shapes, and the data of small tensors."""
+
+    def side(values: Mapping[str, ort.OrtValue]) -> dict[str, dict[str, Any]]:
+        return {name: entry(value) for name, value in values.items()}
+
+    def entry(value: ort.OrtValue) -> dict[str, Any]:
+        shape = value.shape()
+        small = {"data": value.numpy().ravel().tolist()} if np.prod(shape) <= 64 else {}
+        return {"dtype": value.data_type(), "shape": shape, **small}
+
+    with open(trace, "a", encoding="utf-8") as lines:
+        print(json.dumps({"file": file, "fed": side(fed), "got": side(got), "error": error}), file=lines)
