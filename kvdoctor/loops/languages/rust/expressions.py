@@ -182,7 +182,9 @@ def statements_of(local: str, one: Input, plan: LoopPlan) -> list[str]:
     if one.rule == "causal-mask":
         lines, values = [*lines, f"let values = {values};"], "values"
     if "past" not in one.dims:
-        return [*lines, f"let {local} = Tensor::from_array(({sizes}, {values}))?;"]
+        made = f"Tensor::from_array(({sizes}, {values}))?;"
+        line = f"let {local} = {made}"
+        return [*lines, line] if len(line) + 8 <= LINE else [*lines, f"let {local} =", f"    {made}"]
     return [
         *lines,
         f"let {local} = if past == 0 {{",
