@@ -272,8 +272,9 @@ Ort::Value reordered(const Ort::Value& value, int axis, std::span<const std::siz
 // The last row of logits of each sequence.
 template <typename T>
 Logits last_rows(const Ort::Value& value, std::size_t batch) {
-  const auto size = static_cast<std::size_t>(shape_of(value).back());
   const std::size_t sequence = value.GetTensorTypeAndShapeInfo().GetElementCount() / batch;
+  const auto shape = shape_of(value);  // only logits of rank 3 have a row for each new token
+  const std::size_t size = shape.size() == 3 ? static_cast<std::size_t>(shape.back()) : sequence;
   const T* data = value.GetTensorData<T>();
   Logits rows;
   for (std::size_t row = 0; row < batch; ++row) {

@@ -429,8 +429,9 @@ public sealed class Decoder : IDisposable
     /// <summary>The last row of logits of each sequence.</summary>
     private static float[][] LastRows(OrtValue value, int batch)
     {
-        int vocabulary = (int)ShapeOf(value)[^1];
         ReadOnlySpan<float> all = value.GetTensorDataAsSpan<float>();
+        long[] shape = ShapeOf(value); // only logits of rank 3 have a row for each new token
+        int vocabulary = shape.Length == 3 ? (int)shape[^1] : all.Length / batch;
         float[][] rows = new float[batch][];
         for (int row = 0; row < batch; row++)
         {

@@ -412,8 +412,9 @@ public final class Decoder implements AutoCloseable {
   /** The last row of each sequence's logits. */
   private float[][] lastRows(OnnxTensor logits) {
     long[] shape = logits.getInfo().getShape();
-    int vocabulary = (int) shape[shape.length - 1];
     FloatBuffer values = logits.getFloatBuffer();
+    // Only logits of rank 3 have a row for each new token.
+    int vocabulary = shape.length == 3 ? (int) shape[2] : values.capacity() / batch;
     int rows = values.capacity() / vocabulary / batch;
     float[][] last = new float[batch][vocabulary];
     for (int row = 0; row < batch; row++) {
