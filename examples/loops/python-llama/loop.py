@@ -284,5 +284,5 @@ def _note(
         small = {"data": value.numpy().ravel().tolist()} if np.prod(shape) <= 64 else {}
         return {"dtype": value.data_type(), "shape": shape, **small}
 
-    with open(trace, "a", encoding="utf-8") as lines:
+    with Path(trace).open("a", encoding="utf-8") as lines:
         print(json.dumps({"file": file, "fed": side(fed), "got": side(got), "error": error}), file=lines)

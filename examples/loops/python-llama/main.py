@@ -27,7 +27,7 @@ def main() -> int:
     began = time.perf_counter()
     times: list[float] = []
 
-    def on_token(row: int, token: int) -> None:
+    def on_token(_row: int, _token: int) -> None:
         times.append(time.perf_counter())
 
     if given.follow:

@@ -29,7 +29,7 @@ def main() -> int:
     decoder.encode(np.array([ids(text) for text in given.source]))
     times: list[float] = []
 
-    def on_token(row: int, token: int) -> None:
+    def on_token(_row: int, _token: int) -> None:
         times.append(time.perf_counter())
 
     if given.follow:
