@@ -38,8 +38,8 @@ def cell(language: str, model: str) -> str:
     """What the program did: the same tokens, with its own measurements, or the reason why not."""
     request = LoopRequest(str(ROOT / "fixtures" / "exports" / model), None, language, check=True)
     made = write_loop(request, Options())
-    if made.reason is not None:
-        return made.reason.replace("|", "\\|")
+    if reason := made.reason or made.unchecked:
+        return reason.replace("|", "\\|")
     if problem := next((result.problem for result in made.results if result.problem), None):
         return f"**{problem}**"
     found = re.search(r"([\d.]+) tokens/s, peak memory (\d+) MiB", made.results[-1].measured)

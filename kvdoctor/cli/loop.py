@@ -76,9 +76,10 @@ def _print(written: "WrittenLoop") -> None:
         click.echo(f"note: {printable(remark)}")
     for result in written.results:
         if result.problem is None:
-            click.echo(f"  ok     {result.vector}: the tokens of the model ({printable(result.measured)})")
+            click.echo(f"  ok     {result.vector}: {result.tokens} tokens as expected ({printable(result.measured)})")
         else:
             click.echo(f"  wrong  {result.vector}: {printable(result.problem)}")
+    if written.unchecked is not None:
+        click.echo(f"not checked: {printable(written.unchecked)}")
     if written.reason is not None:
-        what = "loop" if written.out is None else "check"
-        click.echo(f"no {what}: {printable(written.reason)}")
+        click.echo(f"no loop: {printable(written.reason)}")

@@ -1,30 +1,40 @@
 """Builds the project of a loop and runs it on its test vectors, as a user would."""
 
+import contextlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 from kvdoctor.loops.language import CannotBuild, Language
 from kvdoctor.loops.vectors import Vector, differences
 from kvdoctor.records import record
 
-BUILD_SECONDS, RUN_SECONDS = 900, 120
+BUILD_SECONDS = 900
+SELF_TEST = re.compile(r"^(error: )?(rewind|reorder): .* in place of ", re.MULTILINE)
+"""The message of a program that decodes other tokens after going back or changing rows."""
 
 
 @record
 class VectorResult:
-    """One call of the program: the `problem`, or None where it printed what it had to."""
+    """One call of the program: the `problem`, or None where it printed what it had to.
+
+    `differs` where it printed other tokens; a program that ended otherwise decides nothing. `tokens` were compared.
+    """
 
     vector: str
     problem: str | None
+    differs: bool = False
+    tokens: int = 0
     measured: str = ""
 
 
-def check(project: Path, model: Path, language: Language, vectors: tuple[Vector, ...]) -> tuple[VectorResult, ...]:
-    """Build a project in its folder and run every vector.
+def check(
+    project: Path, model: Path, language: Language, vectors: tuple[Vector, ...], seconds: float
+) -> tuple[VectorResult, ...]:
+    """Build a project in its folder and run every vector, each for so many seconds at most.
 
     Fetches the packages that the project names, with the tools of its language.
 
@@ -38,21 +48,19 @@ def check(project: Path, model: Path, language: Language, vectors: tuple[Vector,
             raise CannotBuild(f"`{' '.join(command)}` took more than {BUILD_SECONDS} seconds")
         if done.returncode:
             raise CannotBuild(f"`{' '.join(command)}` failed: {_last(done.stderr or done.stdout)}")
-    return tuple(_results(project, model, language, vectors, environment))
+    command = (*language.run, "--model", str(model.absolute()))
+    return tuple(_result(one, _run((*command, *one.arguments), project, environment, seconds)) for one in vectors)
 
 
-def _results(
-    project: Path, model: Path, language: Language, vectors: tuple[Vector, ...], environment: dict[str, str]
-) -> Iterator[VectorResult]:
-    for vector in vectors:
-        command = (*language.run, "--model", str(model.absolute()), *vector.arguments)
-        done = _run(command, project, environment, RUN_SECONDS)
-        if done is None:
-            yield VectorResult(vector.name, f"it ran for more than {RUN_SECONDS} seconds")
-        elif done.returncode:
-            yield VectorResult(vector.name, f"exit code {done.returncode}: {_last(done.stderr)}")
-        else:
-            yield VectorResult(vector.name, next(differences(vector, done.stdout), None), _last(done.stderr))
+def _result(vector: Vector, done: "subprocess.CompletedProcess[str] | None") -> VectorResult:
+    """What a call of the program showed; None where it was stopped."""
+    if done is None:
+        return VectorResult(vector.name, "it did not end within --timeout")
+    if done.returncode:
+        differs = SELF_TEST.search(done.stderr) is not None
+        return VectorResult(vector.name, f"exit code {done.returncode}: {_last(done.stderr)}", differs)
+    problem = next(differences(vector, done.stdout), None)
+    return VectorResult(vector.name, problem, problem is not None, vector.decided, _last(done.stderr))
 
 
 def _environment(language: Language) -> dict[str, str]:
@@ -92,21 +100,38 @@ def _run(
 ) -> "subprocess.CompletedProcess[str] | None":
     """Run a command; None where it took too long."""
     try:
-        return subprocess.run(
+        process = subprocess.Popen(
             [shutil.which(command[0]) or command[0], *command[1:]],
             cwd=folder,
             env=environment,
-            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            stdin=subprocess.DEVNULL,
-            timeout=seconds,
-            check=False,
         )
-    except subprocess.TimeoutExpired:
-        return None
     except OSError as error:
         raise CannotBuild(f"`{command[0]}` cannot be started: {error.strerror or error}") from None
+    with process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except BaseException as stopped:
+            _end(process)
+            if isinstance(stopped, subprocess.TimeoutExpired):
+                return None
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """End a process with all that it started: build tools run compilers."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+    process.kill()
 
 
 def _last(text: str) -> str:

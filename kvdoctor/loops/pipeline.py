@@ -62,7 +62,8 @@ class WrittenLoop:
         language: The language.
         out: The folder that was written; None where nothing was.
         files: What lies in it.
-        reason: Why there is no loop, or why it could not be checked.
+        reason: Why there is no loop.
+        unchecked: Why its program could not be checked.
         remarks: What to know about the loop.
         results: What the program did on each test vector.
         exit_code: 0: written, and what was asked for was shown. 1: the model or the program decodes wrong tokens. 3:
@@ -75,6 +76,7 @@ class WrittenLoop:
     out: str | None = None
     files: tuple[str, ...] = ()
     reason: str | None = None
+    unchecked: str | None = None
     remarks: tuple[str, ...] = ()
     results: tuple[VectorResult, ...] = ()
     exit_code: int = 0
@@ -102,43 +104,51 @@ def write_loop(request: LoopRequest, options: Options) -> WrittenLoop:
     made = WrittenLoop(folder.shown, target.stack, language.name)
     if (refusal := _refuse(observed, folder.shown)) is not None:
         return replace(made, reason=refusal[0], exit_code=refusal[1])
-    return _write(request, made, target, observed)
+    return _write(request, made, target, observed, options.timeout)
 
 
-def _write(request: LoopRequest, made: WrittenLoop, target: LoopTarget, observed: ObservedLoop) -> WrittenLoop:
+def _write(
+    request: LoopRequest, made: WrittenLoop, target: LoopTarget, observed: ObservedLoop, seconds: float
+) -> WrittenLoop:
     """Write the project, and check it there before it gets its place."""
     language = find_language(request.language)
-    facts = StackFacts(target.stack, target.contract.layout, target.plan.files, target.contract)
-    files = render(target.plan, language, tuple(describe_contract(facts)))
+    facts = StackFacts(target.stack, target.contract.layout, observed.plan.files, target.contract)
+    files = render(observed.plan, language, tuple(describe_contract(facts)))
     with _place(request.out) as (place, keep):
         for name, text in files.items():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).write_text(text, encoding="utf-8", newline="\n")
         for vector in observed.vectors:
             if vector.source is not None:
-                vector.source.tofile(place / _source_file(vector))
-        (place / LOOP_MARK).write_text(_mark(files, made, observed.vectors), encoding="utf-8", newline="\n")
+                vector.source.tofile(place / str(vector.source_file))
+        (place / LOOP_MARK).write_text(_mark(place, made, observed.vectors), encoding="utf-8", newline="\n")
         written = tuple(sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()))
         made = replace(made, out=request.out, files=written, remarks=tuple(_remarks(observed)))
         if request.check:
-            made = _checked(made, place, target.folder, observed.vectors)
+            made = _checked(made, place, target.folder, observed.vectors, seconds)
         if made.exit_code != 1:
             keep()
             return made
     return replace(made, out=None, files=(), reason="the program prints other tokens than the model means")
 
 
-def _checked(made: WrittenLoop, place: Path, model: Path, vectors: tuple[Vector, ...]) -> WrittenLoop:
+def _checked(made: WrittenLoop, place: Path, model: Path, vectors: tuple[Vector, ...], seconds: float) -> WrittenLoop:
     """The result with what a copy of the project did: what a build leaves does not belong into the user's folder."""
+    vectors = tuple(vector for vector in vectors if vector.decided)
     if not vectors:
-        return replace(made, reason="not checked: no token could be computed without a cache", exit_code=3)
+        reason = "in no call without a cache one token is clearly likelier than the others"
+        return replace(made, unchecked=reason, exit_code=3)
     with tempfile.TemporaryDirectory(prefix="kvdoctor-loop-") as scratch:
         project = shutil.copytree(place, Path(scratch) / "loop")
         try:
-            results = check(project, model, find_language(made.language), vectors)
+            results = check(project, model, find_language(made.language), vectors, seconds)
         except CannotBuild as error:
-            return replace(made, reason=f"not checked: {error}", exit_code=3)
-    return replace(made, results=results, exit_code=int(any(result.problem for result in results)))
+            return replace(made, unchecked=str(error), exit_code=3)
+    made = replace(made, results=results)
+    if any(result.differs for result in results):
+        return replace(made, exit_code=1)
+    stopped = next((result.problem for result in results if result.problem), None)
+    return made if stopped is None else replace(made, unchecked=stopped, exit_code=3)
 
 
 @contextmanager
@@ -215,6 +225,7 @@ def _outcome(run: Run) -> str:
 
 
 def _remarks(observed: ObservedLoop) -> Iterator[str]:
+    yield from observed.remarks
     plain = observed.plain
     if plain is not None and plain.outcome in ("failed", "differs", "died") and plain is not observed.held:
         yield (
@@ -225,7 +236,7 @@ def _remarks(observed: ObservedLoop) -> Iterator[str]:
         yield "the model rounds so much that the runs could not decide whether the loop is right"
 
 
-def _mark(files: dict[str, str], made: WrittenLoop, vectors: tuple[Vector, ...]) -> str:
+def _mark(place: Path, made: WrittenLoop, vectors: tuple[Vector, ...]) -> str:
     """The content of `kvdoctor-loop.json`: the test vectors; it also marks the folder as written by kvdoctor."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
@@ -236,10 +247,10 @@ def _mark(files: dict[str, str], made: WrittenLoop, vectors: tuple[Vector, ...])
             {"name": one.name, "arguments": list(one.arguments), "expected": [list(row) for row in one.expected]}
             for one in vectors
         ],
-        "sha256": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(files.items())},
+        "sha256": {
+            path.relative_to(place).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(place.rglob("*"))
+            if path.is_file()
+        },
     }
     return json.dumps(document, indent=2) + "\n"
-
-
-def _source_file(vector: Vector) -> str:
-    return vector.arguments[vector.arguments.index("--source") + 1]

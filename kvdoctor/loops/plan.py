@@ -180,6 +180,9 @@ class LoopPlan:
         batch: The number of sequences where a graph takes one number only.
         capacity_is_chosen: Whether the caller chooses the length of the buffers.
         pads: Whether prompts of unequal length may be padded on the left.
+        chunks: Whether a step on top of a cache may take several new tokens.
+        rewindable: Whether the sequences may go back, as far as the cache allows it.
+        reorderable: Whether sequences may change places, as far as there can be several.
     """
 
     model: str
@@ -194,6 +197,9 @@ class LoopPlan:
     batch: int | None
     capacity_is_chosen: bool
     pads: bool
+    chunks: bool = True
+    rewindable: bool = True
+    reorderable: bool = True
 
     @property
     def calls(self) -> tuple[CallPlan, ...]:
@@ -242,7 +248,7 @@ class LoopPlan:
     @property
     def rewinds(self) -> bool:
         """Whether every part of the cache can go back to an earlier length."""
-        return all(slot.rewinds != "impossible" for slot in self.slots)
+        return self.rewindable and all(slot.rewinds != "impossible" for slot in self.slots)
 
     @property
     def copies(self) -> bool:
@@ -257,7 +263,7 @@ class LoopPlan:
     @property
     def cuts(self) -> bool:
         """Whether some part of the cache is cut when the sequences go back."""
-        return any(slot.rewinds == "cut" for slot in self.slots)
+        return self.rewinds and any(slot.rewinds == "cut" for slot in self.slots)
 
     @property
     def by_encoder(self) -> bool:
@@ -287,7 +293,7 @@ class LoopPlan:
     @property
     def reorders(self) -> bool:
         """Whether sequences can change places, as a beam search needs it."""
-        return self.batch is None
+        return self.reorderable and self.batch is None
 
 
 def make_plan(contract: CacheContract, model: str) -> LoopPlan:
@@ -314,6 +320,7 @@ def make_plan(contract: CacheContract, model: str) -> LoopPlan:
         batch=contract.fixed_batch,
         capacity_is_chosen=any("capacity" in s.axes and s.size("capacity") is None for s in contract.slots),
         pads=_pads(contract),
+        chunks=contract.new_tokens is None,
     )
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.experiments.loop_vectors import ONE, SEVERAL, UNDECIDED
+from kvdoctor.decode.experiments.loop_vectors import ONE, PADDED, SEVERAL, UNDECIDED
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import HELD_LOOP, LOOPS, Run
 from kvdoctor.loops.plan import INTEGERS, LoopPlan
+from kvdoctor.loops.uses import EXPERIMENTS, without_wrong_uses
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime
@@ -35,17 +36,31 @@ class Vector:
     expected: tuple[tuple[int | None, ...], ...]
     source: Array | None = None
 
+    @property
+    def source_file(self) -> str | None:
+        """The name of that file."""
+        return None if self.source is None else self.arguments[self.arguments.index("--source") + 1]
+
+    @property
+    def decided(self) -> int:
+        """How many tokens are compared. Where all are the same, a program that prints one token for ever would pass."""
+        tokens = [token for row in self.expected for token in row if token is not None]
+        return len(tokens) if len(set(tokens)) > 1 else 0
+
 
 @record
 class ObservedLoop:
     """What the experiments showed before a loop is written.
 
-    `held` is the run of the loop that will be written, `plain` that of the loop that feeds every present back.
+    `held` is the run of the loop that will be written, `plain` that of the loop that feeds every present back. `plan`
+    has only uses that did not go wrong, `remarks` say which did.
     """
 
     held: Run | None
     plain: Run | None
+    plan: LoopPlan
     vectors: tuple[Vector, ...] = ()
+    remarks: tuple[str, ...] = ()
     obstacle: str = ""
 
 
@@ -72,7 +87,7 @@ def observe(target: LoopTarget, options: Options, runtime: Runtime) -> ObservedL
             stack=target.stack,
             folder=target.folder.absolute(),
             contract=target.contract,
-            experiments=(*LOOPS, "batch", ONE, SEVERAL),
+            experiments=(*LOOPS, *EXPERIMENTS, ONE, SEVERAL, PADDED),
             seed=options.seed,
             provider=options.provider,
             keep_logits=kept,
@@ -83,26 +98,26 @@ def observe(target: LoopTarget, options: Options, runtime: Runtime) -> ObservedL
         held = runs.get(HELD_LOOP)
         chosen = runs.get("plain-loop") if held is None or held.outcome == "skipped" else held
         arrays = _read(kept) if kept.is_file() else {}
-    batched = runs.get("batch")
-    several = batched is not None and batched.outcome == "passed"
-    wanted = [ONE, SEVERAL] if several else [ONE]
-    vectors = tuple(_vector(name, arrays, target.plan, several) for name in wanted if f"{name}:expected" in arrays)
+    plan, remarks = without_wrong_uses(target.plan, runs)
+    wanted = [ONE, *([SEVERAL] if plan.batch is None else []), *([PADDED] if plan.pads and plan.batch is None else [])]
+    vectors = tuple(_vector(name, arrays, plan) for name in wanted if f"{name}:expected" in arrays)
     obstacle = next(iter((*results.reasons_not_run, *results.crashes)), "")
-    return ObservedLoop(chosen, runs.get("plain-loop"), vectors, obstacle)
+    return ObservedLoop(chosen, runs.get("plain-loop"), plan, vectors, remarks, obstacle)
 
 
 def _read(file: Path) -> dict[str, Array]:
     with np.load(file) as kept:
-        return {name: kept[name] for name in kept.files if name.startswith((f"{ONE}:", f"{SEVERAL}:"))}
+        return {name: kept[name] for name in kept.files if name.partition(":")[0] in (ONE, SEVERAL, PADDED)}
 
 
-def _vector(name: str, arrays: dict[str, Array], plan: LoopPlan, several: bool) -> Vector:
+def _vector(name: str, arrays: dict[str, Array], plan: LoopPlan) -> Vector:
     """The call that a run without a cache stands for: its tokens are given one by one, whatever is likeliest."""
     tokens, expected = arrays[f"{name}:tokens"], arrays[f"{name}:expected"]
     start, source = int(arrays[f"{name}:prompt"]), arrays.get(f"{name}:source")
+    padding = arrays.get(f"{name}:padding", np.zeros(len(tokens), np.int64))
     arguments: list[str] = []
-    for row in tokens:
-        arguments += ["--prompt", _ids(row[:start]), "--follow", _ids(row[start:])]
+    for row, padded in zip(tokens, padding, strict=True):
+        arguments += ["--prompt", _ids(row[padded:start]), "--follow", _ids(row[start:])]
     if source is not None and plan.source is not None and plan.source.dtype in INTEGERS:
         for row in source:
             arguments += ["--source", _ids(row)]
@@ -110,11 +125,11 @@ def _vector(name: str, arrays: dict[str, Array], plan: LoopPlan, several: bool) 
     elif source is not None:
         arguments += ["--source", SOURCE.format(rows=len(tokens)), "--source-shape", _ids(np.array(source.shape))]
         source = source.astype("<f4")
-    tests = ["rewind"] * plan.rewinds + ["reorder"] * (plan.rewinds and plan.reorders and several)
+    tests = ["rewind"] * plan.rewinds + ["reorder"] * (plan.rewinds and plan.reorders)
     arguments += ["--self-test", ",".join(tests)] if tests else []
     rows = tuple(tuple(None if token == UNDECIDED else int(token) for token in row) for row in expected)
     title = "one sequence" if len(tokens) == 1 else f"{len(tokens)} sequences"
-    return Vector(title, tuple(arguments), rows, source)
+    return Vector(f"{title} of unequal length" if padding.any() else title, tuple(arguments), rows, source)
 
 
 def _ids(numbers: Array) -> str:

@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Array, Scenario, as_array
 from kvdoctor.decode.experiments import Calls, Experiment, always
 from kvdoctor.decode.experiments.against_checkpoint import whole_lengths
 from kvdoctor.decode.experiments.loops import has_exact_rows
 from kvdoctor.decode.feeds import FeedBuilder
 
-ONE, SEVERAL = "loop-vectors", "loop-vectors-batch"
+ONE, SEVERAL, PADDED = "loop-vectors", "loop-vectors-batch", "loop-vectors-padded"
+SHORTER = 2
+"""Tokens by which the second prompt of the padded sequences is shorter than the first."""
 UNDECIDED = -1
 """In place of a token, where the likeliest ones lie closer together than rounding."""
 
@@ -38,15 +41,41 @@ def kept(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
 
     `expected` int64[batch, total - prompt + 1] are those after the prompt and after each token behind it.
     """
+    return _kept(builder, np.concatenate([step[:, -1:] if len(logits) > 1 else step for step in logits], axis=1))
+
+
+def _kept(builder: FeedBuilder, logits: Array) -> dict[str, Array]:
+    """The same from logits float[batch, ..., vocabulary] whose last ones are those of the steps."""
     start = builder.scenario.prompt
-    rows = np.concatenate([step[:, -1:] if len(logits) > 1 else step for step in logits], axis=1)
     found: dict[str, Any] = {"tokens": builder.tokens, "prompt": np.array(start)}
-    found["expected"] = _decided(rows[:, start - 1 :], builder.tolerance.fails)
+    found["expected"] = _decided(logits[:, start - builder.scenario.total - 1 :], builder.tolerance.fails)
     phase, fed = ("encode", builder.encoded.fed) if builder.encoded.fed else ("prefill", builder.prefill(start).feeds)
     for port in builder.contract.graph(phase).inputs:  # type: ignore[arg-type]
         if port.role == "encoder_input" or (phase == "prefill" and port.role == "encoder_states"):
             found["source"] = as_array(fed[port.name])
     return found
+
+
+def likeliest_padded(builder: FeedBuilder) -> Calls:
+    """Each of two sequences by itself, the second without its first tokens: in a batch it is padded there."""
+    for alone in (builder.row(0), builder.row(1).without_first(SHORTER)):
+        yield replace(alone.reference(), kind="step")
+
+
+def kept_padded(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
+    """The same as `kept`, with the padding of each row."""
+    shortest = min(rows.shape[1] for rows in logits)
+    together = np.concatenate([rows[:, -shortest:] for rows in logits])
+    return _kept(builder, together) | {"padding": np.array([0, SHORTER])}
+
+
+def takes_padding(contract: CacheContract) -> str | None:
+    """Whole sequences are needed, each with the logits of all its tokens, and a mask that can hide padding."""
+    if contract.last_logits_only:
+        return "a call gives the logits of its last token alone"
+    if contract.graph("prefill").port("attention_mask") is None:
+        return "it takes no mask of its tokens"
+    return has_exact_rows(contract)
 
 
 def _decided(logits: Array, tolerance: float) -> Array:
@@ -69,6 +98,19 @@ EXPERIMENTS = (
         on_request="loop",
         keeps=kept,
         order=92,
+    ),
+    Experiment(
+        PADDED,
+        "the likeliest tokens of two sequences of unequal length, which a loop must find",
+        likeliest_padded,
+        Scenario(batch=2),
+        takes_padding,
+        judged=False,
+        shown=False,
+        why="a loop that was written must decode these",
+        on_request="loop",
+        keeps=kept_padded,
+        order=94,
     ),
     Experiment(
         SEVERAL,
