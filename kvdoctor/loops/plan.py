@@ -317,7 +317,7 @@ def make_plan(contract: CacheContract, model: str) -> LoopPlan:
         vocabulary=contract.vocabulary,
         context_limit=contract.usable_length,
         one_token=contract.new_tokens == 1,
-        batch=contract.fixed_batch,
+        batch=contract.fixed_batch or _one_row(contract),
         capacity_is_chosen=any("capacity" in s.axes and s.size("capacity") is None for s in contract.slots),
         pads=_pads(contract),
         chunks=contract.new_tokens is None,
@@ -470,6 +470,12 @@ def _rewinding(slot: Slot, held: bool) -> Literal["cut", "stays", "impossible"]:
         return "stays"
     cut = slot.growth in ("grow", "shared", "delta") and not slot.trimmed and "past" in slot.axes
     return "cut" if cut and slot.carry in ("feed-back", "append") else "impossible"
+
+
+def _one_row(contract: CacheContract) -> int | None:
+    """1 where some state has no axis of sequences, else None."""
+    axes = [slot.axes for slot in contract.slots if slot.kind != "counter"]
+    return None if all("batch" in one or "batch_heads" in one for one in axes) else 1
 
 
 def _pads(contract: CacheContract) -> bool:

@@ -58,6 +58,8 @@ def refuse_unfit(out: Path, source: Path, force: bool) -> None:
         )
     if mine in model.parents:
         raise UsageError(f"OUT {str(out)!r} holds the model itself; give another folder")
+    if mine in (here := Path.cwd().resolve(), *here.parents):
+        raise UsageError(f"OUT {str(out)!r} is the folder that you are in, or holds it; call from outside of it")
     if not mine.parent.is_dir():
         raise UsageError(f"the folder {str(out.parent)!r} for OUT does not exist; make it first")
     if os.path.lexists(out):
@@ -69,7 +71,8 @@ def refuse_unfit(out: Path, source: Path, force: bool) -> None:
             raise UsageError(f"OUT {str(out)!r} was not written by kvdoctor, so --force does not replace it")
         if (foreign := _foreign(out)) is not None:
             raise UsageError(
-                f"OUT {str(out)!r} holds {foreign!r}, which kvdoctor did not write, so --force does not replace it; "
+                f"OUT {str(out)!r} holds {foreign!r}, which kvdoctor did not write as it is, so --force does not "
+                "replace it; "
                 "move it away, or give another folder"
             )
     if not os.access(mine.parent, os.W_OK):
@@ -91,6 +94,7 @@ def whole_folder(out: Path) -> Iterator[Pending]:
     Raises:
         UsageError: the folder cannot be made or filled; the message says why.
     """
+    out = Path(os.path.abspath(out))  # noqa: PTH100 - "." has no name, and a link must stay one
     pending = Pending(out.with_name(f".{out.name}.kvdoctor-{os.getpid()}.partial"))
     _sweep(out)
     try:
@@ -137,29 +141,46 @@ def regular_files(folder: Path) -> Iterator[Path]:
 
 
 def _is_ours(out: Path) -> bool:
-    """Whether a folder holds the fix report of a repair that was written there, a reproducer, or a loop as written."""
+    """Whether a folder holds the fix report of a repair that was written there, a reproducer, or a decode loop."""
     try:
         if (out / REPRO_MARK).is_file():
             reproducer = json.loads((out / REPRO_MARK).read_text(encoding="utf-8"))
             return bool(reproducer["tool"]["name"] == "kvdoctor" and reproducer["schema"].startswith("kvdoctor/repro/"))
         if (out / LOOP_MARK).is_file():
-            return _is_unchanged_loop(out)
+            written = json.loads((out / LOOP_MARK).read_text(encoding="utf-8"))
+            return bool(written["schema"].startswith("kvdoctor/loop/") and written["sha256"])
         report = json.loads((out / MARK).read_text(encoding="utf-8"))
         return bool(report["command"] == "re-export" and report["repair"]["out"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def _is_unchanged_loop(out: Path) -> bool:
-    """Whether nobody has worked on the program of a loop: it is the user's as soon as a line of it is changed."""
-    written = json.loads((out / LOOP_MARK).read_text(encoding="utf-8"))
-    return bool(written["schema"].startswith("kvdoctor/loop/")) and all(
-        hashlib.sha256((out / name).read_bytes()).hexdigest() == digest for name, digest in written["sha256"].items()
-    )
+BUILT = ("target", "node_modules", "build", "dist", "bin", "obj", ".venv", "__pycache__")
+"""Folders that the tools of a language make in the project of a loop; they can be made again."""
+LOCKED = ("Cargo.lock", "package-lock.json", "uv.lock", "decode", "decode.exe")
+"""Files that they make."""
+
+
+def _foreign_in_loop(out: Path) -> str | None:
+    """A file of a written loop that the user changed or added: a program is the user's as soon as they work on it."""
+    written = json.loads((out / LOOP_MARK).read_text(encoding="utf-8"))["sha256"]
+    known = {LOOP_MARK, *LOCKED}
+    for path in sorted(out.rglob("*")):
+        name = path.relative_to(out)
+        if name.parts[0] in BUILT or "__pycache__" in name.parts or (path.is_dir() and not path.is_symlink()):
+            continue
+        if name.as_posix() in written and not path.is_symlink():
+            if hashlib.sha256(path.read_bytes()).hexdigest() != written[name.as_posix()]:
+                return name.as_posix()
+        elif name.as_posix() not in known:
+            return name.as_posix()
+    return None
 
 
 def _foreign(out: Path) -> str | None:
     """A file in a folder of ours that is not ours. A reproducer, and reports of older versions, list no files."""
+    if (out / LOOP_MARK).is_file():
+        return _foreign_in_loop(out)
     try:
         contents = set(json.loads((out / MARK).read_text(encoding="utf-8"))["repair"]["contents"])
     except (OSError, ValueError, KeyError, TypeError):

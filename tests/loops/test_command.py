@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from support import bad_models as bad
+from support import text_fixtures
 from support.isolated import EXPORTS, kvdoctor
 
 MARIAN, LLAMA = EXPORTS / "marian-4.57.6", EXPORTS / "llama-gqa"
@@ -107,11 +108,59 @@ def test_only_an_unchanged_loop_is_replaced(tmp_path: Path) -> None:
     assert kvdoctor("loop", LLAMA, "-l", "python", "-o", out).returncode == 0
     assert kvdoctor("loop", LLAMA, "-l", "python", "-o", out).returncode == 2
     assert kvdoctor("loop", LLAMA, "-l", "python", "-o", out, "--force").returncode == 0
+    (out / "target").mkdir()
+    (out / "target" / "built").write_text("can be built again")
+    assert kvdoctor("loop", LLAMA, "-l", "python", "-o", out, "--force").returncode == 0
+    (out / "beams.py").write_text("# mine\n")
+    done = kvdoctor("loop", LLAMA, "-l", "python", "-o", out, "--force")
+    assert (done.returncode, (out / "beams.py").is_file()) == (2, True)
+    assert "'beams.py'" in done.stderr
+    (out / "beams.py").unlink()
     with (out / "loop.py").open("a") as file:
         file.write("# mine\n")
     done = kvdoctor("loop", LLAMA, "-l", "python", "-o", out, "--force")
-    assert done.returncode == 2
+    assert (done.returncode, "'loop.py'" in done.stderr) == (2, True)
     assert (out / "loop.py").read_text().endswith("# mine\n")
+
+
+def test_the_folder_that_one_is_in_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "decode"
+    assert kvdoctor("loop", LLAMA, "-l", "python", "-o", out).returncode == 0
+    monkeypatch.chdir(out)
+    done = kvdoctor("loop", LLAMA, "-l", "python", "-o", ".", "--force")
+    assert done.returncode == 2
+    assert "the folder that you are in" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fixture", "said"),
+    [
+        ("cached-differs-batch", "several sequences at once: wrong with this model"),
+        ("batch-rows-interact", "several sequences at once: wrong with this model"),
+        ("padding-changes-logits", "prompts of unequal length: wrong with this model"),
+        ("chunk-differs", "several new tokens on top of a cache: wrong with this model"),
+    ],
+)
+def test_a_use_that_is_wrong_is_not_offered(fixture: str, said: str, tmp_path: Path) -> None:
+    folder, out = text_fixtures.load_all()[fixture].write(tmp_path / "model"), tmp_path / "decode"
+    done = kvdoctor("loop", folder, "-l", "python", "-o", out, "--check")
+    assert done.returncode == 0
+    assert said in done.stdout
+    ran = program(out, folder, "--prompt", "1,2,3", "--prompt", "3,4")
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("error: ")
+
+
+def test_a_check_that_compares_nothing_is_none(tmp_path: Path) -> None:
+    """All logits are zero: no token is likelier than another."""
+    model = onnx.load(EXPORTS / "gpt2" / "model.onnx")
+    (head,) = (node for node in model.graph.node if "logits" in node.output)
+    head.output[0] = "scores"
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((), np.float32), "nothing"))
+    model.graph.node.append(onnx.helper.make_node("Mul", ["scores", "nothing"], ["logits"], name="nothing"))
+    done = kvdoctor("loop", bad.saved(model, tmp_path / "model"), "-l", "python", "--check")
+    assert done.returncode == 3
+    assert "not checked: in no call without a cache one token is clearly likelier" in done.stdout
 
 
 def test_names_of_a_model_are_data(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ MOST_DATA = 64
 class RecordingSession:
     """A session that writes down what it is fed and what it returns; all else is the session's own.
 
-    Calls by `run`, `run_with_ort_values` and `run_with_iobinding` are recorded, failed ones with their error.
+    Calls by `run`, `run_with_ort_values` and `run_with_iobinding` are recorded; of a failed call there is what it was
+    fed, and in JSON lines its error.
     """
 
     def __init__(self, session: Any, path: str | Path, file: str | None = None) -> None:
@@ -50,27 +51,24 @@ class RecordingSession:
         if not isinstance(iobinding, RecordingBinding):
             self._session.run_with_iobinding(iobinding, *more, **named)
             return
-        fed, got, error = self._trace.keep(iobinding.fed), {}, None
+        fed = self._trace.keep(iobinding.fed)
         try:
             self._session.run_with_iobinding(iobinding.binding, *more, **named)
-            got = self._trace.keep(dict(zip(iobinding.names, iobinding.binding.get_outputs(), strict=False)))
         except Exception as raised:
-            error = str(raised)
+            self._trace.write(self._file, fed, {}, str(raised))
             raise
-        finally:
-            self._trace.write(self._file, fed, got, error)
+        got = dict(zip(iobinding.names, iobinding.binding.get_outputs(), strict=False))
+        self._trace.write(self._file, fed, self._trace.keep(got), None)
 
     def _noted(self, how: str, names: Sequence[str] | None, feed: Mapping[str, Any], *more: Any, **named: Any) -> Any:
         wanted = list(names) if names else [output.name for output in self._session.get_outputs()]
-        fed, got, error = self._trace.keep(feed), {}, None
+        fed = self._trace.keep(feed)
         try:
             values = getattr(self._session, how)(names if how == "run" else wanted, feed, *more, **named)
-            got = self._trace.keep(dict(zip(wanted, values, strict=True)))
         except Exception as raised:
-            error = str(raised)
+            self._trace.write(self._file, fed, {}, str(raised))
             raise
-        finally:
-            self._trace.write(self._file, fed, got, error)
+        self._trace.write(self._file, fed, self._trace.keep(dict(zip(wanted, values, strict=True))), None)
         return values
 
 
@@ -177,7 +175,8 @@ class _Arrays:
     def write(self, file: str | None, fed: dict[str, Any], got: dict[str, Any], error: str | None) -> None:  # noqa: ARG002
         """Add a call: the arrays under `fed/NAME` and `got/NAME`."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        number = sum(1 for _ in self.folder.glob("step_*.npz"))
+        there = (path.stem.removeprefix("step_") for path in self.folder.glob("step_*.npz"))
+        number = max((int(one) for one in there if one.isdecimal()), default=-1) + 1
         arrays = {f"{side}/{name}": a for side, found in (("fed", fed), ("got", got)) for name, a in found.items()}
         np.savez(self.folder / f"step_{number}.npz", **arrays)
 
