@@ -18,6 +18,7 @@ class OfferedUse:
         offered: Whether a plan has it.
         without: The plan without it.
         instead: What the loop does then.
+        must_pass: Offered only where an experiment showed that it is right, and not where none could be run.
     """
 
     words: str
@@ -25,6 +26,7 @@ class OfferedUse:
     offered: Callable[[LoopPlan], bool]
     without: Callable[[LoopPlan], LoopPlan]
     instead: str
+    must_pass: bool = False
 
 
 USES = (
@@ -41,6 +43,7 @@ USES = (
         lambda plan: plan.pads,
         lambda plan: replace(plan, pads=False),
         "the prompts of a batch must have the same length",
+        must_pass=True,
     ),
     OfferedUse(
         "several new tokens on top of a cache",
@@ -72,8 +75,12 @@ def without_wrong_uses(plan: LoopPlan, runs: Mapping[str, Run]) -> tuple[LoopPla
     """The plan without the uses that went wrong in a run, and a remark on each."""
     remarks = []
     for use in USES:
-        wrong = next((name for name in use.experiments if name in runs and runs[name].outcome in WRONG), None)
-        if wrong is not None and use.offered(plan):
-            plan = use.without(plan)
+        if not use.offered(plan):
+            continue
+        outcomes = {name: runs[name].outcome for name in use.experiments if name in runs}
+        wrong = next((name for name, outcome in outcomes.items() if outcome in WRONG), None)
+        if wrong is not None:
             remarks.append(f"{use.words}: wrong with this model (experiment {wrong}); {use.instead}")
+        if wrong is not None or (use.must_pass and "passed" not in outcomes.values()):
+            plan = use.without(plan)
     return plan, tuple(remarks)

@@ -66,8 +66,10 @@ def test_what_has_no_loop_says_why(name: str, tmp_path: Path) -> None:
 def test_an_export_is_decoded_sick_or_not(name: str) -> None:
     made = written(EXPORTS / name)
     assert (made.exit_code, made.reason) == (0, None)
-    assert [result.vector for result in made.results] == ["one sequence", "2 sequences"]
-    assert bool(made.remarks) is (name in ("marian-4.57.6", "whisper", "t5", "marian-4.46.3"))
+    padded = ["2 sequences of unequal length"] if name in ("llama-gqa", "gpt2") else []
+    assert [result.vector for result in made.results] == ["one sequence", "2 sequences", *padded]
+    kept = [remark for remark in made.remarks if "feeding every present back" in remark]
+    assert bool(kept) is (name in ("marian-4.57.6", "whisper", "t5", "marian-4.46.3"))
 
 
 @pytest.mark.parametrize("name", ["past-ignored", "step-fails", "worker-died"])

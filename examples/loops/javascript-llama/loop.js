@@ -294,7 +294,8 @@ export class Decoder {
     for (const slot of CACHE) {
       const value = this.#cache.get(slot.past);
       if (value !== undefined) {
-        this.#keep(slot.past, await take(value, slot.batchAxis, rows));
+        const chosen = await take(value, slot.batchAxis, rows);
+        this.#keep(slot.past, chosen);
       }
     }
     this.#padding = rows.map((row) => this.#padding[row]);

@@ -383,13 +383,15 @@ export class Decoder {
     for (const slot of CACHE) {
       const value = this.#cache.get(slot.past);
       if (value !== undefined) {
-        this.#keep(slot.past, await take(value, slot.batchAxis, rows));
+        const chosen = await take(value, slot.batchAxis, rows);
+        this.#keep(slot.past, chosen);
       }
     }
     this.#padding = rows.map((row) => this.#padding[row]);
-    for (const [name, value] of this.#encoded) {
-      this.#encoded.set(name, await take(value, 0, rows));
-      value.dispose();
+    const states = this.#encoded.get("last_hidden_state");
+    if (states !== undefined) {
+      this.#encoded.set("last_hidden_state", await take(states, 0, rows));
+      states.dispose();
     }
     const mask = this.#sourceMask;
     this.#sourceMask = mask && rows.map((row) => mask[row]);

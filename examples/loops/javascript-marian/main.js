@@ -67,7 +67,9 @@ async function main() {
   let made;
   if (follows) {
     made = await follow(decoder, prompts, follows, onToken);
-    await selfTest(decoder, given["self-test"].split(","), follows, made);
+    if (given["self-test"]) {
+      await selfTest(decoder, given["self-test"].split(","), follows, made);
+    }
   } else {
     made = await decoder.generate(prompts, { most, stop, choose, onToken });
   }
@@ -162,6 +164,9 @@ async function follow(decoder, prompts, follows, onToken) {
  * @returns {Promise<void>}
  */
 async function selfTest(decoder, wanted, follows, made) {
+  if (follows[0].length === 0) {
+    throw new Error("--self-test needs tokens to --follow");
+  }
   const last = follows.map((row) => row.slice(-1));
   const expected = made.map((row) => row[row.length - 1]);
   if (wanted.includes("rewind")) {

@@ -101,6 +101,7 @@ class Decoder:
 
     Attributes:
         length: Tokens in the cache, padding counted.
+        most: The most tokens that a sequence may have.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Decoder:
             return ort.InferenceSession(str(Path(folder, file)), providers=list(providers))
 
         self._decoder = opened(DECODER)
+        self.most = MOST_TOKENS
         self._trace = os.environ.get("KVDOCTOR_TRACE")
         self.reset()
 
@@ -133,23 +135,26 @@ class Decoder:
 
         Shorter prompts are padded on the left: the mask hides the padding, and positions do not count it.
         """
-        if not prompts or not all(prompts):
+        longest = max(map(len, prompts), default=0)
+        if not longest or not min(map(len, prompts)):
             raise ValueError("every sequence begins with at least one token")
-        longest = max(map(len, prompts))
         self._clear([longest - len(prompt) for prompt in prompts])
-        tokens = np.array([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], np.int64)
+        tokens = _ids([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         return self._advance(tokens)
 
     def step(self, tokens: Tokens) -> Array:
         """Continue each sequence with its new tokens; returns logits as `prefill` does."""
         if not self.length:
             raise ValueError("begin with prefill()")
-        return self._advance(np.array(tokens, np.int64))
+        ids = _ids(tokens)
+        if len(ids) != len(self._padding):
+            raise ValueError(f"a step takes tokens of each of {len(self._padding)} sequences")
+        return self._advance(ids)
 
     def _advance(self, tokens: Array) -> Array:
         """Run one call on new tokens, int64[batch, new], and keep what it returns of the cache."""
-        if self.length + tokens.shape[1] > MOST_TOKENS:
-            raise ValueError(f"a sequence has at most {MOST_TOKENS} tokens here")
+        if self.length + tokens.shape[1] > self.most:
+            raise ValueError(f"a sequence has at most {self.most} tokens here")
         if not self.length:
             self._cache = {slot.past: self._first_value(slot, len(tokens)) for slot in CACHE}
         first, feeds = not self.length, self._feeds(tokens)
@@ -184,8 +189,9 @@ class Decoder:
 
     def rewind(self, count: int) -> None:
         """Forget the last `count` tokens of every sequence. At least one token must stay."""
-        if not 0 <= count < self.length:
-            raise ValueError(f"cannot forget {count} of {self.length} tokens")
+        shortest = self.length - max(self._padding, default=0)
+        if not 0 <= count < shortest:
+            raise ValueError(f"cannot forget {count} tokens: the shortest sequence has {shortest}")
         self.length -= count
         for slot in CACHE:
             if "past" in slot.shape:
@@ -194,6 +200,8 @@ class Decoder:
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Make row i of the batch a copy of what row `rows[i]` was, as a beam search needs it."""
+        if not self.length or not rows or not all(0 <= row < len(self._padding) for row in rows):
+            raise ValueError(f"rows {list(rows)} of {len(self._padding)} sequences cannot be taken")
         for slot in CACHE:
             self._cache[slot.past] = _rows(self._cache[slot.past], slot, rows)
         self._padding = [self._padding[row] for row in rows]
@@ -215,6 +223,8 @@ class Decoder:
             choose: Picks a token of logits float[vocabulary]; without it the likeliest is taken.
             on_token: Called for each new token with the row and the token.
         """
+        if most < 1:
+            raise ValueError("most is 1 or more")
         made: list[list[int]] = [[] for _ in prompts]
         running = [True] * len(made)
         logits = self.prefill(prompts)
@@ -226,7 +236,7 @@ class Decoder:
                     made[row].append(token)
                     if on_token is not None:
                         on_token(row, token)
-            if not any(running) or max(map(len, made)) >= most:
+            if not any(running) or max(map(len, made)) >= most or self.length >= self.most:
                 return made
             logits = self.step([[token] for token in chosen])
 
@@ -245,6 +255,20 @@ class Decoder:
             if self._trace:
                 _note(self._trace, file, feeds, outputs, error)
         return outputs
+
+
+def _ids(rows: Tokens) -> Array:
+    """Token ids, int64[batch, new].
+
+    Raises:
+        ValueError: the rows have unequal lengths, or hold something else than ids.
+    """
+    ids = np.array([list(row) for row in rows] if len({len(row) for row in rows}) == 1 else [])
+    if ids.ndim != 2 or not ids.size or ids.dtype.kind not in "iu":
+        raise ValueError("token ids are whole numbers, as many for each sequence")
+    if ids.min() < 0 or ids.max() >= 128:
+        raise ValueError("token ids are 0 to 127")
+    return ids.astype(np.int64)
 
 
 def _value(array: Array) -> ort.OrtValue:
@@ -281,7 +305,9 @@ def _note(
 
     def entry(value: ort.OrtValue) -> dict[str, Any]:
         shape = value.shape()
-        small = {"data": value.numpy().ravel().tolist()} if np.prod(shape) <= 64 else {}
+        numbers = value.numpy().ravel().tolist() if np.prod(shape) <= 64 else []
+        # JSON has no NaN and no infinity.
+        small = {"data": [n if np.isfinite(n) else None for n in numbers]} if np.prod(shape) <= 64 else {}
         return {"dtype": value.data_type(), "shape": shape, **small}
 
     with Path(trace).open("a", encoding="utf-8") as lines:

@@ -151,6 +151,7 @@ class Decoder:
 
     Attributes:
         length: Tokens in the cache, padding counted.
+        most: The most tokens that a sequence may have.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class Decoder:
 
         self._encoder = opened(ENCODER)
         self._decoder = opened(DECODER)
+        self.most = MOST_TOKENS
         self._trace = os.environ.get("KVDOCTOR_TRACE")
         self.reset()
 
@@ -174,6 +176,7 @@ class Decoder:
         """Begin anew: no sequences, and nothing encoded."""
         self._made: dict[str, ort.OrtValue] = {}
         self._source_mask: Array | None = None
+        self._moved = False
         self._clear([])
 
     def _clear(self, padding: list[int]) -> None:
@@ -190,8 +193,13 @@ class Decoder:
         """
         self.reset()
         source = np.ascontiguousarray(source, np.int64)
+        if source.ndim != 2 or not source.size:
+            raise ValueError(f"the source has 2 axes and is not empty; got shape {list(source.shape)}")
         batch = source.shape[0]
         encoder_input = source.shape[1]
+        expected = (batch, encoder_input)
+        if mask is not None and np.shape(mask) != expected:
+            raise ValueError(f"the mask has shape {list(expected)}; got {list(np.shape(mask))}")
         self._source_mask = None if mask is None else np.asarray(mask)
         feeds = {
             "input_ids": _value(source),
@@ -204,25 +212,30 @@ class Decoder:
 
     def prefill(self, prompts: Tokens) -> Array:
         """Begin sequences with their prompts; returns the last logits of each, float[batch, vocabulary]."""
-        if not prompts or not all(prompts):
+        if not self._made or self._moved:
+            raise ValueError("encode() first, and again after reorder()")
+        longest = max(map(len, prompts), default=0)
+        if not longest or not min(map(len, prompts)):
             raise ValueError("every sequence begins with at least one token")
-        longest = max(map(len, prompts))
         if min(map(len, prompts)) < longest:
-            raise ValueError("this model takes no padding: the prompts of a batch must have the same length")
+            raise ValueError("the prompts of a batch must have the same length: the loop does not pad for this model")
         self._clear([0] * len(prompts))
-        tokens = np.array(prompts, np.int64)
+        tokens = _ids(prompts)
         return self._advance(tokens)
 
     def step(self, tokens: Tokens) -> Array:
         """Continue each sequence with its new tokens; returns logits as `prefill` does."""
         if not self.length:
             raise ValueError("begin with prefill()")
-        return self._advance(np.array(tokens, np.int64))
+        ids = _ids(tokens)
+        if len(ids) != len(self._padding):
+            raise ValueError(f"a step takes tokens of each of {len(self._padding)} sequences")
+        return self._advance(ids)
 
     def _advance(self, tokens: Array) -> Array:
         """Run one call on new tokens, int64[batch, new], and keep what it returns of the cache."""
-        if self.length + tokens.shape[1] > MOST_TOKENS:
-            raise ValueError(f"a sequence has at most {MOST_TOKENS} tokens here")
+        if self.length + tokens.shape[1] > self.most:
+            raise ValueError(f"a sequence has at most {self.most} tokens here")
         if not self.length:
             self._cache = {slot.past: self._first_value(slot, len(tokens)) for slot in CACHE}
         first, feeds = not self.length, self._feeds(tokens)
@@ -258,8 +271,9 @@ class Decoder:
 
     def rewind(self, count: int) -> None:
         """Forget the last `count` tokens of every sequence. At least one token must stay."""
-        if not 0 <= count < self.length:
-            raise ValueError(f"cannot forget {count} of {self.length} tokens")
+        shortest = self.length - max(self._padding, default=0)
+        if not 0 <= count < shortest:
+            raise ValueError(f"cannot forget {count} tokens: the shortest sequence has {shortest}")
         self.length -= count
         for slot in CACHE:
             if "past" in slot.shape:
@@ -268,12 +282,15 @@ class Decoder:
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Make row i of the batch a copy of what row `rows[i]` was, as a beam search needs it."""
+        if not self.length or not rows or not all(0 <= row < len(self._padding) for row in rows):
+            raise ValueError(f"rows {list(rows)} of {len(self._padding)} sequences cannot be taken")
         for slot in CACHE:
             self._cache[slot.past] = _rows(self._cache[slot.past], slot, rows)
         self._padding = [self._padding[row] for row in rows]
         self._made["last_hidden_state"] = _value(self._made["last_hidden_state"].numpy()[list(rows)])
         if self._source_mask is not None:
             self._source_mask = self._source_mask[list(rows)]
+        self._moved = True
 
     def generate(
         self,
@@ -292,6 +309,8 @@ class Decoder:
             choose: Picks a token of logits float[vocabulary]; without it the likeliest is taken.
             on_token: Called for each new token with the row and the token.
         """
+        if most < 1:
+            raise ValueError("most is 1 or more")
         made: list[list[int]] = [[] for _ in prompts]
         running = [True] * len(made)
         logits = self.prefill(prompts)
@@ -303,7 +322,7 @@ class Decoder:
                     made[row].append(token)
                     if on_token is not None:
                         on_token(row, token)
-            if not any(running) or max(map(len, made)) >= most:
+            if not any(running) or max(map(len, made)) >= most or self.length >= self.most:
                 return made
             logits = self.step([[token] for token in chosen])
 
@@ -312,7 +331,7 @@ class Decoder:
         return int(self._made["last_hidden_state"].shape()[1])
 
     def _encoder_mask(self, shape: tuple[int, ...]) -> Array:
-        """The mask given to `encode`, else ones: a mask of another length belongs to the encoder's input alone."""
+        """The mask given to `encode`, else ones: one of another length belongs to the encoder's input alone."""
         given = self._source_mask
         return np.ones(shape, np.int64) if given is None or given.shape != shape else given
 
@@ -331,6 +350,20 @@ class Decoder:
             if self._trace:
                 _note(self._trace, file, feeds, outputs, error)
         return outputs
+
+
+def _ids(rows: Tokens) -> Array:
+    """Token ids, int64[batch, new].
+
+    Raises:
+        ValueError: the rows have unequal lengths, or hold something else than ids.
+    """
+    ids = np.array([list(row) for row in rows] if len({len(row) for row in rows}) == 1 else [])
+    if ids.ndim != 2 or not ids.size or ids.dtype.kind not in "iu":
+        raise ValueError("token ids are whole numbers, as many for each sequence")
+    if ids.min() < 0 or ids.max() >= 128:
+        raise ValueError("token ids are 0 to 127")
+    return ids.astype(np.int64)
 
 
 def _value(array: Array) -> ort.OrtValue:
@@ -354,7 +387,9 @@ def _note(
 
     def entry(value: ort.OrtValue) -> dict[str, Any]:
         shape = value.shape()
-        small = {"data": value.numpy().ravel().tolist()} if np.prod(shape) <= 64 else {}
+        numbers = value.numpy().ravel().tolist() if np.prod(shape) <= 64 else []
+        # JSON has no NaN and no infinity.
+        small = {"data": [n if np.isfinite(n) else None for n in numbers]} if np.prod(shape) <= 64 else {}
         return {"dtype": value.data_type(), "shape": shape, **small}
 
     with Path(trace).open("a", encoding="utf-8") as lines:

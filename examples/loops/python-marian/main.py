@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 from loop import Array, Decoder
@@ -20,13 +21,18 @@ OPTIONS.add_argument("--seed", type=int, default=0, help="of the sampling")
 OPTIONS.add_argument("--self-test", default="", help="with --follow: also rewind,reorder, and compare")
 
 
-def main() -> int:
+def main() -> None:
     """Decode; tokens go to standard output, a line for each sequence, measurements to standard error."""
     given = OPTIONS.parse_args()
+    if given.top_k < 1 or not given.temperature >= 0:
+        raise ValueError("--top-k is 1 or more, --temperature 0 or more")
     prompts = [ids(text) for text in given.prompt]
     decoder = Decoder(given.model)
     began = time.perf_counter()
-    decoder.encode(np.array([ids(text) for text in given.source]))
+    sources = [ids(text) for text in given.source]
+    longest = max(map(len, sources))
+    mask = np.array([[1] * len(one) + [0] * (longest - len(one)) for one in sources])
+    decoder.encode(np.array([one + [0] * (longest - len(one)) for one in sources]), mask)
     times: list[float] = []
 
     def on_token(_row: int, _token: int) -> None:
@@ -45,7 +51,6 @@ def main() -> int:
         rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
         first = (times[0] - began) * 1000
         print(f"first token {first:.1f} ms, {rate:.1f} tokens/s, peak memory {peak_mib()} MiB", file=sys.stderr)
-    return 0
 
 
 def ids(text: str) -> list[int]:
@@ -74,6 +79,8 @@ def self_test(decoder: Decoder, wanted: list[str], given: list[list[int]], made:
     """
     if not all(given):
         raise ValueError("--self-test needs tokens to --follow")
+    if unknown := set(wanted) - {"rewind", "reorder"}:
+        raise ValueError(f"--self-test knows rewind and reorder, not {', '.join(sorted(unknown))}")
     last, expected = [[row[-1]] for row in given], [row[-1] for row in made]
     if "rewind" in wanted:
         decoder.rewind(1)
@@ -106,16 +113,15 @@ def sampler(temperature: float, top_k: int, seed: int):
 
 def peak_mib() -> int:
     """The largest resident memory of this process so far in MiB; 0 where the system does not tell."""
-    try:
-        import resource
-    except ImportError:  # Windows
+    status = Path("/proc/self/status")  # what the resource module tells includes the parent process
+    if not status.is_file():
         return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak // (1 << 20 if sys.platform == "darwin" else 1 << 10)
+    (line,) = (line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) >> 10
 
 
 if __name__ == "__main__":
     try:
-        raise SystemExit(main())
-    except (ValueError, OSError) as wrong:
+        main()
+    except Exception as wrong:  # of the arguments, of the model, or of the runtime
         sys.exit(f"error: {wrong}")

@@ -62,7 +62,9 @@ async function main(): Promise<void> {
   let made: number[][];
   if (follows) {
     made = await follow(decoder, prompts, follows, onToken);
-    await selfTest(decoder, given["self-test"].split(","), follows, made);
+    if (given["self-test"]) {
+      await selfTest(decoder, given["self-test"].split(","), follows, made);
+    }
   } else {
     made = await decoder.generate(prompts, { most, stop, choose, onToken });
   }
@@ -135,6 +137,9 @@ async function selfTest(
   follows: number[][],
   made: number[][],
 ): Promise<void> {
+  if (follows[0].length === 0) {
+    throw new Error("--self-test needs tokens to --follow");
+  }
   const last = follows.map((row) => row.slice(-1));
   const expected = made.map((row) => row[row.length - 1]);
   if (wanted.includes("rewind")) {
