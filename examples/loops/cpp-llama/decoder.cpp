@@ -399,8 +399,9 @@ void Decoder::fill_first(std::int64_t batch) {
 }
 
 void Decoder::rewind(std::int64_t count) {
-  if (count < 0 || count >= length_) {
-    throw std::invalid_argument("only " + std::to_string(length_) + " tokens are there, of which one must stay");
+  const std::int64_t shortest = length_ - (padding_.empty() ? 0 : std::ranges::max(padding_));
+  if (count < 0 || count >= shortest) {
+    throw std::invalid_argument("only " + std::to_string(shortest) + " tokens are there, of which one must stay");
   }
   length_ -= count;
   for (std::size_t i = 0; i < kCache.size(); ++i) {

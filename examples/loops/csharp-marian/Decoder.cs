@@ -241,9 +241,10 @@ public sealed class Decoder : IDisposable
     /// <summary>Forgets the last <paramref name="count"/> tokens of every sequence. At least one token must stay.</summary>
     public void Rewind(int count)
     {
-        if (count < 0 || count >= Length)
+        int shortest = Length;
+        if (count < 0 || count >= shortest)
         {
-            throw new ArgumentException($"cannot forget {count} of {Length} tokens");
+            throw new ArgumentException($"cannot forget {count} of {shortest} tokens");
         }
 
         Length -= count;

@@ -359,8 +359,9 @@ export class Decoder {
    * @param {number} count
    */
   async rewind(count) {
-    if (!Number.isInteger(count) || count < 0 || count >= this.#length) {
-      throw new RangeError(`cannot forget ${count} of ${this.#length} tokens`);
+    const shortest = this.#length;
+    if (!Number.isInteger(count) || count < 0 || count >= shortest) {
+      throw new RangeError(`cannot forget ${count} of ${shortest} tokens`);
     }
     this.#length -= count;
     for (const slot of CACHE) {

@@ -236,8 +236,9 @@ func (d *Decoder) begin(batch int64) error {
 
 // Rewind forgets the last tokens of every sequence. At least one token must stay.
 func (d *Decoder) Rewind(count int64) error {
-	if count < 0 || count >= d.length {
-		return fmt.Errorf("cannot forget %d of %d tokens", count, d.length)
+	shortest := d.length - slices.Max(d.padding)
+	if count < 0 || count >= shortest {
+		return fmt.Errorf("cannot forget %d of %d tokens", count, shortest)
 	}
 	d.length -= count
 	for _, slot := range cache {

@@ -239,8 +239,9 @@ impl Decoder {
 
     /// Forgets the last `count` tokens of every sequence. At least one token must stay.
     pub fn rewind(&mut self, count: usize) -> Result<()> {
-        if count >= self.length {
-            return Err(format!("cannot forget {count} of {} tokens", self.length).into());
+        let shortest = self.length - self.padding.iter().copied().max().unwrap_or(0);
+        if count >= shortest {
+            return Err(format!("cannot forget {count} of {shortest} tokens").into());
         }
         self.length -= count;
         for slot in CACHE.iter().filter(|slot| slot.shape.contains(&Past)) {

@@ -309,8 +309,9 @@ export class Decoder {
 
   /** Forget the last `count` tokens of every sequence. At least one token must stay. */
   async rewind(count: number): Promise<void> {
-    if (!Number.isInteger(count) || count < 0 || count >= this.#length) {
-      throw new RangeError(`cannot forget ${count} of ${this.#length} tokens`);
+    const shortest = this.#length;
+    if (!Number.isInteger(count) || count < 0 || count >= shortest) {
+      throw new RangeError(`cannot forget ${count} of ${shortest} tokens`);
     }
     this.#length -= count;
     for (const slot of CACHE) {

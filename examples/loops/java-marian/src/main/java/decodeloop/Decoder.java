@@ -311,8 +311,9 @@ public final class Decoder implements AutoCloseable {
 
   /** Forgets the last {@code count} tokens of every sequence. At least one token must stay. */
   public void rewind(int count) throws OrtException {
-    if (count < 0 || count >= length) {
-      throw new IllegalArgumentException("cannot forget " + count + " of " + length + " tokens");
+    int shortest = length;
+    if (count < 0 || count >= shortest) {
+      throw new IllegalArgumentException("cannot forget " + count + " of " + shortest + " tokens");
     }
     length -= count;
     for (Slot slot : CACHE) {
