@@ -11,12 +11,13 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from kvdoctor.decode.caller_trace.recorded import Trace, TraceStep, TraceTensor, onnx_dtype
+from kvdoctor.decode.caller_trace.recorded import MOST_DATA, Trace, TraceStep, TraceTensor, onnx_dtype
 from kvdoctor.decode.calls import NUMPY_TYPES, Array
 from kvdoctor.errors import UsageError
 
@@ -26,7 +27,9 @@ MOST_STEPS = 4096
 MOST_TENSORS = 8192
 MOST_RANK = 16
 MOST_WIDE = 1 << 40
-FIELDS = ("step", "file", "fed", "got", "error")
+FIELDS = ("step", "run", "file", "fed", "got", "error")
+RESULT_FIELDS = ("run", "tokens", "error")
+"""The fields of a line that ends a run of a probe. Source: docs/probe.md."""
 GUIDE = "docs/trace.md shows how to write one"
 SHORTER = "give the first steps up to the failure"
 ONE_LINE = f"a trace has one JSON object a line; {GUIDE}"
@@ -52,14 +55,19 @@ def read_trace(path: str) -> Trace:
         raise UsageError(f"the trace {path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not trace:
         raise UsageError(f"the trace {path!r} holds no step; {GUIDE}")
+    runs = {step.run for step in trace}
+    if len(runs) > 1:
+        raise UsageError(
+            f"the trace {path!r} holds the {len(runs)} runs of a probe; `kvdoctor judge MODEL {path}` checks each"
+        )
     return trace
 
 
 def _limit_steps(steps: Iterator[TraceStep], path: str) -> Iterator[TraceStep]:
-    for step in steps:
-        if step.number >= MOST_STEPS:
+    for number, step in enumerate(steps):
+        if number >= MOST_STEPS:
             raise UsageError(f"the trace {path!r} has more than {MOST_STEPS} steps; {SHORTER}")
-        yield step
+        yield replace(step, number=number)
 
 
 def _read_file(path: Path) -> Iterator[TraceStep]:
@@ -75,11 +83,22 @@ def _read_file(path: Path) -> Iterator[TraceStep]:
 
 
 def _read_lines(path: Path) -> Iterator[TraceStep]:
+    for line, found in read_objects(path):
+        if "tokens" not in found:  # what ends a run of a probe is no call
+            yield parse_step(found, line, str(path))
+
+
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file of JSON lines, each with the number of its line.
+
+    Raises:
+        UsageError: a line is no object.
+    """
     if path.stat().st_size > MOST_FILE:
         raise UsageError(f"{str(path)!r} is larger than 1 GiB; {SHORTER}, or tensors as one .npz for each step")
     with path.open("rb") as stream:
-        for number, (line, text) in enumerate(_iterate_lines(stream, str(path))):
-            yield _parse_step(_parse_object(text, f"{str(path)!r}, line {line}"), number, line, str(path))
+        for line, text in _iterate_lines(stream, str(path)):
+            yield line, _parse_object(text, f"{str(path)!r}, line {line}")
 
 
 def _iterate_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
@@ -112,12 +131,17 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _parse_step(found: dict[str, Any], number: int, line: int, name: str) -> TraceStep:
+def parse_step(found: dict[str, Any], line: int, name: str) -> TraceStep:
+    """The call of a line.
+
+    Raises:
+        UsageError: it is none.
+    """
     where = f"{name!r}, line {line}"
     unknown = [key for key in found if key not in FIELDS]
     if unknown:
         raise UsageError(f"{where} has a field {unknown[0]!r}; known are {', '.join(FIELDS)}; {GUIDE}"[:600])
-    for field in ("file", "error"):
+    for field in ("file", "error", "run"):
         if not isinstance(found.get(field), (str, type(None))):
             raise UsageError(f"{where}: {field!r} must be a text; {GUIDE}")
     if not isinstance(found.get("step", 0), int):
@@ -126,7 +150,7 @@ def _parse_step(found: dict[str, Any], number: int, line: int, name: str) -> Tra
     if not fed:
         raise UsageError(f"{where} does not say what was fed: 'fed' maps each input to its dtype and shape; {GUIDE}")
     got = _parse_tensors(found.get("got") or {}, f"{where}, got")
-    return TraceStep(number, f"line {line}", fed, got, found.get("file"), found.get("error"))
+    return TraceStep(0, f"line {line}", fed, got, found.get("file"), found.get("error"), found.get("run"))
 
 
 def _parse_tensors(found: Any, where: str) -> dict[str, TraceTensor]:
@@ -138,8 +162,8 @@ def _parse_tensors(found: Any, where: str) -> dict[str, TraceTensor]:
 
 
 def _parse_tensor(found: Any, where: str) -> TraceTensor:
-    if not isinstance(found, dict) or not {"dtype", "shape"} <= set(found) <= {"dtype", "shape", "data"}:
-        raise UsageError(f"{where} must have dtype and shape, may have data, and nothing else; {GUIDE}")
+    if not isinstance(found, dict) or not {"dtype", "shape"} <= set(found) <= {"dtype", "shape", "data", "sample"}:
+        raise UsageError(f"{where} must have dtype and shape, may have data or a sample, and nothing else; {GUIDE}")
     dtype, shape = onnx_dtype(found["dtype"]), found["shape"]
     if dtype is None:
         raise UsageError(f"{where}: {str(found['dtype'])[:80]!r} is not an element type; write float, int64, bool, ...")
@@ -147,7 +171,8 @@ def _parse_tensor(found: Any, where: str) -> TraceTensor:
         raise UsageError(f"{where}: shape must list the sizes of the tensor, not those declared; {GUIDE}")
     if math.prod(shape) > MOST_WIDE:
         raise UsageError(f"{where}: no tensor has {len(shape)} axes of such sizes; {GUIDE}")
-    return TraceTensor(dtype, tuple(shape), _parse_data(found.get("data"), dtype, tuple(shape), where))
+    values = _parse_data(found.get("data"), dtype, tuple(shape), where)
+    return TraceTensor(dtype, tuple(shape), values, _parse_sample(found.get("sample"), tuple(shape), where))
 
 
 def _is_size(size: object) -> bool:
@@ -179,6 +204,20 @@ def _parse_data(data: Any, dtype: str, shape: tuple[int, ...], where: str) -> Ca
     if whole and not np.array_equal(array.reshape(shape), values):
         raise UsageError(f"{where}: data holds numbers that {dtype} does not")
     return lambda: values
+
+
+def _parse_sample(sample: Any, shape: tuple[int, ...], where: str) -> Array | None:
+    """Some of the values as an array, float64[64]; null stands for a number that JSON has no word for."""
+    if sample is None:
+        return None
+    if not isinstance(sample, list) or len(sample) != MOST_DATA or math.prod(shape) <= MOST_DATA:
+        raise UsageError(f"{where}: a sample is a list of {MOST_DATA} numbers of a tensor that has more; {GUIDE}")
+    if not all(isinstance(number, (int, float, type(None))) for number in sample):
+        raise UsageError(f"{where}: a sample is a list of numbers")
+    try:
+        return np.array([math.nan if number is None else number for number in sample], np.float64)
+    except OverflowError:
+        raise UsageError(f"{where}: the sample holds numbers that no tensor does") from None
 
 
 MOST_TENSOR = 2 << 30

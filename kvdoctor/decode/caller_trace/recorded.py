@@ -46,17 +46,24 @@ SPELLINGS = {
 }
 """The names of other languages and bindings for the element types of ONNX."""
 
+MOST_DATA = 64
+"""Elements of a tensor that a line of JSON holds all of; of a larger one it holds a sample of so many."""
+
 CLOSE = 1e-4
 """Values that were printed and read again differ by their last digit, by 1e-6; two tensors of a model by their size."""
 
 
 @record
 class TraceTensor:
-    """A tensor of a trace: element type as ONNX spells it, shape, and its values if the trace has them."""
+    """A tensor of a trace: element type as ONNX spells it, shape, and its values if the trace has them.
+
+    `sample` are some of its values, float64[`MOST_DATA`], as `take_sample` takes them.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     source: Callable[[], Array] | None = field(default=None, compare=False, repr=False)
+    sample: Array | None = field(default=None, compare=False, repr=False)
 
     @property
     def empty(self) -> bool:
@@ -87,7 +94,8 @@ class TraceStep:
     """One call of the user's program: what it fed and got. `place` is a line or a file of the trace.
 
     `number` counts calls from 0, when the trace is compared with a contract those of the decoder. `file` is the model
-    that was called and `error` what the caller's runtime said, where the trace tells.
+    that was called and `error` what the caller's runtime said, where the trace tells. In a probe, `run` names the run,
+    and `likeliest` has the token that the caller found likeliest after the step, for each sequence.
     """
 
     number: int
@@ -96,6 +104,8 @@ class TraceStep:
     got: Mapping[str, TraceTensor] = field(default_factory=dict)
     file: str | None = None
     error: str | None = None
+    run: str | None = None
+    likeliest: tuple[int, ...] = ()
 
 
 Trace = tuple[TraceStep, ...]
@@ -111,6 +121,14 @@ def onnx_dtype(word: object) -> str | None:
     plain = plain.removeprefix("tensor(").removesuffix(")")
     plain = SPELLINGS.get(plain, plain)
     return plain if plain in NUMBERED.values() else None
+
+
+def take_sample(values: Array) -> Array:
+    """The elements at `k * (size - 1) // 63` of the flat tensor: what a trace has of one that is too large for data."""
+    size = values.size
+    places = [k * (size - 1) // (MOST_DATA - 1) for k in range(MOST_DATA)]
+    found: Array = values.reshape(-1)[places].astype(np.float64)
+    return found
 
 
 def same_values(one: Array, other: Array) -> bool:

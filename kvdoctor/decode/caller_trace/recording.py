@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-MOST_DATA = 64
-"""Elements of a tensor whose data a line of JSON holds; of larger ones it has the shape."""
+from kvdoctor.decode.caller_trace.recorded import MOST_DATA, take_sample
 
 
 class RecordingSession:
@@ -189,8 +188,10 @@ def _entries(tensors: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
         shape = _shape(tensor)
         dtype = tensor.data_type() if hasattr(tensor, "data_type") else str(np.asarray(tensor).dtype)
         entry: dict[str, Any] = {"dtype": dtype, "shape": list(shape)}
-        if math.prod(shape) <= MOST_DATA:
-            entry["data"] = [_number(one) for one in _array(tensor).ravel().tolist()]
+        array = _array(tensor)
+        small = math.prod(shape) <= MOST_DATA
+        numbers = array.ravel() if small else take_sample(array)
+        entry["data" if small else "sample"] = [_number(one) for one in numbers.tolist()]
         yield name, entry
 
 

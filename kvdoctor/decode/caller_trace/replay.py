@@ -10,20 +10,23 @@ from functools import partial
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract, PhaseName, Role
+from kvdoctor.contract import CacheContract, PhaseName, Port, Role
 from kvdoctor.decode.caller_trace.check import broken_at, phase_of, walk
-from kvdoctor.decode.caller_trace.recorded import Trace, TraceStep, TraceTensor, same_values
+from kvdoctor.decode.caller_trace.outputs import (
+    find_different_encoding,
+    find_different_output,
+    find_spoilt_present,
+    is_fed_alike,
+)
+from kvdoctor.decode.caller_trace.recorded import Trace, TraceStep, TraceTensor, same_values, take_sample
 from kvdoctor.decode.caller_trace.step import ContractViolation, StepContext
 from kvdoctor.decode.calls import NUMPY_TYPES, Answer, Array, Call, Encoded, Past, Scenario, Value, as_array
 from kvdoctor.decode.experiments import Decision, Experiment, always
 from kvdoctor.decode.experiments.multi_turn import cut
 from kvdoctor.decode.feeds import FeedBuilder
-from kvdoctor.decode.parity import compare, judge
-from kvdoctor.decode.runs import REPLAY, Cause
+from kvdoctor.decode.runs import REPLAY
 from kvdoctor.records import record
 
-DIFFERS = "caller-runtime-differs"
-SPOILT = "caller-loop-spoils"
 MOST_REPLAYED = 64
 """Steps without a fault that are run again: what goes wrong goes wrong early, and a step costs as much as any."""
 AFTER = 4
@@ -34,12 +37,6 @@ FREE: tuple[Role, ...] = (
     *("rotary_cos", "rotary_sin", "scale", "setting"),
 )
 """Inputs that the contract leaves to the caller: without their values, other numbers come back."""
-
-FILLED = ("grow", "delta", "replace", "constant")
-"""Growths whose present has no entry but those of tokens."""
-
-DECIDING: tuple[Role, ...] = ("logits_to_keep", "setting", "block_table", "beam_input")
-"""Inputs whose values decide what shapes come back."""
 
 
 @record
@@ -112,7 +109,10 @@ def _sizes(first: ReplayStep, contract: CacheContract) -> tuple[int, int | None]
 
 @dataclass
 class _Replay:
-    """A replay under way: what the caller's loop has to feed next, by two rules, and what it fed last."""
+    """A replay under way: what the caller's loop has to feed next, by two rules, and what it fed last.
+
+    `encoded_alike`: the caller's encoder was fed what the encoder here was.
+    """
 
     builder: FeedBuilder
     past: Past | None = None
@@ -120,10 +120,13 @@ class _Replay:
     fed: Past = field(default_factory=Past)
     tokens: int = 0
     exact: bool = True
+    encoded_alike: bool = False
 
 
 def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: TraceStep | None) -> Decision:
     """Run the steps; decide for the first output that came back otherwise than in the trace."""
+    alike = source is not None and is_fed_alike(source, builder.encoded)
+    found = find_different_encoding(source, builder) if source is not None and alike else None
     builder = FeedBuilder(
         builder.contract,
         builder.scenario,
@@ -131,7 +134,7 @@ def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: Trace
         _read_tokens(builder, planned),
         tolerances=builder.tolerances,
     )
-    state, cause, broken = _Replay(builder), None, False
+    state, cause, broken = _Replay(builder, encoded_alike=alike), found, False
     for entry in planned:
         if entry.right and state.past is not None and 0 < entry.start < state.tokens:
             state.past, state.tokens = cut(builder, state.past, entry.start), entry.start
@@ -142,11 +145,11 @@ def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: Trace
             right = yield replace(_correct_call(state, entry), kind="probe")
             expected, broken = None if right.failed else right.logits, True
             answer = yield replace(call, expected=expected)
-            cause = cause or _find_spoilt_present(entry, answer, right, builder.contract)
+            cause = cause or find_spoilt_present(entry.step, entry.phase, answer, right, builder.contract)
         else:
             answer = yield replace(call, expected=expected)
         if entry.right:
-            cause = cause or _find_different_output(entry, answer, exact, builder)
+            cause = cause or find_different_output(entry.step, entry.phase, answer, exact, builder)
         _carry(state, entry, call, answer)
         state.exact = exact
     return cause
@@ -172,10 +175,22 @@ def _call(state: _Replay, entry: ReplayStep) -> tuple[Call, bool]:
             feeds[name] = np.full(tensor.shape, contract.phases[other].switch)
         else:
             ignored = begins and port is not None and port.role == "past" and contract.first_step == "no-past-branch"
-            alike = made is not None and tuple(made.shape) == tensor.shape
-            exact = exact and (ignored or (alike and port is not None and port.role not in FREE))
+            known = port is not None and made is not None and _is_made(state, tensor, port, made)
+            exact = exact and (ignored or known)
             feeds[name] = _fit_to(None if made is None else as_array(made), tensor)
     return replace(usual, feeds=feeds), exact
+
+
+def _is_made(state: _Replay, tensor: TraceTensor, port: Port, made: "Value | Array") -> bool:
+    """Whether an input without all of its values has those that the contract, or the seed, makes it of."""
+    if tuple(made.shape) != tensor.shape:
+        return False
+    slot = state.builder.slots.get(port.name)
+    if port.role == "encoder_states" or (slot is not None and slot.filled_in == "encode"):
+        return state.encoded_alike
+    if tensor.sample is not None:
+        return same_values(tensor.sample, take_sample(as_array(made)))
+    return port.role not in FREE
 
 
 def _by_other_branch(entry: ReplayStep) -> bool:
@@ -281,46 +296,3 @@ def _read_logits(entry: ReplayStep, contract: CacheContract) -> Array | None:
         return None
     logits = Answer({port.name: got}, port.name).logits
     return logits if logits.ndim == 3 else None
-
-
-def _find_spoilt_present(entry: ReplayStep, answer: Answer, right: Answer, contract: CacheContract) -> Cause | None:
-    """A present that a broken step returns otherwise than a right one: it will harm later, if its logits do not."""
-    for name in _filled_presents(entry, contract):
-        mine, due = answer.outputs.get(name), right.outputs.get(name)
-        if mine is not None and due is not None and not same_values(as_array(mine), as_array(due)):
-            return Cause(SPOILT, f"{name} of step {entry.step.number} is not that of a right feed")
-    return None
-
-
-def _filled_presents(entry: ReplayStep, contract: CacheContract) -> set[str]:
-    """The presents that a step fills to the end: behind the tokens, a buffer may come back with anything."""
-    filled = (s.filled_by if entry.phase == "prefill" else s.present for s in contract.slots if s.growth in FILLED)
-    return {name for name in filled if name is not None}
-
-
-def _find_different_output(entry: ReplayStep, answer: Answer, exact: bool, builder: FeedBuilder) -> Cause | None:
-    """The first local output with another shape than in the trace, or, from the same feed, with other values."""
-    contract = builder.contract
-    # Where an input without recorded values decides the shape of outputs, shapes cannot be compared.
-    decided = all(
-        t.has_values
-        for p in contract.graph(entry.phase).inputs
-        if p.role in DECIDING and (t := entry.step.fed.get(p.name)) is not None
-    )
-    whole = _filled_presents(entry, contract)
-    for name, got in entry.step.got.items() if decided else ():
-        local = answer.outputs.get(name)
-        if local is None or (name == answer.logits_name and len(got.shape) != len(local.shape)):
-            continue
-        where = f"step {entry.step.number} ({entry.step.place}): {name}"
-        if tuple(local.shape) != got.shape:
-            return Cause(DIFFERS, f"{where} was returned as {got}, and locally as {list(local.shape)}")
-        if exact and name in whole and got.has_values and got.dtype.startswith("float") and not got.empty:
-            values, mine = got.array(), as_array(local)
-            rows = values.shape[-1] if values.ndim else 1
-            difference = compare(values.reshape(1, -1, rows), mine.reshape(1, -1, rows), builder.tolerance)
-            if judge(difference, builder.tolerance) == "fail":
-                return Cause(
-                    DIFFERS, f"{where} is off by {difference.relative:.2g} standard deviations, from the same feed"
-                )
-    return None

@@ -367,6 +367,8 @@ def holds_values_of(slot: Slot, fed: TraceTensor, due: ExpectedPast, moment: Ste
 
     Tensors without elements say nothing.
     """
+    if (sampled := compare_samples(slot, fed, due, moment)) is not None:
+        return sampled
     if due.value is None or not due.value.has_values or not fed.has_values or fed.empty:
         return False
     mine, theirs = take_readable(slot, fed.array(), moment), take_readable(slot, due.value.array(), moment)
@@ -376,6 +378,19 @@ def holds_values_of(slot: Slot, fed: TraceTensor, due: ExpectedPast, moment: Ste
         return True
     found = _match_rows(slot, mine, theirs) if moment.before is not None else ()
     return bool(found) and all(found)
+
+
+def compare_samples(slot: Slot, fed: TraceTensor, due: ExpectedPast, moment: StepContext) -> bool | None:
+    """Whether a past has the sampled values of what is due; None where samples cannot tell.
+
+    Other values say nothing where rows may have changed places, or where a buffer may hold anything behind its tokens.
+    """
+    if due.value is None or fed.sample is None or due.value.sample is None or fed.shape != due.value.shape:
+        return None
+    if same_values(fed.sample, due.value.sample):
+        return True
+    whole = slot.growth not in ("static", "delta", "shared")
+    return False if whole and moment.batch == 1 and not moment.buffered else None
 
 
 def match_rows(slot: Slot, fed: TraceTensor, due: ExpectedPast, moment: StepContext) -> tuple[frozenset[int], ...]:

@@ -10,6 +10,7 @@ from kvdoctor.decode.caller_trace.step import (
     ExpectedPast,
     Kind,
     StepContext,
+    compare_samples,
     expect_past,
     holds_values_of,
     match_rows,
@@ -220,10 +221,14 @@ def _swapped(moment: StepContext, slot: Slot, other: Slot, fed: TraceTensor, the
 
 def _by_values(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPast) -> _Wrong | None:
     """Name what a past of the right shape and other values is."""
-    if due.value is None or not due.value.has_values or due.value.shape != fed.shape:
-        moment.blind[slot.past] = None
-        return None
-    if moment.values(slot.past) is None or holds_values_of(slot, fed, due, moment):
+    sampled = compare_samples(slot, fed, due, moment)
+    if sampled is None:
+        if due.value is None or not due.value.has_values or due.value.shape != fed.shape:
+            moment.blind[slot.past] = None
+            return None
+        if moment.values(slot.past) is None:
+            return None
+    if holds_values_of(slot, fed, due, moment):
         return None
     for other, _ in moment.slots:
         if other is not slot and holds_values_of(slot, fed, expect_past(other, moment), moment):
@@ -237,9 +242,14 @@ def _by_values(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedP
     if previous is not None and holds_values_of(slot, fed, ExpectedPast(previous.shape, previous, ""), moment):
         cause = f"the past of step {step} is fed again: its values are those of before that step"
         return _Wrong("past-stale", slot, fed, due, cause, _feed(slot, step))
+    return _Wrong("past-differs", slot, fed, due, _count_wrong(moment, slot, fed, due), _feed(slot, step))
+
+
+def _count_wrong(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPast) -> str:
+    if due.value is None or fed.source is None or due.value.source is None:
+        return f"its sampled values are not those of {due.words}"
     wrong = take_readable(slot, fed.array(), moment) != take_readable(slot, due.value.array(), moment)
-    cause = f"{int(wrong.sum())} of {wrong.size} values are not those of {due.words}"
-    return _Wrong("past-differs", slot, fed, due, cause, _feed(slot, step))
+    return f"{int(wrong.sum())} of {wrong.size} values are not those of {due.words}"
 
 
 def _crossed(slot: Slot, other: Slot, fed: TraceTensor, due: ExpectedPast, how: str) -> _Wrong:
