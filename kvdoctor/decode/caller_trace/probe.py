@@ -1,0 +1,102 @@
+"""Reads what the program of a probe wrote: a trace for each of its runs, and the tokens that it found. numpy only."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvdoctor.decode.caller_trace.read import GUIDE, RESULT_FIELDS, SHORTER, parse_step, read_objects
+from kvdoctor.decode.caller_trace.recorded import Trace
+from kvdoctor.errors import UsageError
+from kvdoctor.records import record
+
+SELF_TESTS = ("rewind", "reorder")
+"""Runs that end with one step more, taken after going back or changing rows; the program itself compares its tokens."""
+MOST_CALLS = 4096
+MOST_RUNS = 64
+
+
+@record
+class ProbeRun:
+    """One run of a probe.
+
+    `tokens` has a row for each sequence with the likeliest token after the prompt and after each step; none where the
+    run failed, and then `error` says how. `finished` is false where the program ended before the run did.
+    """
+
+    name: str
+    trace: Trace
+    tokens: tuple[tuple[int, ...], ...] = ()
+    error: str | None = None
+    finished: bool = False
+
+
+def read_probe(path: str) -> tuple[ProbeRun, ...]:
+    """Read the result of a probe.
+
+    Raises:
+        UsageError: it cannot be read, or is no such file; the message names the line, and what to do.
+    """
+    place = Path(path)
+    if not place.is_file():
+        raise UsageError(f"the result {path!r} is no file; give the file that the program wrote with --probe")
+    runs: dict[str, ProbeRun] = {}
+    calls = 0
+    try:
+        for line, found in read_objects(place):
+            name = found.get("run")
+            if not isinstance(name, str) or not 0 < len(name) <= 200:
+                raise UsageError(f"{path!r}, line {line} names no run: `kvdoctor step-test MODEL --trace` reads traces")
+            run = runs.setdefault(name, ProbeRun(name, ()))
+            if run.finished:
+                raise UsageError(f"{path!r}, line {line}: the run {name[:80]!r} has ended before; give one result")
+            if "tokens" in found:
+                runs[name] = _ended(run, found, f"{path!r}, line {line}")
+                continue
+            calls += 1
+            if calls > MOST_CALLS or len(runs) > MOST_RUNS:
+                raise UsageError(f"the result {path!r} has more than {MOST_CALLS} calls or {MOST_RUNS} runs; {SHORTER}")
+            step = replace(parse_step(found, line, path), number=len(run.trace))
+            runs[name] = replace(run, trace=(*run.trace, step))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the result {path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not runs:
+        raise UsageError(f"the result {path!r} holds no run; give the file that the program wrote with --probe")
+    return tuple(map(_with_likeliest, runs.values()))
+
+
+def _ended(run: ProbeRun, found: dict[str, Any], where: str) -> ProbeRun:
+    """A run with the line that ends it."""
+    tokens, error = found["tokens"], found.get("error")
+    rows = tokens if isinstance(tokens, list) else [None]
+    whole = all(isinstance(row, list) and all(type(token) is int for token in row) for row in rows)
+    if set(found) - set(RESULT_FIELDS) or not whole or len({len(row) for row in rows if row is not None}) > 1:
+        raise UsageError(f"{where} must have run, tokens (a list of ids for each sequence) and error; {GUIDE}")
+    if not isinstance(error, (str, type(None))):
+        raise UsageError(f"{where}: 'error' must be a text; {GUIDE}")
+    return replace(run, tokens=tuple(map(tuple, rows)), error=error, finished=True)
+
+
+def _with_likeliest(run: ProbeRun) -> ProbeRun:
+    """A run whose steps know which tokens the program found after them: those of the last calls, one for each call."""
+    steps = run.trace
+    if run.name in SELF_TESTS and run.finished and steps and steps[-1].error is None:
+        steps = steps[:-1]
+    after = list(zip(*run.tokens, strict=True))
+    begin = len(steps) - len(after)
+    if begin < 0:
+        wrong = f"the run {run.name[:80]!r} has {len(after)} tokens and {len(steps)} calls"
+        raise UsageError(f"{wrong}; give the whole result")
+    found = (replace(step, likeliest=after[i - begin]) if i >= begin else step for i, step in enumerate(steps))
+    return replace(run, trace=tuple(found))
+
+
+def run_of(path: str, name: str) -> Trace:
+    """The trace of one run.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    for run in read_probe(path):
+        if run.name == name:
+            return run.trace
+    raise UsageError(f"the result {path!r} has no run {name!r}")
