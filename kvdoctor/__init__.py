@@ -1,8 +1,8 @@
 """kvdoctor: diagnoses and repairs ONNX decoders with a KV cache.
 
-The commands as functions: `inspect`, `step_test`, `re_export`, `repro`, `loop`, `gate` and `diff`; and
-`read_contracts`, `read_report`, `read_policy` and `render` (docs/python.md); `recording` notes the calls of your own
-loop. Importing this loads none of them: what they need (onnx, numpy, rich) is loaded with the first call.
+The commands as functions: `inspect`, `step_test`, `re_export`, `repro`, `loop`, `probe`, `judge`, `gate` and `diff`;
+and `read_contracts`, `read_report`, `read_policy` and `render` (docs/python.md); `recording` notes the calls of your
+own loop. Importing this loads none of them: what they need (onnx, numpy, rich) is loaded with the first call.
 """
 
 from kvdoctor._version import __version__
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         DiffOptions,
         GateOptions,
         InspectOptions,
+        JudgeOptions,
         LoopOptions,
         ReExportOptions,
         ReproOptions,
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
         diff,
         gate,
         inspect,
+        judge,
         loop,
+        probe,
         re_export,
         read_contracts,
         read_policy,
@@ -46,6 +49,7 @@ __all__ = (
     "GateOptions",
     "GateResult",
     "InspectOptions",
+    "JudgeOptions",
     "KvdoctorError",
     "LoopOptions",
     "Policy",
@@ -61,7 +65,9 @@ __all__ = (
     "diff",
     "gate",
     "inspect",
+    "judge",
     "loop",
+    "probe",
     "re_export",
     "read_contracts",
     "read_policy",

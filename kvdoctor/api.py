@@ -86,13 +86,20 @@ class ReproOptions(SharedOptions, total=False):
 
 
 class LoopOptions(TypedDict, total=False):
-    """The options of `loop`; they mean what they mean everywhere."""
+    """The options of `loop` and `probe`; they mean what they mean everywhere."""
 
     seed: int
     provider: str
     timeout: float
     max_memory: int | None
     progress: "Progress | None"
+
+
+class JudgeOptions(LoopOptions, total=False):
+    """The options of `judge`."""
+
+    fail_on: "FailOn"
+    tolerances: "Mapping[str, float] | None"
 
 
 class RunOptions(ReproOptions, total=False):
@@ -299,6 +306,43 @@ def loop(  # noqa: PLR0913 - one for each option of the command
 
     target = None if out is None else os.fspath(out)
     return write_loop(LoopRequest(os.fspath(path), target, language, stack, force, check), asked)
+
+
+def probe(
+    path: "Path",
+    out: "Path",
+    *,
+    language: str,
+    stack: str | None = None,
+    force: bool = False,
+    **options: "Unpack[LoopOptions]",
+) -> "WrittenLoop":
+    """Write a loop as `loop` does, with runs for a machine where kvdoctor is not; `judge` reads what it writes there.
+
+    Raises:
+        UsageError: as `loop`.
+        KvdoctorError: ONNX Runtime cannot be started.
+    """
+    asked = _read("probe", options)
+    from kvdoctor.loops.pipeline import LoopRequest, write_loop
+
+    return write_loop(LoopRequest(os.fspath(path), os.fspath(out), language, stack, force, probe=True), asked)
+
+
+def judge(path: "Path", result: "Path", **options: "Unpack[JudgeOptions]") -> "Report":
+    """Compare what the program of a probe fed and got on another machine with the contract and with this machine.
+
+    Raises:
+        UsageError: there is nothing at the path, or `result` is not what the program of a probe of this model writes.
+        KvdoctorError: ONNX Runtime cannot be started.
+    """
+    asked = _read("judge", options)
+    from kvdoctor.runtime.client import Runtime
+
+    with Runtime(asked.limits) as runtime:
+        from kvdoctor.diagnose import judge as judging
+
+        return judging.judge(os.fspath(path), os.fspath(result), asked, runtime)
 
 
 def list_languages() -> tuple[str, ...]:

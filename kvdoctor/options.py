@@ -53,6 +53,7 @@ GATES = ("gate", "baseline", "config")
 RUNS = ("step-test", "re-export", "repro", "diff", *GATES)
 ALL = ("inspect", *RUNS)
 FOLLOW_POLICY = ("inspect", "step-test", *GATES)
+LOOPS = ("loop", "probe", "judge")
 MAY_DOWNLOAD = ("step-test", "re-export", "diff", *GATES)
 """Groups of commands. An option belongs to a command on the command line and to its function in `api.py` alike."""
 
@@ -488,7 +489,7 @@ class Options:
         Choice.of(FAIL_ON),
         "error",
         "Exit with code 1 from this severity on.",
-        ALL,
+        (*ALL, "judge"),
         policy='fail-on = "warning"',
         reported="always",
     )
@@ -504,7 +505,7 @@ class Options:
         Tolerances("a table of arithmetics and fractions of the logits' standard deviation"),
         {},
         "Accept logits that differ by at most this fraction, where kvdoctor's own limit does not fit.",
-        RUNS,
+        (*RUNS, "judge"),
         flag=None,
         policy="tolerances = { float16 = 0.03 }",
         reported="if set",
@@ -521,19 +522,19 @@ class Options:
         Text("the name of an execution provider", "NAME"),
         "CPUExecutionProvider",
         "Run on this execution provider.",
-        (*RUNS, "loop"),
+        (*RUNS, *LOOPS),
         policy='provider = "CUDAExecutionProvider"',
         reported="always",
         group=LIMITS,
     )
     seed: int = option(
-        Whole.of(0), 0, "Seed the generator of all synthetic inputs.", (*ALL, "loop"), policy="seed = 7", group=LIMITS
+        Whole.of(0), 0, "Seed the generator of all synthetic inputs.", (*ALL, *LOOPS), policy="seed = 7", group=LIMITS
     )
     timeout: float = option(
         Seconds(),
         300.0,
         "Wait no longer than this for one answer of the runtime.",
-        (*RUNS, "loop"),
+        (*RUNS, *LOOPS),
         policy="timeout = 60",
         group=LIMITS,
     )
@@ -541,7 +542,7 @@ class Options:
         Whole.of(1, unit="MiB", metavar="MIB"),
         None,
         "Limit the resident memory of the runtime's process.",
-        (*RUNS, "loop"),
+        (*RUNS, *LOOPS),
         unset="nine tenths of the machine's memory",
         policy="max-memory = 4096",
         group=LIMITS,
@@ -551,7 +552,7 @@ class Options:
     )
     offline: bool = option(Flag(), False, "Never use the network.", MAY_DOWNLOAD, policy="offline = true", group=LIMITS)
     progress: Callable[[str, int, int], None] | None = option(
-        Kind("a function"), None, "Call this at the start of each experiment.", (*ALL, "loop"), flag=None
+        Kind("a function"), None, "Call this at the start of each experiment.", (*ALL, *LOOPS), flag=None
     )
     policy: str | None = option(File(), None, "Follow this policy.", FOLLOW_POLICY, flag=None, reported="if set")
 

@@ -1,4 +1,4 @@
-"""`kvdoctor loop`: it writes a program that decodes."""
+"""`kvdoctor loop`, `probe` and `judge`: programs that decode, and what they did on another machine."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvdoctor.cli.options import GroupedOption, command, examples, given_options, table_options
-from kvdoctor.cli.output import end, progress_line, quiet_option
+from kvdoctor.cli.output import end, finish, output_options, progress_line, quiet_option, read_output
 from kvdoctor.options import INPUT, OUTPUT
 
 if TYPE_CHECKING:
@@ -21,15 +21,7 @@ def _complete_languages(_context: click.Context, _parameter: click.Parameter, st
     return [name for name in api.list_languages() if name.startswith(start)]
 
 
-@command(
-    "Write a program that decodes with the model.",
-    epilog=examples(
-        ("kvdoctor loop exports/marian --language rust -o decode", "a project for cargo"),
-        ("kvdoctor loop exports/marian --language python --check", "try it, keep nothing"),
-    ),
-)
-@click.argument("path", type=click.Path())
-@_option(
+_language = _option(
     "-l",
     "--language",
     required=True,
@@ -38,15 +30,30 @@ def _complete_languages(_context: click.Context, _parameter: click.Parameter, st
     shell_complete=_complete_languages,
     help="Write it in this language (docs/loops.md).",
 )
+_force = _option("--force", is_flag=True, group=OUTPUT, help="Replace OUT if kvdoctor wrote it and nobody changed it.")
+_stack = _option(
+    "--stack", metavar="NAME", group=INPUT, help="Write it for this stack; else for the first that has a loop."
+)
+
+
+@command(
+    "Write a program that decodes with the model.",
+    epilog=examples(
+        ("kvdoctor loop exports/marian --language rust -o decode", "a project for cargo"),
+        ("kvdoctor loop exports/marian --language python --check", "try it, keep nothing"),
+    ),
+)
+@click.argument("path", type=click.Path())
+@_language
 @_option("-o", "--out", metavar="OUT", group=OUTPUT, help="Write the program to this folder; it must not exist.")
-@_option("--force", is_flag=True, group=OUTPUT, help="Replace OUT if kvdoctor wrote it and nobody changed it.")
+@_force
 @_option(
     "--check",
     is_flag=True,
     group=OUTPUT,
     help="Build the program and compare its tokens with those of the model; fetches its packages (uses the network).",
 )
-@_option("--stack", metavar="NAME", group=INPUT, help="Write it for this stack; else for the first that has a loop.")
+@_stack
 @quiet_option
 @table_options("loop")
 def loop(path: str, language: str, out: str | None, quiet: bool, **given: Any) -> NoReturn:
@@ -63,6 +70,65 @@ def loop(path: str, language: str, out: str | None, quiet: bool, **given: Any) -
     if not quiet:
         _print(written)
     end(written.exit_code)
+
+
+@command(
+    "Write a program that tries the model on another machine.",
+    epilog=examples(
+        ("kvdoctor probe exports/llama -l javascript -o probe", "for a browser, or Node"),
+        ("kvdoctor judge exports/llama result.jsonl", "with what the program wrote there"),
+    ),
+)
+@click.argument("path", type=click.Path())
+@_language
+@_option("-o", "--out", metavar="OUT", required=True, group=OUTPUT, help="Write the program to this folder.")
+@_force
+@_stack
+@quiet_option
+@table_options("probe")
+def probe(path: str, language: str, out: str, quiet: bool, **given: Any) -> NoReturn:
+    """Write a program that decodes fixed prompts on a machine where kvdoctor cannot run, and records what it got.
+
+    A browser, a phone, another provider: run it there as its README says, and give its result to `kvdoctor judge`
+    (docs/probe.md). Exit codes as of loop.
+    """
+    from kvdoctor import api
+
+    with progress_line(quiet=quiet) as progress:
+        written = api.probe(
+            path,
+            out,
+            language=language,
+            stack=given["stack"],
+            force=given["force"],
+            progress=progress,
+            **given_options(),
+        )
+    if not quiet:
+        _print(written)
+    end(written.exit_code)
+
+
+@command(
+    "Judge what the program of a probe recorded.",
+    epilog=examples(("kvdoctor judge exports/llama result.jsonl", "the first step, slot or layer that differs")),
+)
+@click.argument("path", type=click.Path())
+@click.argument("result", type=click.Path())
+@table_options("judge")
+@output_options()
+def judge(path: str, result: str, **given: Any) -> NoReturn:
+    """Compare what a probe of the model fed and got on another machine with the contract, and with this machine.
+
+    RESULT is the file that the program of `kvdoctor probe` wrote. Exit code 0: the same here. 1: a finding at or above
+    --fail-on. 2: wrong usage. 3: something could not be checked.
+    """
+    from kvdoctor import api
+
+    output = read_output(given)
+    with progress_line(quiet=given["quiet"]) as progress:
+        report = api.judge(path, result, progress=progress, **given_options())
+    finish(report, output)
 
 
 def _print(written: "WrittenLoop") -> None:

@@ -31,6 +31,8 @@ COMMANDS = {
     "diff": "diff",
     "repro": "repair",
     "loop": "loop",
+    "probe": "loop",
+    "judge": "loop",
     "baseline": "baseline",
     "config": "config",
     "env": "info",

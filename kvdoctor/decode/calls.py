@@ -79,7 +79,8 @@ class Scenario:
 class Call:
     """What an experiment wants run: a phase and its feeds; past and new in tokens.
 
-    `expected` float[batch, n, vocabulary] is compared with the logits of the last n positions. A `control`
+    `expected` float[batch, n, vocabulary] is compared with the logits of the last n positions; where it is `sampled`,
+    float[1, 1, 64], with a sample of all logits. A `control`
     must differ from it, and names what was `spoilt`. The answer to a `reference` is kept for equal feeds. A `timing`
     is repeated, and its median kept under `label`. A `noise` call measures what the graph's own arithmetic makes of
     splitting a sequence, without a cache. A `probe` is answered without outputs where it fails, and is not on record.
@@ -92,6 +93,7 @@ class Call:
     past: int
     new: int
     expected: Array | None = None
+    sampled: bool = False
     kind: Literal["step", "reference", "control", "timing", "noise", "probe"] = "step"
     label: str = ""
     via: Way = "run"
@@ -131,6 +133,18 @@ class Encoded:
     states: Array | None = None
     outputs: Mapping[str, Array] = field(default_factory=dict)
     fed: Mapping[str, Array] = field(default_factory=dict)
+
+
+MOST_DATA = 64
+"""Elements of a tensor that a line of a trace holds all of; of a larger one it holds a sample of so many."""
+
+
+def take_sample(values: Array) -> Array:
+    """The elements at `k * (size - 1) // 63` of the flat tensor: what a trace has of one that is too large for data."""
+    size = values.size
+    places = [k * (size - 1) // (MOST_DATA - 1) for k in range(MOST_DATA)]
+    found: Array = values.reshape(-1)[places].astype(np.float64)
+    return found
 
 
 def save_call(path: Path, feeds: "Mapping[str, Value | Array]") -> None:

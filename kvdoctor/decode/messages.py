@@ -41,6 +41,7 @@ class ExperimentJob:
         timed: Repeat the calls whose time is measured; otherwise they run once.
         keep_calls: A private folder for the feeds of the first bad call of each judged experiment.
         trace: The file of the caller's own steps, which are run again as the last experiment.
+        trace_run: The run of that file, where it is the result of a probe.
         tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
         thresholds: Lengths in tokens at which the graphs may change what they compute.
         ring: Tokens after which the graph writes its buffers from their start again; None where it does not.
@@ -59,6 +60,7 @@ class ExperimentJob:
     timed: bool = True
     keep_calls: Path | None = None
     trace: Path | None = None
+    trace_run: str | None = None
     tolerances: dict[str, float] = field(default_factory=dict)
     thresholds: tuple[int, ...] = ()
     ring: int | None = None

@@ -17,6 +17,7 @@ from kvdoctor.records import record
 
 if TYPE_CHECKING:
     from kvdoctor.decode.caller_trace.check import TraceCheck
+    from kvdoctor.decode.caller_trace.probe import ProbeRun
     from kvdoctor.runtime.targets import Target
     from kvdoctor.runtime.targets.result import Refused, TargetResult
 
@@ -153,9 +154,13 @@ class RunContext(TargetContext):
 
 @record(slots=False, kw_only=True)
 class CallerContext(RunContext):
-    """Round `caller`: adds the comparison of the caller's own steps with the contract."""
+    """Round `caller`: adds the comparison of the caller's own steps with the contract.
+
+    `probe` is the run of a probe that the steps belong to, None for any other trace.
+    """
 
     trace_check: "TraceCheck"
+    probe: "ProbeRun | None" = None
 
 
 def _advise_graph_repair(folder: ModelFolder, targets: "tuple[Target, ...]", text: str) -> Advice:

@@ -16,6 +16,7 @@ from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.errors import UsageError, did_you_mean
+from kvdoctor.loops import probe
 from kvdoctor.loops.check import VectorResult, check
 from kvdoctor.loops.language import CannotBuild, Language, languages
 from kvdoctor.loops.plan import NoLoop, make_plan
@@ -42,6 +43,7 @@ class LoopRequest:
         stack: The stack to write a loop for; None for the first one that there is a loop for.
         force: Replace a folder that kvdoctor wrote.
         check: Build the project and run it.
+        probe: Add the runs of a probe, for a machine where kvdoctor is not.
     """
 
     path: str
@@ -50,6 +52,7 @@ class LoopRequest:
     stack: str | None = None
     force: bool = False
     check: bool = False
+    probe: bool = False
 
 
 @record
@@ -118,6 +121,8 @@ def _write(
         for name, text in files.items():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).write_text(text, encoding="utf-8", newline="\n")
+        if request.probe:
+            (place / probe.FILE).write_text(probe.write_runs(observed.vectors), encoding="utf-8", newline="\n")
         for vector in observed.vectors:
             if vector.source is not None:
                 vector.source.tofile(place / str(vector.source_file))

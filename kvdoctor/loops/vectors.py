@@ -27,19 +27,26 @@ SOURCE = "source-{rows}.f32"
 class Vector:
     """One call of the program.
 
-    `arguments` follow the program's name and the model; `expected` has a row for each sequence, with None where two
-    tokens are equally likely but for rounding. `source` is what lies in the file that the arguments name.
+    `feeds` are the arguments for what is fed, `self_tests` what the program then tries by itself; `expected` has a row
+    for each sequence, with None where two tokens are equally likely but for rounding. `source` is what lies in the file
+    that the arguments name.
     """
 
     name: str
-    arguments: tuple[str, ...]
+    feeds: tuple[str, ...]
     expected: tuple[tuple[int | None, ...], ...]
+    self_tests: tuple[str, ...] = ()
     source: Array | None = None
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments behind the program's name and the model."""
+        return (*self.feeds, *(("--self-test", ",".join(self.self_tests)) if self.self_tests else ()))
 
     @property
     def source_file(self) -> str | None:
         """The name of that file."""
-        return None if self.source is None else self.arguments[self.arguments.index("--source") + 1]
+        return None if self.source is None else self.feeds[self.feeds.index("--source") + 1]
 
     @property
     def decided(self) -> int:
@@ -125,11 +132,11 @@ def _vector(name: str, arrays: dict[str, Array], plan: LoopPlan) -> Vector:
     elif source is not None:
         arguments += ["--source", SOURCE.format(rows=len(tokens)), "--source-shape", _ids(np.array(source.shape))]
         source = source.astype("<f4")
-    tests = ["rewind"] * plan.rewinds + ["reorder"] * (plan.rewinds and plan.reorders)
-    arguments += ["--self-test", ",".join(tests)] if tests else []
+    tests = ("rewind",) * plan.rewinds + ("reorder",) * (plan.rewinds and plan.reorders)
     rows = tuple(tuple(None if token == UNDECIDED else int(token) for token in row) for row in expected)
     title = "one sequence" if len(tokens) == 1 else f"{len(tokens)} sequences"
-    return Vector(f"{title} of unequal length" if padding.any() else title, tuple(arguments), rows, source)
+    title += " of unequal length" if padding.any() else ""
+    return Vector(title, tuple(arguments), rows, tests, source)
 
 
 def _ids(numbers: Array) -> str:

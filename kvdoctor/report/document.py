@@ -121,13 +121,13 @@ def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
 def decide(
     command: str, findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...], fail_on: FailOn
 ) -> Verdict:
-    """The verdict. A model that could not be checked is never healthy, and an inspection alone never says healthy."""
+    """The verdict. A model that could not be checked is never healthy; an inspection or a probe never says healthy."""
     lowest = "error" if fail_on == "never" else fail_on
     if any(counts(finding, lowest) and not means_incomplete(finding.code) for finding in findings):
         return "unhealthy"
     if is_open(findings, not_checked):
         return "incomplete"
-    return "nothing-found" if command == "inspect" else "healthy"
+    return "nothing-found" if command in ("inspect", "judge") else "healthy"
 
 
 def counts(finding: Finding, fail_on: FailOn) -> bool:

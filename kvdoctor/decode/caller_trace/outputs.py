@@ -5,11 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvdoctor.contract import CacheContract, PhaseName, Role
-from kvdoctor.decode.caller_trace.recorded import TraceStep, TraceTensor, same_values, take_sample
-from kvdoctor.decode.calls import Answer, Array, Encoded, Value, as_array
+from kvdoctor.decode.caller_trace.recorded import TraceStep, TraceTensor, same_values
+from kvdoctor.decode.calls import Answer, Array, Encoded, Value, as_array, take_sample
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import compare, judge
-from kvdoctor.decode.runs import Cause
+from kvdoctor.decode.runs import CALLER_ROUNDS, Cause
+from kvdoctor.decode.tolerances import TOLERANCES
 
 DIFFERS = "caller-runtime-differs"
 SPOILT = "caller-loop-spoils"
@@ -38,6 +39,13 @@ def _filled_presents(phase: PhaseName, contract: CacheContract) -> set[str]:
     return {name for name in filled if name is not None}
 
 
+def first_worst(one: Cause | None, other: Cause | None) -> Cause | None:
+    """The first cause, but rounding gives way to any other."""
+    if one is None or (one.name == CALLER_ROUNDS and other is not None and other.name != CALLER_ROUNDS):
+        return other
+    return one
+
+
 def find_different_output(
     step: TraceStep, phase: PhaseName, answer: Answer, exact: bool, builder: FeedBuilder
 ) -> Cause | None:
@@ -64,17 +72,16 @@ def find_different_output(
         return None
     presents = {name: value for name, value in returned.items() if name != answer.logits_name}
     logits = {name: value for name, value in returned.items() if name == answer.logits_name}
-    return (
-        _compare_outputs(step, where, presents, builder)
-        or _compare_outputs(step, where, logits, builder)
-        or _compare_likeliest(step, where, answer, builder)
-    )
+    found = _compare_outputs(step, where, presents, builder)
+    found = first_worst(found, _compare_outputs(step, where, logits, builder))
+    return first_worst(found, _compare_likeliest(step, where, answer, builder))
 
 
 def _compare_outputs(
     step: TraceStep, where: str, local: "Mapping[str, Value | Array]", builder: FeedBuilder
 ) -> Cause | None:
-    """The first output with other values, all of them or those of the sample."""
+    """The first output with other values, all of them or those of the sample; rounding gives way to more than that."""
+    found: Cause | None = None
     for name, value in local.items():
         got = step.got[name]
         if got.empty or not got.dtype.startswith("float") or (got.sample is None and not got.has_values):
@@ -85,8 +92,10 @@ def _compare_outputs(
         difference = compare(values.reshape(1, -1, rows), mine.reshape(1, -1, rows), builder.tolerance)
         if judge(difference, builder.tolerance) == "fail":
             off = f"off by {difference.relative:.2g} standard deviations" if difference.finite else "not finite"
-            return Cause(DIFFERS, f"{where}: {name} is {off}, from the same feed")
-    return None
+            rounds = difference.finite and difference.relative <= TOLERANCES["float16"].fails
+            cause = Cause(CALLER_ROUNDS if rounds else DIFFERS, f"{where}: {name} is {off}, from the same feed")
+            found = first_worst(found, cause)
+    return found
 
 
 def _compare_likeliest(step: TraceStep, where: str, answer: Answer, builder: FeedBuilder) -> Cause | None:

@@ -17,8 +17,8 @@ from typing import IO, Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from kvdoctor.decode.caller_trace.recorded import MOST_DATA, Trace, TraceStep, TraceTensor, onnx_dtype
-from kvdoctor.decode.calls import NUMPY_TYPES, Array
+from kvdoctor.decode.caller_trace.recorded import Trace, TraceStep, TraceTensor, onnx_dtype
+from kvdoctor.decode.calls import MOST_DATA, NUMPY_TYPES, Array
 from kvdoctor.errors import UsageError
 
 MOST_LINE = 64 << 20

@@ -46,9 +46,6 @@ SPELLINGS = {
 }
 """The names of other languages and bindings for the element types of ONNX."""
 
-MOST_DATA = 64
-"""Elements of a tensor that a line of JSON holds all of; of a larger one it holds a sample of so many."""
-
 CLOSE = 1e-4
 """Values that were printed and read again differ by their last digit, by 1e-6; two tensors of a model by their size."""
 
@@ -57,7 +54,7 @@ CLOSE = 1e-4
 class TraceTensor:
     """A tensor of a trace: element type as ONNX spells it, shape, and its values if the trace has them.
 
-    `sample` are some of its values, float64[`MOST_DATA`], as `take_sample` takes them.
+    `sample` are some of its values, float64[64], as `take_sample` takes them.
     """
 
     dtype: str
@@ -121,14 +118,6 @@ def onnx_dtype(word: object) -> str | None:
     plain = plain.removeprefix("tensor(").removesuffix(")")
     plain = SPELLINGS.get(plain, plain)
     return plain if plain in NUMBERED.values() else None
-
-
-def take_sample(values: Array) -> Array:
-    """The elements at `k * (size - 1) // 63` of the flat tensor: what a trace has of one that is too large for data."""
-    size = values.size
-    places = [k * (size - 1) // (MOST_DATA - 1) for k in range(MOST_DATA)]
-    found: Array = values.reshape(-1)[places].astype(np.float64)
-    return found
 
 
 def same_values(one: Array, other: Array) -> bool:

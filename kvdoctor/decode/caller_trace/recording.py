@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdoctor.decode.caller_trace.recorded import MOST_DATA, take_sample
+from kvdoctor.decode.calls import MOST_DATA, take_sample
 
 
 class RecordingSession:

@@ -16,11 +16,23 @@ from kvdoctor.decode.caller_trace.outputs import (
     find_different_encoding,
     find_different_output,
     find_spoilt_present,
+    first_worst,
     is_fed_alike,
 )
-from kvdoctor.decode.caller_trace.recorded import Trace, TraceStep, TraceTensor, same_values, take_sample
+from kvdoctor.decode.caller_trace.recorded import Trace, TraceStep, TraceTensor, same_values
 from kvdoctor.decode.caller_trace.step import ContractViolation, StepContext
-from kvdoctor.decode.calls import NUMPY_TYPES, Answer, Array, Call, Encoded, Past, Scenario, Value, as_array
+from kvdoctor.decode.calls import (
+    NUMPY_TYPES,
+    Answer,
+    Array,
+    Call,
+    Encoded,
+    Past,
+    Scenario,
+    Value,
+    as_array,
+    take_sample,
+)
 from kvdoctor.decode.experiments import Decision, Experiment, always
 from kvdoctor.decode.experiments.multi_turn import cut
 from kvdoctor.decode.feeds import FeedBuilder
@@ -147,9 +159,9 @@ def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: Trace
             answer = yield replace(call, expected=expected)
             cause = cause or find_spoilt_present(entry.step, entry.phase, answer, right, builder.contract)
         else:
-            answer = yield replace(call, expected=expected)
+            answer = yield replace(call, expected=expected, sampled=_is_sampled(entry, builder.contract))
         if entry.right:
-            cause = cause or find_different_output(entry.step, entry.phase, answer, exact, builder)
+            cause = first_worst(cause, find_different_output(entry.step, entry.phase, answer, exact, builder))
         _carry(state, entry, call, answer)
         state.exact = exact
     return cause
@@ -289,10 +301,22 @@ def _fit_to(made: Array | None, tensor: TraceTensor) -> Array:
 
 
 def _read_logits(entry: ReplayStep, contract: CacheContract) -> Array | None:
-    """The logits of the trace, float[batch, new, vocabulary]."""
+    """The logits of the trace, float[batch, new, vocabulary], or a sample of them, float[1, 1, 64]."""
     port = contract.graph(entry.phase).port("logits")
-    got = entry.step.got.get(port.name) if port is not None else None
-    if port is None or got is None or not got.has_values or got.dtype != port.dtype or got.empty or not got.shape:
+    got = _find_logits(entry, contract)
+    if got is None or port is None or got.dtype != port.dtype or got.empty or not got.shape:
         return None
-    logits = Answer({port.name: got}, port.name).logits
+    if got.sample is not None:
+        return got.sample.reshape(1, 1, -1)
+    logits = Answer({port.name: got}, port.name).logits if got.has_values else np.zeros(0)
     return logits if logits.ndim == 3 else None
+
+
+def _find_logits(entry: ReplayStep, contract: CacheContract) -> TraceTensor | None:
+    port = contract.graph(entry.phase).port("logits")
+    return entry.step.got.get(port.name) if port is not None else None
+
+
+def _is_sampled(entry: ReplayStep, contract: CacheContract) -> bool:
+    got = _find_logits(entry, contract)
+    return got is not None and got.sample is not None

@@ -3,7 +3,7 @@
 What it means: `--trace FILE` contains the inputs and outputs of your program. Every step follows the cache contract,
 but the same steps, run again locally, give other shapes, other numbers or no error. The fault is in the binding, the
 version or the execution provider of the caller's runtime, or in how the program reads tensors (a buffer used twice,
-another layout, another element type).
+another layout, another element type). `kvdoctor judge MODEL RESULT` asks the same of each run of a probe.
 
 Reproduce: `kvdoctor step-test MODEL --trace FILE`, and the same calls with onnxruntime for Python.
 
@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.decode.caller_trace import describe
-from kvdoctor.decode.runs import REPLAY, Run
+from kvdoctor.decode.runs import CALLER_ROUNDS, REPLAY, Run
 from kvdoctor.diagnose.context import CallerContext
 from kvdoctor.findings import Advice, CannotCheck, Fault, check
 
 OTHER = "the caller's runtime gives other outputs"
+ROUNDED = "the caller's runtime rounds more: no likeliest token changes in these steps"
 ADVICE = Advice(
     "caller",
     "compare the version and the provider of the runtime, copy outputs before the next call, and read each with its "
@@ -30,8 +31,12 @@ ADVICE = Advice(
 @check("KV420", "caller-runtime-differs", "caller")
 def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
     """A loop that follows the contract, and whose results differ from those of the local runtime."""
-    trace, run = context.trace_check, context.find_run(REPLAY)
+    trace, run, probe = context.trace_check, context.find_run(REPLAY), context.probe
     if trace.step is not None or run is None:
+        return
+    if probe is not None and probe.error is not None and trace.failed is None and run.outcome != "differs":
+        cause = "the program of the probe fails there, and none of its steps does"
+        yield _fault(context, "probe", "a run that ends with the expected tokens", _quote(probe.error), cause)
         return
     if trace.also:
         others = ", ".join(trace.also)
@@ -42,7 +47,10 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
     if run.outcome == "differs":
         at = f"trace step {run.failed_step}" if run.failed_step is not None else "trace"
         fault = _fault(context, at, "the outputs of the local runtime for the same feed", _describe_outputs(run), OTHER)
-        yield _weaken(fault, trace.blind) if trace.blind else fault
+        if run.cause is not None and run.cause.name == CALLER_ROUNDS:
+            fault = replace(fault, severity="warning", cause=ROUNDED)
+        # The loop of a probe is one that kvdoctor wrote.
+        yield _weaken(fault, trace.blind) if trace.blind and probe is None else fault
     elif failed is not None and run.outcome in ("passed", "ambiguous"):
         error = describe.quote_error(trace.failed) if trace.failed is not None else ""
         cause = "a step that follows the contract fails in the caller's runtime, and passes in the local one"
@@ -56,6 +64,10 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
             run.error or "",
             cause,
         )
+
+
+def _quote(error: str) -> str:
+    return " ".join(error.split())[: describe.MOST_QUOTED]
 
 
 def _weaken(fault: Fault, blind: tuple[str, ...]) -> Fault:

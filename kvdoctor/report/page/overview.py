@@ -39,6 +39,7 @@ MEANS = {
     "incomplete": "A check could not run that is essential for the verdict. The model may or may not be healthy.",
     "nothing-found": "Nothing was found in the files. The model was not run; step-test runs decode steps.",
 }
+AS_HERE = "The program of the probe fed what the contract asks, and got there what the same calls give here."
 HARMLESS = "A finding that does not count as a failure:"
 EXITS = {
     EXIT_HEALTHY: "every check ran as requested, and no finding counts as a failure",
@@ -132,9 +133,10 @@ def _find_told(report: Report) -> tuple[Finding, ...]:
 def _explain_verdict(report: Report) -> str:
     if report.repair is not None and report.repair.is_planned:
         return f"{name_verdict(report)}."
+    means = AS_HERE if (report.command, report.verdict) == ("judge", "nothing-found") else MEANS[report.verdict]
     if report.verdict in ("healthy", "nothing-found") and find_worst(report) is not None:
-        return f"{MEANS[report.verdict]} {HARMLESS}"
-    return MEANS[report.verdict]
+        return f"{means} {HARMLESS}"
+    return means
 
 
 def _show_reasons(report: Report) -> Iterator[Content]:

@@ -21,6 +21,8 @@ VERDICT_WORDS = {
     "incomplete": "not diagnosed, which is no pass",
     "nothing-found": "nothing found in the files; step-test runs decode steps",
 }
+AS_HERE = "the probe shows what the same calls show here; step-test checks the model itself"
+"""`nothing-found` of a judged probe."""
 ONLY_KNOWN = "healthy but for known findings"
 
 
@@ -50,6 +52,8 @@ def name_verdict(report: "Report") -> str:
         )
     if record is not None and record.out is None and record.after is not None:
         return f"nothing was written: the new export would be {record.after.verdict}"
+    if report.command == "judge" and report.verdict == "nothing-found":
+        return AS_HERE
     known = any(finding.known is not None for finding in report.findings)
     return ONLY_KNOWN if known and report.verdict == "healthy" else VERDICT_WORDS[report.verdict]
 

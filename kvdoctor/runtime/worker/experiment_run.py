@@ -10,7 +10,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Scenario, TooShort, Value, as_array, save_call
+from kvdoctor.decode.calls import (
+    Answer,
+    Array,
+    Call,
+    NothingToRun,
+    Scenario,
+    TooShort,
+    Value,
+    as_array,
+    save_call,
+    take_sample,
+)
 from kvdoctor.decode.experiments import Experiment
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import CallStarting, CallTimed, StepDone
@@ -209,6 +220,8 @@ class _ExperimentRun:
         if call.expected is None:
             return None
         # Each request for the logits copies them out of the runtime.
+        if call.sampled:
+            return compare(take_sample(answer.logits).reshape(1, 1, -1), call.expected, self.tolerance)
         logits, returned = answer.logits, 1 if self.contract.last_logits_only else call.new
         expected = (call.expected.shape[0], returned, call.expected.shape[2])
         if logits.shape != expected:

@@ -82,17 +82,18 @@ def run_experiments(job: ExperimentJob, announce: Announce) -> None:
 def _find_experiments(job: ExperimentJob, announce: Announce) -> Iterator[Experiment]:
     experiments = load()
     if job.trace is not None:
-        experiments += _read_trace(str(job.trace), job.contract, announce)
+        experiments += _read_trace(str(job.trace), job.trace_run, job.contract, announce)
     yield from (experiment for experiment in experiments if experiment.name in job.experiments)
 
 
-def _read_trace(path: str, contract: CacheContract, announce: Announce) -> tuple[Experiment, ...]:
+def _read_trace(path: str, run: str | None, contract: CacheContract, announce: Announce) -> tuple[Experiment, ...]:
     # Modules that few jobs need are imported by them, since every user waits for the start of the worker.
+    from kvdoctor.decode.caller_trace.probe import run_of
     from kvdoctor.decode.caller_trace.read import read_trace
     from kvdoctor.decode.caller_trace.replay import make_replay
 
     try:
-        return (make_replay(read_trace(path), contract),)
+        return (make_replay(read_trace(path) if run is None else run_of(path, run), contract),)
     except UsageError:
         announce(Obstacle("the trace was changed while it was read; give it again"))
         return ()

@@ -80,7 +80,7 @@ class RecordingStack(StackRunner):
 
     def _find_expected(self, call: Call) -> Comparison | None:
         """The earlier logits that a call is compared with."""
-        if call.expected is None or call.kind != "step":
+        if call.expected is None or call.sampled or call.kind != "step":
             return None
         wanted = call.expected
         for index, (_, answer) in enumerate(self.answers):

@@ -1,0 +1,128 @@
+"""Judges the result of a probe: each of its runs is compared with the contract, and run again here."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.decode.caller_trace.check import TraceCheck, compare_trace, find_stacks
+from kvdoctor.decode.caller_trace.describe import describe_replay
+from kvdoctor.decode.caller_trace.probe import ProbeRun, read_probe
+from kvdoctor.decode.messages import ExperimentJob
+from kvdoctor.decode.runs import REPLAY, Run
+from kvdoctor.diagnose.context import CallerContext, ContractContext, extend_context
+from kvdoctor.diagnose.facts import build_report, stack_facts
+from kvdoctor.diagnose.inspection import build_context
+from kvdoctor.diagnose.not_checked import find_undecided_steps, find_unmet_preconditions
+from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.errors import UsageError
+from kvdoctor.findings import Finding, NotChecked
+from kvdoctor.options import Options
+from kvdoctor.report.document import TOTAL_SECONDS, Report
+from kvdoctor.runtime.client import Runtime
+
+DECIDES = ("KV208", "KV420")
+"""The checks that a probe is judged by."""
+
+
+def judge(path: str, result: str, options: Options, runtime: Runtime) -> Report:
+    """Compare what a program fed and got on another machine with the contract, and with the same steps run here.
+
+    Raises:
+        UsageError: there is nothing at the path, or `result` is not what the program of a probe of this model writes.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    began = time.perf_counter()
+    runs = read_probe(result)
+    folder = open_folder(path)
+    context = _find_context(folder, runs, result, options)
+    found, notes, seen = CheckResults(), list[str](), list[Run]()
+    for probe in runs:
+        results, run, note = _judge_run(context, probe, result, options, runtime)
+        found, notes = found + results, [*notes, note]
+        seen += [run] if run is not None else []
+    facts = stack_facts(context.stack, context.contract, folder.side_cars)
+    report = build_report("judge", folder, options, _name_once(found), [facts])
+    environment = {"onnxruntime": runtime.versions.get("onnxruntime", "?"), **report.environment}
+    measured = {**report.measured, TOTAL_SECONDS: round(time.perf_counter() - began, 3)}
+    return replace(report, environment=environment, runs=tuple(seen), notes=(*notes, *report.notes), measured=measured)
+
+
+def _find_context(folder: ModelFolder, runs: tuple[ProbeRun, ...], result: str, options: Options) -> ContractContext:
+    """The stack that the program called."""
+    contracts = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
+    known = {name: contract for name, contract in contracts.items() if contract.slots and not contract.missing}
+    trace = next((run.trace for run in runs if run.trace), ())
+    if not known:
+        raise UsageError(f"{folder.shown} has no decoder with a complete cache contract; `kvdoctor inspect` says why")
+    if not trace:
+        raise UsageError(f"the result {result!r} has no call of the model: {runs[0].error or 'the program ended'}")
+    name = find_stacks(trace, known, result)[0]
+    stack = next(stack for stack in folder.stacks if stack.name == name)
+    if unmet := next(find_unmet_preconditions(stack, known[name]), None):
+        raise UsageError(f"the steps cannot be run here: {unmet}")
+    return build_context(folder, stack, known[name], options)
+
+
+def _judge_run(
+    context: ContractContext, probe: ProbeRun, result: str, options: Options, runtime: Runtime
+) -> tuple[CheckResults, Run | None, str]:
+    """What one run shows: findings, the same steps here, and a line on it."""
+    stack = context.stack.name
+    job = ExperimentJob(
+        stack=stack,
+        folder=context.folder.root.absolute(),
+        contract=context.contract,
+        experiments=(REPLAY,),
+        seed=options.seed,
+        provider=options.provider,
+        tolerances=dict(options.tolerances),
+        trace=Path(result).absolute(),
+        trace_run=probe.name,
+        timed=False,
+    )
+    held = compare_trace(probe.trace, context.contract)
+    results = runtime.examine(job, options.progress)
+    caller = extend_context(context, CallerContext, runs=results.runs, trace_check=held, probe=probe)
+    found = run_checks(caller, "caller", options.selection)
+    run = caller.find_run(REPLAY)
+    reasons = [*_find_open(probe, run), *results.reasons_not_run, *results.crashes]
+    opened = (NotChecked(stack, "KV420", f"run {probe.name}: {reason}", essential=True) for reason in reasons)
+    findings = tuple(replace(one, where=f"run {probe.name}, {one.where}") for one in found.findings)
+    found = replace(found, findings=findings)
+    found += CheckResults(not_checked=(*opened, *find_undecided_steps(stack, findings)))
+    return found, run, f"run {probe.name}: {_describe(probe, held, run, findings)}"
+
+
+def _find_open(probe: ProbeRun, run: Run | None) -> Iterator[str]:
+    """Why a run decides nothing."""
+    if not probe.finished:
+        yield "the program ended before it did"
+    if run is None or run.outcome in ("skipped", "died", "inconclusive"):
+        yield f"it could not be run again here: {(run.reason if run is not None else None) or 'no result'}"
+    elif run.outcome == "ambiguous":
+        yield "the difference of its outputs is between rounding and a fault"
+    elif run.outcome == "passed" and not any(step.difference is not None for step in run.steps):
+        yield "nothing in it can be compared: give a result of this model, with the seed of the probe (--seed)"
+
+
+def _describe(probe: ProbeRun, held: TraceCheck, run: Run | None, findings: tuple[Finding, ...]) -> str:
+    steps = f"{held.steps} step{'s' * (held.steps != 1)}"
+    if findings:
+        return f"{steps}, {findings[0].name}"
+    likeliest = f", the same {len(probe.tokens[0])} tokens" if probe.tokens else ""
+    return "; ".join([f"{steps} as the contract asks{likeliest}", *describe_replay(run, None, None)])
+
+
+def _name_once(found: CheckResults) -> CheckResults:
+    """The results with one finding for the runs that show the same: the first of them, and the others by name."""
+    kept: dict[tuple[str, str, str], Finding] = {}
+    for one in found.findings:
+        key = (one.code, one.cause, one.observed.partition(": ")[2].partition(" is off by")[0])
+        first = kept.setdefault(key, one)
+        if first is not one:
+            also = one.where.partition(",")[0]
+            kept[key] = replace(first, effects=(*first.effects, f"the same in {also}"))
+    return replace(found, findings=tuple(kept.values()))
