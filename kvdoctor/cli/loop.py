@@ -136,7 +136,8 @@ def _print(written: "WrittenLoop") -> None:
 
     if written.out is not None:
         stack = f" (stack {printable(written.stack)})" if written.stack else ""
-        click.echo(f"{printable(written.out)}: a decode loop for {printable(written.model)}{stack}")
+        what = "a probe" if "probe.txt" in written.files else "a decode loop"
+        click.echo(f"{printable(written.out)}: {what} for {printable(written.model)}{stack}")
         click.echo(f"  {', '.join(printable(name) for name in written.files)}")
     for remark in written.remarks:
         click.echo(f"note: {printable(remark)}")

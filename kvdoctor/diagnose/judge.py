@@ -60,6 +60,12 @@ def _find_context(folder: ModelFolder, runs: tuple[ProbeRun, ...], result: str, 
     if not trace:
         raise UsageError(f"the result {result!r} has no call of the model: {runs[0].error or 'the program ended'}")
     name = find_stacks(trace, known, result)[0]
+    inputs = {port.name for graph in known[name].graphs.values() for port in graph.inputs}
+    if strange := next((fed for step in trace for fed in step.fed if fed not in inputs), None):
+        raise UsageError(
+            f"the result {result!r} feeds {strange[:200]!r}, which this model does not have; "
+            f"give the model that the probe was written for"
+        )
     stack = next(stack for stack in folder.stacks if stack.name == name)
     if unmet := next(find_unmet_preconditions(stack, known[name]), None):
         raise UsageError(f"the steps cannot be run here: {unmet}")

@@ -43,6 +43,7 @@ class Language:
             `{cache}` for a folder where builds may keep what later ones use.
         prepare: Fetches what the tools of the language do not, into that folder; returns further variables.
         refuses: Says why there is no loop for a plan in this language, or None.
+        probe_files: Files that only a project with a probe has, each with its template.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Language:
     environment: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[Path], Mapping[str, str]] = needs_nothing
     refuses: Callable[[LoopPlan], str | None] = takes_all
+    probe_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @cache

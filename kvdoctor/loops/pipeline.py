@@ -116,7 +116,10 @@ def _write(
     """Write the project, and check it there before it gets its place."""
     language = find_language(request.language)
     facts = StackFacts(target.stack, target.contract.layout, observed.plan.files, target.contract)
-    files = render(observed.plan, language, tuple(describe_contract(facts)))
+    known: dict[str, Any] = {"probe": request.probe, "external": target.external}
+    if observed.vectors:
+        known["example"] = observed.vectors[0].example
+    files = render(observed.plan, language, tuple(describe_contract(facts)), **known)
     with _place(request.out) as (place, keep):
         for name, text in files.items():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +208,8 @@ def _choose(folder: ModelFolder, name: str | None, language: Language) -> LoopTa
             except NoLoop as error:
                 unmet = unmet or str(error)
             if unmet is None:
-                return LoopTarget(stack.name, folder.root, contract, plan)
+                external = {one.name: tuple(data.location for data in one.external) for one in folder.files}
+                return LoopTarget(stack.name, folder.root, contract, plan, external)
             reasons.append(f"{stack.name}: {unmet}")
     raise NoLoop("; ".join(reasons) or f"no decoder with a KV cache in {folder.shown}; `kvdoctor inspect` says what is")
 

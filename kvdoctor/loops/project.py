@@ -1,7 +1,8 @@
 """Writes a plan as a project: the files of a language, by their names."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import jinja2
 
@@ -11,8 +12,19 @@ from kvdoctor.loops.plan import LoopPlan
 from kvdoctor.report.safe import code, markdown
 
 
-def render(plan: LoopPlan, language: Language, contract: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+def render(  # noqa: PLR0913 - one for each thing that a template sees
+    plan: LoopPlan,
+    language: Language,
+    contract: Sequence[tuple[str, str]] = (),
+    *,
+    probe: bool = False,
+    external: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    example: str = "--prompt 5,6,7",
+) -> dict[str, str]:
     """The files of a project, by their paths in it. `contract` is the contract in words, each part with its label.
+
+    With `probe` they have what only a probe needs. `external` are the files that hold the weights of a file, as the
+    file names them: a page cannot look for them. `example` are arguments of the program that its README shows.
 
     A template sees the plan and the language's filters. Names of a model reach a program as string literals and as
     text of comments, by the filters `literal` and `comment`, and in no other way.
@@ -28,7 +40,8 @@ def render(plan: LoopPlan, language: Language, contract: Sequence[tuple[str, str
     )
     environment.filters |= {"comment": comment, "markdown": markdown, "code": code, **language.filters}
     known = {"plan": plan, "language": language, "version": __version__, "contract": contract}
-    files = {"README.md": "README.md.j2", **language.files}
+    known |= {"probe": probe, "external": external, "example": example}
+    files = {"README.md": "README.md.j2", **language.files, **(language.probe_files if probe else {})}
     return {name: environment.get_template(template).render(known) for name, template in files.items()}
 
 

@@ -1,7 +1,7 @@
 """Test vectors: what the program of a loop is called with, and the tokens that it must print."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,12 @@ class Vector:
         return (*self.feeds, *(("--self-test", ",".join(self.self_tests)) if self.self_tests else ()))
 
     @property
+    def example(self) -> str:
+        """Arguments that decode the same prompts freely."""
+        pairs = zip(self.feeds[::2], self.feeds[1::2], strict=True)
+        return " ".join(f"{name} {value}" for name, value in pairs if name != "--follow")
+
+    @property
     def source_file(self) -> str | None:
         """The name of that file."""
         return None if self.source is None else self.feeds[self.feeds.index("--source") + 1]
@@ -73,12 +79,16 @@ class ObservedLoop:
 
 @record
 class LoopTarget:
-    """The stack that a loop is written for: its name, its contract, its plan, and the folder of its files."""
+    """The stack that a loop is written for: its name, its contract, its plan, and the folder of its files.
+
+    `external` are the files that hold weights of a file, by its name.
+    """
 
     stack: str
     folder: Path
     contract: CacheContract
     plan: LoopPlan
+    external: Mapping[str, tuple[str, ...]]
 
 
 def observe(target: LoopTarget, options: Options, runtime: Runtime) -> ObservedLoop:

@@ -9,6 +9,7 @@ All names, types and sizes are those of the cache contract of this model; README
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,6 +103,7 @@ class Decoder:
     Attributes:
         length: Tokens in the cache, padding counted.
         most: The most tokens that a sequence may have.
+        trace: Takes what each call fed and got, for `kvdoctor step-test MODEL --trace FILE`.
     """
 
     def __init__(
@@ -118,7 +120,8 @@ class Decoder:
 
         self._decoder = opened(DECODER)
         self.most = MOST_TOKENS
-        self._trace = os.environ.get("KVDOCTOR_TRACE")
+        place = os.environ.get("KVDOCTOR_TRACE")
+        self.trace: Callable[[Mapping[str, Any]], None] | None = partial(_append, Path(place)) if place else None
         self.reset()
 
     def reset(self) -> None:
@@ -252,8 +255,8 @@ class Decoder:
             error = str(raised)
             raise
         finally:
-            if self._trace:
-                _note(self._trace, file, feeds, outputs, error)
+            if self.trace is not None:
+                self.trace({"file": file, "fed": _noted(feeds), "got": _noted(outputs), "error": error})
         return outputs
 
 
@@ -295,20 +298,18 @@ def _positions(shape: tuple[int, ...], past: int, padding: Sequence[int]) -> Arr
     return np.broadcast_to(np.maximum(np.arange(past, past + shape[-1]) - padded, 0), shape)
 
 
-def _note(
-    trace: str, file: str, fed: Mapping[str, ort.OrtValue], got: Mapping[str, ort.OrtValue], error: str | None
-) -> None:
-    """Add a call to a trace for `kvdoctor step-test MODEL --trace FILE`: shapes, and the data of small tensors."""
+def _noted(values: Mapping[str, ort.OrtValue]) -> dict[str, dict[str, Any]]:
+    """Types, shapes and data; of a tensor of more than 64 elements a sample of so many."""
+    noted = {}
+    for name, value in values.items():
+        flat = value.numpy().ravel()
+        small = flat.size <= 64
+        numbers = flat if small else flat[[k * (flat.size - 1) // 63 for k in range(64)]]
+        data = [n if np.isfinite(n) else None for n in numbers.tolist()]  # JSON has no NaN and no infinity
+        noted[name] = {"dtype": value.data_type(), "shape": value.shape(), "data" if small else "sample": data}
+    return noted
 
-    def side(values: Mapping[str, ort.OrtValue]) -> dict[str, dict[str, Any]]:
-        return {name: entry(value) for name, value in values.items()}
 
-    def entry(value: ort.OrtValue) -> dict[str, Any]:
-        shape = value.shape()
-        numbers = value.numpy().ravel().tolist() if np.prod(shape) <= 64 else []
-        # JSON has no NaN and no infinity.
-        small = {"data": [n if np.isfinite(n) else None for n in numbers]} if np.prod(shape) <= 64 else {}
-        return {"dtype": value.data_type(), "shape": shape, **small}
-
-    with Path(trace).open("a", encoding="utf-8") as lines:
-        print(json.dumps({"file": file, "fed": side(fed), "got": side(got), "error": error}), file=lines)
+def _append(trace: Path, entry: Mapping[str, Any]) -> None:
+    with trace.open("a", encoding="utf-8") as lines:
+        print(json.dumps(entry), file=lines)

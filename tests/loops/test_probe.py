@@ -1,0 +1,191 @@
+"""`kvdoctor probe` and `kvdoctor judge`: the calls of another machine, judged here."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import text_fixtures
+from support.isolated import EXPORTS, kvdoctor
+
+Line = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=["marian-4.57.6", "llama-gqa", "whisper"])
+def probed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and its probe in Python."""
+    model, out = EXPORTS / request.param, tmp_path_factory.mktemp("probe") / "probe"
+    done = kvdoctor("probe", model, "-l", "python", "-o", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return model, out
+
+
+def run(probe: Path, model: Path, result: Path, script: str = "main.py") -> "subprocess.CompletedProcess[str]":
+    """Run a program of a probe as its README says."""
+    words = ["--model", str(model), "--probe", "probe.txt", "--result", str(result)]
+    return subprocess.run([sys.executable, script, *words], cwd=probe, capture_output=True, text=True, check=False)
+
+
+def judged(model: Path, result: Path) -> tuple[int, Line]:
+    done = kvdoctor("judge", model, result, "--format", "json")
+    return done.returncode, json.loads(done.stdout)
+
+
+def changed(result: Path, out: Path, change: Callable[[Line], Line | None]) -> Path:
+    """A result with other lines; None leaves one out."""
+    lines = [change(json.loads(line)) for line in result.read_text().splitlines()]
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines if line is not None))
+    return out
+
+
+def test_the_same_runtime_gives_the_same(probed: tuple[Path, Path], tmp_path: Path) -> None:
+    model, probe = probed
+    ran = run(probe, model, tmp_path / "result.jsonl")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    names = [line.split()[1] for line in (probe / "probe.txt").read_text().splitlines()]
+    assert ran.stdout.splitlines() == [f"{name}: as expected" for name in names]
+    code, report = judged(model, tmp_path / "result.jsonl")
+    assert (code, report["verdict"], report["findings"], report["not_checked"]) == (0, "nothing-found", [], [])
+    for run_ in report["runs"]:
+        assert run_["outcome"] == "passed"
+        assert all(step["difference"] is not None for step in run_["steps"]), "every step is compared"
+
+
+WRONG = '''
+"""A runtime that loses the newest entry of one key, in every call that returns some."""
+import runpy, sys
+import onnxruntime as ort
+
+real = ort.InferenceSession.run_with_ort_values
+
+def wrong(session, names, feeds, *more):
+    outputs = real(session, names, feeds, *more)
+    for at, name in enumerate(names):
+        if name == {name!r} and outputs[at].shape()[2] > 1:
+            value = outputs[at].numpy().copy()
+            value[:, :, -1:] = 0
+            outputs[at] = ort.OrtValue.ortvalue_from_numpy(value)
+    return outputs
+
+ort.InferenceSession.run_with_ort_values = wrong
+sys.path.insert(0, ".")
+runpy.run_path("main.py", run_name="__main__")
+'''
+
+
+def test_a_wrong_provider_is_found_with_its_first_step_and_tensor(probed: tuple[Path, Path], tmp_path: Path) -> None:
+    model, probe = probed
+    name = {"llama-gqa": "present.1.key"}.get(model.name, "present.1.decoder.key")
+    (tmp_path / "wrong.py").write_text(WRONG.format(name=name))
+    ran = run(probe, model, tmp_path / "result.jsonl", str(tmp_path / "wrong.py"))
+    assert ran.returncode == 1
+    assert "one-sequence: sequence 0, step" in ran.stdout
+    code, report = judged(model, tmp_path / "result.jsonl")
+    (finding,) = report["findings"]
+    assert (code, finding["code"], finding["severity"]) == (1, "KV420", "error")
+    assert finding["observed"].startswith("step 0 (line ")
+    assert f"{name} is off by" in finding["observed"]
+    assert finding["where"].startswith("run one-sequence")
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and the result of its probe."""
+    model, out = EXPORTS / "marian-4.57.6", tmp_path_factory.mktemp("probe")
+    assert kvdoctor("probe", model, "-l", "python", "-o", out / "probe").returncode == 0
+    assert run(out / "probe", model, out / "result.jsonl").returncode == 0
+    return model, out / "result.jsonl"
+
+
+def test_rounding_alone_is_a_warning(marian: tuple[Path, Path], tmp_path: Path) -> None:
+    """Another arithmetic moves the numbers by some thousandths and no likeliest token."""
+    model, result = marian
+
+    def rounded(line: Line) -> Line:
+        for name, entry in line.get("got", {}).items():
+            if "sample" in entry and name.startswith(("present", "logits")):
+                entry["sample"] = [value * 1.004 for value in entry["sample"]]
+        for name, entry in line.get("fed", {}).items():
+            if "sample" in entry and name.startswith("past"):
+                entry["sample"] = [value * 1.004 for value in entry["sample"]]
+        return line
+
+    code, report = judged(model, changed(result, tmp_path / "rounded.jsonl", rounded))
+    (finding,) = report["findings"]
+    assert (code, finding["severity"]) == (0, "warning")
+    assert "rounds more" in finding["cause"]
+
+
+def test_another_likeliest_token_is_found(marian: tuple[Path, Path], tmp_path: Path) -> None:
+    model, result = marian
+
+    def other(line: Line) -> Line:
+        if line.get("tokens") and line["run"] == "one-sequence":
+            line["tokens"][0][2] += 1
+        return line
+
+    code, report = judged(model, changed(result, tmp_path / "other.jsonl", other))
+    (finding,) = report["findings"]
+    assert (code, finding["code"]) == (1, "KV420")
+    assert "step 2" in finding["observed"]
+    assert "as the likeliest" in finding["observed"]
+
+
+def test_a_run_that_failed_there_is_an_error(marian: tuple[Path, Path], tmp_path: Path) -> None:
+    model, result = marian
+
+    def failed(line: Line) -> Line:
+        return line if "tokens" not in line else line | {"tokens": [], "error": "reorder: [1] in place of [2]"}
+
+    code, report = judged(model, changed(result, tmp_path / "failed.jsonl", failed))
+    assert code == 1
+    assert report["findings"][0]["observed"] == "reorder: [1] in place of [2]"
+
+
+def test_a_program_that_ended_too_early_is_not_judged_healthy(marian: tuple[Path, Path], tmp_path: Path) -> None:
+    model, result = marian
+    half = tmp_path / "half.jsonl"
+    half.write_text("".join(line + "\n" for line in result.read_text().splitlines()[:4]))
+    code, report = judged(model, half)
+    assert (code, report["verdict"]) == (3, "incomplete")
+    assert "the program ended before it did" in report["not_checked"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no run"),
+        ('{"run": "a", "tokens": [[1], [1, 2]], "error": null}\n', "a list of ids for each sequence"),
+        ('{"run": "a", "tokens": [["x"]], "error": null}\n', "a list of ids for each sequence"),
+        ('{"fed": {}}\n', "names no run"),
+        ('{"run": "a", "tokens": [], "error": "no such file"}\n', "has no call of the model: no such file"),
+        ("[1]\n", "is not a JSON object"),
+    ],
+)
+def test_what_is_no_result_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "result.jsonl").write_text(text)
+    done = kvdoctor("judge", EXPORTS / "gpt2", tmp_path / "result.jsonl")
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_the_result_of_another_model_is_refused(marian: tuple[Path, Path]) -> None:
+    done = kvdoctor("judge", EXPORTS / "gpt2", marian[1])
+    assert done.returncode == 2
+    assert "that this model does not have" in done.stderr
+
+
+def test_a_trace_with_several_runs_belongs_to_judge(marian: tuple[Path, Path]) -> None:
+    done = kvdoctor("step-test", marian[0], "--trace", marian[1])
+    assert done.returncode == 2
+    assert "kvdoctor judge MODEL" in done.stderr
+
+
+def test_a_model_without_a_loop_has_no_probe(tmp_path: Path) -> None:
+    folder = text_fixtures.load_all()["cached-differs"].write(tmp_path / "model")
+    done = kvdoctor("probe", folder, "-l", "python", "-o", tmp_path / "probe")
+    assert done.returncode == 1
+    assert not (tmp_path / "probe").exists()
