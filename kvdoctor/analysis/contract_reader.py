@@ -171,9 +171,12 @@ class _Reader:
 
     def _vocabulary(self, graph: Graph) -> int | None:
         logits = graph.port("logits")
-        if logits and logits.shape and isinstance(logits.shape[-1], int) and is_count(logits.shape[-1]):
+        shape = logits.shape if logits and logits.shape else ()
+        # Convolutions in place of products leave float[batch, vocabulary, 1, 1].
+        width = shape[1] if len(shape) == 4 and shape[2:] == (1, 1) else shape[-1] if shape else None
+        if isinstance(width, int) and is_count(width):
             # The output head may be padded to more rows than the embedding table has.
-            return min([logits.shape[-1], *self.vocabularies])
+            return min([width, *self.vocabularies])
         size = decoder_config(self.side_cars.config).get("vocab_size")
         return size if is_count(size) else None
 

@@ -175,7 +175,7 @@ def test_what_is_no_result_is_refused(text: str, said: str, tmp_path: Path) -> N
 def test_the_result_of_another_model_is_refused(marian: tuple[Path, Path]) -> None:
     done = kvdoctor("judge", EXPORTS / "gpt2", marian[1])
     assert done.returncode == 2
-    assert "that this model does not have" in done.stderr
+    assert "which this model does not have" in done.stderr
 
 
 def test_a_trace_with_several_runs_belongs_to_judge(marian: tuple[Path, Path]) -> None:
