@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gate
+import loops
 import peers
-from measure import Command, Pair, interleaved, kvdoctor, median_cost, peak_alone_mib, peak_mib, python
+from measure import MIB, Command, Pair, interleaved, kvdoctor, median_cost, peak_alone_mib, peak_mib, python
+from models import MODELS
 
 HERE = Path(__file__).parent
 FIXTURE = HERE.parent / "fixtures" / "exports" / "marian-4.57.6"
+LOOP_FIXTURE = FIXTURE.with_name("llama-gqa")
 NOT_IMPORTED = ("onnx", "numpy", "rich", "onnxruntime")
 WORKER_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1"}
 """As kvdoctor/runtime sets it for its worker."""
@@ -38,6 +41,9 @@ MB_IN_MIB = 1e6 / (1 << 20)
 class Scale:
     """How large the models are, and how often each command is measured.
 
+    `loop_blocks` are the turns that a loop and a bare program take in a round; `loop_steps` are the steps between which
+    their memory must not grow.
+
     `layers` are those of the graphs of `contract` by kind: 500 nodes each, or 1,000 where a second branch or graph
     has them too, so that they have 25,000, 50,000 and 100,000 nodes.
     """
@@ -47,6 +53,8 @@ class Scale:
     few_repeats: int = 5
     memory_repeats: int = 3
     gated_models: int = 100
+    loop_blocks: int = 8
+    loop_steps: tuple[int, int] = (200, 2_000)
     layers: tuple[int, int, int] = (50, 100, 200)
     large: str = "1.8gb"
     medium: str = "100m"
@@ -60,7 +68,7 @@ class Scale:
 
 
 FULL = Scale()
-SMALLEST = Scale(1, 1, 1, 1, 2, (1, 2, 4), "tiny", "tiny", 1_000_000, warm=False)
+SMALLEST = Scale(1, 1, 1, 1, 2, 2, (2, 4), (1, 2, 4), "tiny", "tiny", 1_000_000, warm=False)
 """For a test that every benchmark runs. Its figures mean nothing."""
 
 
@@ -267,6 +275,35 @@ def gate_many(scratch: Path, scale: Scale) -> Iterator[Row]:
         )
 
 
+def loop(scratch: Path, scale: Scale) -> Iterator[Row]:
+    """The time to write a loop; and in each language the loop beside a bare session that is fed the same."""
+    model = _make_model(f"{scale.medium}-long", scratch)
+    for what, path in ((f"fixture {LOOP_FIXTURE.name}", LOOP_FIXTURE), ("100 million parameters", model)):
+        write = kvdoctor("loop", str(path), "--language", "rust", "--force", "-o", str(scratch / "written"))
+        cost = median_cost(write, scale.few_repeats)
+        yield Row(f"loop, {what}: time to write it", f"{cost:.2f} s", limit="2 s", over=cost > 2)
+    for language in loops.LANGUAGES:
+        try:
+            programs = loops.prepare(language, model, scratch)
+        except loops.NotBuilt as reason:
+            yield Row(f"loop, {language}", "not measured", str(reason)[:60])
+        else:
+            yield from _loop_rows(f"loop, {language}, 100 million parameters", programs, model, scale)
+
+
+def _loop_rows(what: str, programs: loops.Programs, model: Path, scale: Scale) -> Iterator[Row]:
+    alternative = "bare session, same feeds"
+    pair = loops.token_times(programs, model, scale.memory_repeats, scale.loop_blocks, steps=10)
+    times = (f"{pair.ours * 1000:.1f} ms", alternative, f"{pair.theirs * 1000:.1f} ms", f"{pair.ratio:.2f}")
+    yield Row(f"{what}: time of a token", *times, "1.10", pair.ratio > 1.1)
+    begin, end = scale.loop_steps
+    ours, theirs = (loops.growth(programs, which, model, begin, end) / MIB for which in ("loop", "bare"))
+    cache = (end - begin) * loops.cache_bytes(MODELS[f"{scale.medium}-long"]) / MIB
+    sizes = (f"{ours:.0f} MiB", alternative, f"{theirs:.0f} MiB", f"{ours - theirs:+.0f} MiB")
+    limit = f"+{cache / 10:.0f} MiB"
+    yield Row(f"{what}: growth, cache {cache:.0f} MiB", *sizes, limit, ours - theirs > cache / 10)
+
+
 def _make_model(name: str, scratch: Path) -> Path:
     folder = scratch / name
     folder.mkdir()
@@ -293,4 +330,5 @@ BENCHMARKS: dict[str, Callable[[Path, Scale], Iterator[Row]]] = {
     "re-export": re_export,
     "unmerge": unmerge,
     "gate": gate_many,
+    "loop": loop,
 }

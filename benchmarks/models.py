@@ -37,6 +37,7 @@ class Sizes:
     vocabulary: int
     inside: bool
     fault: str = ""
+    positions: int = POSITIONS
 
     @property
     def hidden(self) -> int:
@@ -49,6 +50,8 @@ MODELS = {
     "100m-inside": Sizes(layers=12, heads=11, vocabulary=20_000, inside=True),
     "100m-fails": Sizes(layers=12, heads=11, vocabulary=20_000, inside=True, fault="fails"),
     "100m-differs": Sizes(layers=12, heads=11, vocabulary=20_000, inside=True, fault="differs"),
+    # For loops of more than 2,000 tokens.
+    "100m-long": Sizes(layers=12, heads=11, vocabulary=20_000, inside=True, positions=4096),
     # 1.8 GB in one file: just under the 2 GiB that protobuf can hold.
     "1.8gb-inside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=True),
     "1.8gb-beside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=False),
@@ -59,6 +62,7 @@ MODELS = {
     "tiny-fails": Sizes(layers=2, heads=2, vocabulary=100, inside=True, fault="fails"),
     "tiny-differs": Sizes(layers=2, heads=2, vocabulary=100, inside=True, fault="differs"),
     "tiny-crossed": Sizes(layers=2, heads=2, vocabulary=100, inside=True, fault="crossed"),
+    "tiny-long": Sizes(layers=2, heads=2, vocabulary=100, inside=True, positions=4096),
 }
 
 
@@ -112,7 +116,7 @@ def _graph(sizes: Sizes) -> tuple[GraphProto, dict[str, tuple[int, ...]]]:
     """The graph without its weights, and their shapes."""
     b = _Builder()
     embedding = b.op("Gather", b.weight("wte.weight", sizes.vocabulary, sizes.hidden), "input_ids")
-    positions = b.op("Gather", b.weight("wpe.weight", POSITIONS, sizes.hidden), "position_ids")
+    positions = b.op("Gather", b.weight("wpe.weight", sizes.positions, sizes.hidden), "position_ids")
     x, mask = b.op("Add", embedding, positions), _mask(b)
     for layer in range(sizes.layers):
         x = _layer(b, x, mask, layer, sizes)
@@ -206,7 +210,7 @@ def write(sizes: Sizes, folder: Path) -> Path:
     with path.open("wb") as file:
         file.write(model.SerializeToString())
         (_write_inside if sizes.inside else _write_beside)(file, graph, weights)
-    config = {"model_type": "gpt2", "n_positions": POSITIONS, "vocab_size": sizes.vocabulary}
+    config = {"model_type": "gpt2", "n_positions": sizes.positions, "vocab_size": sizes.vocabulary}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return path
 

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-NAMES = ["start", "inspect", "contract", "step-test", "locate", "polygraphy", "fixture", "re-export", "unmerge", "gate"]
+NAMES = [
+    *("start", "inspect", "contract", "step-test", "locate", "polygraphy", "fixture", "re-export", "unmerge", "gate"),
+    "loop",
+]
 FAILING = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))

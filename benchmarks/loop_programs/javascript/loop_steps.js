@@ -1,0 +1,18 @@
+// Steps of the generated loop: `node loop_steps.js MODEL PROMPT STEPS`, in the folder of the project.
+// Each line of standard input is a number of steps to take; the seconds that they took are printed.
+
+import { createInterface } from "node:readline";
+
+import { Decoder, likeliest } from "./loop.js";
+
+const [model, prompt] = process.argv.slice(2);
+const decoder = await Decoder.open(model);
+let logits = await decoder.prefill([Array.from({ length: Number(prompt) }, (_, at) => at + 1)]);
+console.log("ready");
+for await (const line of createInterface({ input: process.stdin })) {
+  const began = performance.now();
+  for (let step = 0; step < Number(line); step++) {
+    logits = await decoder.step([[likeliest(logits[0])]]);
+  }
+  console.log((performance.now() - began) / 1000);
+}
