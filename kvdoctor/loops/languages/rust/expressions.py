@@ -214,7 +214,8 @@ def _values(one: Input, plan: LoopPlan) -> str:
         case "positions":
             made = f"positions(&shape, past{', &self.padding' * plan.pads})"
         case "encoder-mask":
-            made = "self.encoder_mask(&shape)"
+            decides = plan.encode is not None and plan.encode.of_rule("encoder-mask")
+            made = f"self.encoder_mask(&shape){'' if decides else '?'}"
         case _ if one.count == "constant":
             return f"vec![{number(one.value, one.dtype)}; {_elements(one.dims)}]"
         case _:
