@@ -4,13 +4,14 @@ from kvdoctor.loops.language import Language
 from kvdoctor.loops.languages.java import expressions
 from kvdoctor.loops.languages.java.refusals import refuses
 
+CLASSES = ("Arguments", "Decoder", "Main", "Probe", "Providers", "Run")
+
 LANGUAGE = Language(
     name="java",
     title="Java",
     files={
         "pom.xml": "pom.xml.j2",
-        "src/main/java/decodeloop/Decoder.java": "Decoder.java.j2",
-        "src/main/java/decodeloop/Main.java": "Main.java.j2",
+        **{f"src/main/java/decodeloop/{name}.java": f"{name}.java.j2" for name in CLASSES},
     },
     filters={
         "literal": expressions.literal,
@@ -22,8 +23,8 @@ LANGUAGE = Language(
         "javadoc": expressions.javadoc,
         "layout_record": expressions.layout_record,
         "layouts": expressions.layouts,
-        "layout_of": expressions.layout_of,
-        "slot": expressions.slot,
+        "readers": expressions.readers,
+        "slots": expressions.slots,
         "locals": expressions.local_variables,
     },
     build=(("mvn", "-q", "package"),),

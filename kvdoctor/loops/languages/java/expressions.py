@@ -40,6 +40,18 @@ MAKERS = {"float": "float32", "bool": "bool"}
 
 JAVA_TYPES = {"float": "FLOAT", "float16": "FLOAT16", "int64": "INT64", "int32": "INT32", "bool": "BOOL"}
 
+READERS = {
+    "bfloat16": "finite(Fp16Conversions.bf16ToFloat(bytes.getShort(at)))",
+    "bool": "Byte.toString(bytes.get(at))",
+    "float": "finite(bytes.getFloat(at))",
+    "float16": "finite(Fp16Conversions.fp16ToFloat(bytes.getShort(at)))",
+    "int32": "Integer.toString(bytes.getInt(at))",
+    "int64": "Long.toString(bytes.getLong(at))",
+    "int8": "Byte.toString(bytes.get(at))",
+    "uint8": "Integer.toString(Byte.toUnsignedInt(bytes.get(at)))",
+}
+"""The element at a place of a tensor's bytes, as JSON."""
+
 LONGEST_CONSTANT = 0xFFFF // 3
 """Characters that a string constant of a class file takes in any case."""
 
@@ -95,7 +107,7 @@ class Call:
         return made
 
 
-def assigned(arguments: Iterable[str], name: str, call: str) -> str:
+def assigned(arguments: "Iterable[str | Call]", name: str, call: str) -> str:
     """The constant `name` with the value of a call."""
     value = Call(call, tuple(arguments))
     flat = f"  {name} = {value.flat};"
@@ -138,9 +150,12 @@ def layouts(plan: LoopPlan) -> dict[str, str]:
     return {name: _layout(slot, plan) for slot, name in zip(plan.slots, _layout_names(plan), strict=True)}
 
 
-def layout_of(plan: LoopPlan) -> list[tuple[SlotPlan, str]]:
-    """Each slot with the name of its layout."""
-    return list(zip(plan.slots, _layout_names(plan), strict=True))
+def slots(plan: LoopPlan) -> list[Call]:
+    """The elements of the list of slots."""
+    return [
+        Call("new Slot", (literal(one.past), literal(one.made), literal(one.present), layout))
+        for one, layout in zip(plan.slots, _layout_names(plan), strict=True)
+    ]
 
 
 def _layout_names(plan: LoopPlan) -> list[str]:
@@ -164,15 +179,14 @@ def _layout(one: SlotPlan, plan: LoopPlan) -> str:
     return "\n".join(Call("new Layout", made).lines(6, ""))
 
 
-def slot(one: SlotPlan, layout: str, last: bool) -> str:
-    """One element of the list of slots, with what follows it."""
-    call = Call("new Slot", (literal(one.past), literal(one.made), literal(one.present), layout))
-    return "\n".join(call.lines(10, ");" if last else ","))
-
-
 def java_type(name: str) -> str:
     """The element type as the binding's `OnnxJavaType` calls it."""
     return JAVA_TYPES.get(name, name.upper())
+
+
+def readers(plan: LoopPlan) -> list[tuple[str, str]]:
+    """Each element type that a plan has, with the expression that reads an element."""
+    return [(java_type(dtype), made) for dtype, made in READERS.items() if dtype in plan.dtypes]
 
 
 def local_variables(call: CallPlan, plan: LoopPlan) -> frozenset[str]:
