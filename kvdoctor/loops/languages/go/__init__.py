@@ -1,5 +1,6 @@
 """Go, with github.com/yalue/onnxruntime_go."""
 
+from kvdoctor.loops import plan_questions
 from kvdoctor.loops.language import Language
 from kvdoctor.loops.languages.go import expressions, needs
 
@@ -10,7 +11,10 @@ LANGUAGE = Language(
         "go.mod": "go.mod.j2",
         "go.sum": "go.sum.j2",
         "main.go": "main.go.j2",
+        "run.go": "run.go.j2",
+        "probe.go": "probe.go.j2",
         "decoder/decoder.go": "decoder.go.j2",
+        "decoder/trace.go": "trace.go.j2",
     },
     filters={
         "literal": expressions.literal,
@@ -18,6 +22,8 @@ LANGUAGE = Language(
         "element": expressions.element,
         "dims": expressions.dims,
         "put": expressions.put,
+        "shape": expressions.shape,
+        "source_axis": plan_questions.source_axis,
         "used": expressions.used,
         **{
             question.__name__: question
@@ -42,6 +48,7 @@ LANGUAGE = Language(
                 needs.cache_types,
                 needs.zero_types,
                 needs.widths,
+                needs.trace_widths,
             )
         },
     },

@@ -13,6 +13,17 @@ from kvdoctor.loops.plan import FLOATS, CallPlan, Dim, LoopPlan, SlotPlan
 WIDTHS = {"float": 4, "float16": 2, "int64": 8, "int32": 4}
 """Bytes of an element; others have one."""
 
+READS = {
+    "float": "finite(math.Float32frombits(binary.NativeEndian.Uint32(data[4*at:])))",
+    "float16": "finite(fromHalf(binary.NativeEndian.Uint16(data[2*at:])))",
+    "int64": "int64(binary.NativeEndian.Uint64(data[8*at:]))",
+    "int32": "int32(binary.NativeEndian.Uint32(data[4*at:]))",
+    "int8": "int8(data[at])",
+    "uint8": "data[at]",
+    "bool": "data[at] != 0",
+}
+"""How the program reads an element of a tensor of bytes."""
+
 CARRIES = {"append": "appended", "write": "written", "shift": "shifted", "drop-oldest": "dropOldest"}
 
 
@@ -169,6 +180,15 @@ def zero_types(plan: LoopPlan) -> list[str]:
 def widths(plan: LoopPlan) -> list[tuple[str, int]]:
     """The element types of the cache and of what the encoder made, with the bytes of an element."""
     return [(kind, width) for kind, width in WIDTHS.items() if kind in plan.dtypes]
+
+
+def trace_widths(plan: LoopPlan) -> list[tuple[str, str]]:
+    """The element types of tensors that hold bytes, each with the expression that reads one element of `data`."""
+    joined = {slot.dtype for slot in plan.slots} if plan.copies or plan.cuts or plan.reorders else set()
+    if plan.source is not None and plan.reorders:
+        joined |= {one.dtype for call in (plan.prefill, plan.decode) for one in call.of_rule("encoder-states")}
+        joined |= {plan.source.dtype} if plan.encode is None else set()
+    return sorted((kind, READS[kind]) for kind in joined | {"float16"} & plan.dtypes)
 
 
 def _needs_room(slot: SlotPlan, plan: LoopPlan) -> bool:
