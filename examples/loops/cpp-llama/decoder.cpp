@@ -2,16 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <iomanip>
-#include <limits>
-#include <locale>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 #include <utility>
 
 namespace {
@@ -19,7 +13,10 @@ namespace {
 using Shape = std::vector<std::int64_t>;
 
 constexpr const char* kDecoder = "model.onnx";
-constexpr std::int64_t kMostTokens = 64;  // of a sequence
+// The most tokens of a sequence.
+constexpr std::int64_t kMostTokens = 64;
+// Token ids are below it.
+constexpr std::int64_t kVocabulary = 128;
 
 // The axes of the cache whose size is known only when the loop runs.
 enum Axis : std::int64_t { kBatchAxis = -1, kPastAxis = -2 };
@@ -136,11 +133,28 @@ std::size_t elements(const Shape& shape) {
 
 std::vector<std::int64_t> flat(const Tokens& tokens) {
   std::vector<std::int64_t> all;
-  for (const auto& row : tokens) {
-    if (row.size() != tokens.front().size()) throw std::invalid_argument("the rows of a batch have different lengths");
-    all.insert(all.end(), row.begin(), row.end());
-  }
+  for (const auto& row : tokens) all.insert(all.end(), row.begin(), row.end());
   return all;
+}
+
+Shape shape_of(const Tokens& rows) {
+  const std::int64_t length = rows.empty() ? 0 : std::ssize(rows.front());
+  if (std::ranges::any_of(rows, [&](const auto& row) { return std::ssize(row) != length; })) {
+    throw std::invalid_argument("the rows of a batch have different lengths");
+  }
+  return {std::ssize(rows), length};
+}
+
+// Refuses what is no token ids for every sequence.
+void check_ids(const Tokens& tokens) {
+  if (shape_of(tokens).back() == 0) throw std::invalid_argument("every sequence takes at least one token");
+  for (const auto& row : tokens) {
+    for (const std::int64_t token : row) {
+      if (token < 0 || token >= kVocabulary) {
+        throw std::invalid_argument("the model has no token " + std::to_string(token));
+      }
+    }
+  }
 }
 
 // 1 for tokens; 0 for padding on the left, and for what lies behind the last token. Columns are the cache.
@@ -241,66 +255,11 @@ Logits last_rows(const Ort::Value& value, std::size_t batch) {
   return rows;
 }
 
-void write_text(std::ostream& out, std::string_view text) {
-  out << '"' << std::hex << std::setfill('0');
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out << '\\' << c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      out << "\\u" << std::setw(4) << static_cast<int>(c);
-    } else {
-      out << c;
-    }
-  }
-  out << '"' << std::dec;
-}
-
-template <typename T>
-void write_data(std::ostream& out, const Ort::ConstValue& value) {
-  const std::size_t count = value.GetTensorTypeAndShapeInfo().GetElementCount();
-  const T* data = value.GetTensorData<T>();
-  out << ",\"data\":[";
-  for (std::size_t i = 0; i < count; ++i) {
-    if (i > 0) out << ',';
-    if constexpr (std::is_same_v<T, bool>) {
-      out << (data[i] ? "true" : "false");
-    } else if constexpr (std::is_integral_v<T>) {
-      out << static_cast<std::int64_t>(data[i]);
-    } else if (const auto number = static_cast<float>(data[i]); std::isfinite(number)) {
-      out << number;
-    } else {
-      out << "null";
-    }
-  }
-  out << ']';
-}
-
-void write_value(std::ostream& out, std::string_view name, const Ort::ConstValue& value) {
-  const auto info = value.GetTensorTypeAndShapeInfo();
-  write_text(out, name);
-  out << ":{\"dtype\":" << static_cast<int>(info.GetElementType()) << ",\"shape\":[";
-  const char* comma = "";
-  for (const std::int64_t size : info.GetShape()) out << std::exchange(comma, ",") << size;
-  out << ']';
-  if (info.GetElementCount() <= 64) {
-    switch (info.GetElementType()) {
-      case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
-        write_data<float>(out, value);
-        break;
-      case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64:
-        write_data<std::int64_t>(out, value);
-        break;
-      default:
-        break;
-    }
-  }
-  out << '}';
-}
-
 }  // namespace
 
 Decoder::Decoder(const std::filesystem::path& folder, const Ort::SessionOptions& options)
     : decoder_(env_, (folder / kDecoder).c_str(), options) {
+  if (const char* trace = std::getenv("KVDOCTOR_TRACE")) trace_.file = trace;
   reset();
 }
 
@@ -318,6 +277,10 @@ void Decoder::reset() {
   clear();
 }
 
+std::int64_t Decoder::most_tokens() const {
+  return kMostTokens;
+}
+
 void Decoder::clear() {
   length_ = 0;
   padding_.clear();
@@ -329,32 +292,36 @@ Logits Decoder::prefill(const Tokens& prompts) {
   if (prompts.empty()) throw std::invalid_argument("there is no prompt");
   std::size_t longest = 0;
   for (const auto& prompt : prompts) {
-    if (prompt.empty()) throw std::invalid_argument("a prompt is empty");
+    if (prompt.empty()) throw std::invalid_argument("every sequence begins with at least one token");
     longest = std::max(longest, prompt.size());
   }
-  clear();
   Tokens tokens = prompts;
+  std::vector<std::int64_t> padding;
   for (auto& row : tokens) {
     const std::size_t padded = longest - row.size();
-    padding_.push_back(static_cast<std::int64_t>(padded));
+    padding.push_back(static_cast<std::int64_t>(padded));
     row.insert(row.begin(), padded, 0);
   }
+  check_ids(tokens);
+  clear();
+  padding_ = std::move(padding);
   return advance(tokens);
 }
 
 Logits Decoder::step(const Tokens& tokens) {
   if (length_ == 0) throw std::logic_error("begin with prefill()");
-  if (tokens.size() != padding_.size() || tokens.front().empty()) {
-    throw std::invalid_argument("a step takes new tokens of each sequence");
+  if (tokens.size() != padding_.size()) {
+    throw std::invalid_argument("a step takes tokens of each of " + std::to_string(padding_.size()) + " sequences");
   }
+  check_ids(tokens);
   return advance(tokens);
 }
 
 // Runs one call on new tokens and keeps what it returns of the cache.
 Logits Decoder::advance(const Tokens& tokens) {
   const std::int64_t count = std::ssize(tokens.front());
-  if (length_ + count > kMostTokens) {
-    throw std::length_error("a sequence has at most " + std::to_string(kMostTokens) + " tokens here");
+  if (length_ + count > most_tokens()) {
+    throw std::length_error("a sequence has at most " + std::to_string(most_tokens()) + " tokens here");
   }
   const bool first = length_ == 0;
   if (first) fill_first(std::ssize(tokens));
@@ -410,6 +377,7 @@ void Decoder::rewind(std::int64_t count) {
 }
 
 void Decoder::reorder(std::span<const std::size_t> rows) {
+  if (length_ == 0) throw std::logic_error("begin with prefill()");
   if (rows.empty()) throw std::invalid_argument("no row would be left");
   for (const std::size_t row : rows) {
     if (row >= padding_.size()) throw std::invalid_argument("there is no row " + std::to_string(row));
@@ -426,6 +394,7 @@ void Decoder::reorder(std::span<const std::size_t> rows) {
 
 Tokens Decoder::generate(const Tokens& prompts, std::size_t most, std::span<const std::int64_t> stop,
                          const Choose& choose, const OnToken& on_token) {
+  if (most == 0) throw std::invalid_argument("most is at least 1");
   Tokens made(prompts.size());
   std::vector<bool> running(prompts.size(), true);
   Logits logits = prefill(prompts);
@@ -442,14 +411,14 @@ Tokens Decoder::generate(const Tokens& prompts, std::size_t most, std::span<cons
         if (made[row].size() < most) ended = false;
       }
     }
-    if (ended) return made;
+    if (ended || length_ >= most_tokens()) return made;
     logits = step(next);
   }
 }
 
 // Runs one call. What it returns stays with the runtime; the handles release it.
 Decoder::Values Decoder::run(Ort::Session& session, const char* file, const Feeds& fed,
-                             std::span<const char* const> names) {
+                             std::span<const char* const> names) const {
   std::vector<OrtValue*> got(names.size());
   // Session::Run of the C++ interface takes an array of values that own themselves; these are borrowed.
   const std::size_t inputs = fed.names.size();
@@ -457,36 +426,19 @@ Decoder::Values Decoder::run(Ort::Session& session, const char* file, const Feed
       session, nullptr, fed.names.data(), fed.values.data(), inputs, names.data(), names.size(), got.data())};
   Values values;
   for (std::size_t i = 0; i < names.size(); ++i) values.emplace(names[i], Ort::Value{got[i]});
-  if (const char* trace = std::getenv("KVDOCTOR_TRACE")) note(trace, file, fed, values, status);
+  if (!trace_.file.empty()) {
+    Tensors given;
+    Tensors returned;
+    for (std::size_t i = 0; i < fed.names.size(); ++i) {
+      given.emplace_back(fed.names[i], Ort::ConstValue{fed.values[i]});
+    }
+    if (status.IsOK()) {
+      for (const auto& [name, value] : values) returned.emplace_back(name, value.GetConst());
+    }
+    trace_.note(file, given, returned, status);
+  }
   Ort::ThrowOnError(status);
   return values;
-}
-
-// Adds a call to a trace for `kvdoctor step-test MODEL --trace FILE`: shapes, and the data of small tensors.
-void Decoder::note(const char* trace, const char* file, const Feeds& fed, const Values& got,
-                   const Ort::Status& status) {
-  std::ofstream out(trace, std::ios::app);
-  out.imbue(std::locale::classic());
-  out << std::setprecision(std::numeric_limits<float>::max_digits10) << "{\"file\":";
-  write_text(out, file);
-  out << ",\"fed\":{";
-  for (std::size_t i = 0; i < fed.names.size(); ++i) {
-    if (i > 0) out << ',';
-    write_value(out, fed.names[i], Ort::ConstValue{fed.values[i]});
-  }
-  out << "},\"error\":";
-  if (status.IsOK()) {
-    out << "null,\"got\":{";
-    const char* comma = "";
-    for (const auto& [name, value] : got) {
-      out << std::exchange(comma, ",");
-      write_value(out, name, value.GetConst());
-    }
-    out << "}}\n";
-  } else {
-    write_text(out, status.GetErrorMessage());
-    out << "}\n";
-  }
 }
 
 std::int64_t likeliest(std::span<const float> logits) {

@@ -1,4 +1,5 @@
-// The decode loop of llama-gqa (layout optimum-decoder-only), written by kvdoctor 0.1.0.
+// The decode loop of llama-gqa
+// (layout optimum-decoder-only), written by kvdoctor 0.1.0.
 //
 //     Decoder decoder("path/to/the/model");
 //     Tokens tokens = decoder.generate({{5, 6, 7}}, 20);
@@ -16,7 +17,10 @@
 #include <span>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
+
+#include "trace.hpp"
 
 /// Token ids, a list for each sequence of the batch.
 using Tokens = std::vector<std::vector<std::int64_t>>;
@@ -40,6 +44,12 @@ class Decoder {
   /// Tokens in the cache, padding counted.
   std::int64_t length() const { return length_; }
 
+  /// The most tokens that a sequence may have.
+  std::int64_t most_tokens() const;
+
+  /// Writes each later call into a file, as the variable KVDOCTOR_TRACE does.
+  void trace_to(Trace trace) { trace_ = std::move(trace); }
+
   /// Begins anew: no sequences.
   void reset();
 
@@ -59,6 +69,7 @@ class Decoder {
 
   /// Decodes until every sequence has ended, at most `most` tokens; returns the new tokens of each without the one of
   /// `stop` that ended it. `choose` picks each token; without it the likeliest is taken.
+  /// It ends as well where the sequences are as long as they may be.
   Tokens generate(const Tokens& prompts, std::size_t most = 20, std::span<const std::int64_t> stop = {},
                   const Choose& choose = {}, const OnToken& on_token = {});
 
@@ -79,11 +90,11 @@ class Decoder {
   Logits advance(const Tokens& tokens);
   Feeds feeds(const Tokens& tokens) const;
   void fill_first(std::int64_t batch);
-  static Values run(Ort::Session& session, const char* file, const Feeds& fed, std::span<const char* const> names);
-  static void note(const char* trace, const char* file, const Feeds& fed, const Values& got, const Ort::Status& status);
+  Values run(Ort::Session& session, const char* file, const Feeds& fed, std::span<const char* const> names) const;
 
   Ort::Env env_{ORT_LOGGING_LEVEL_WARNING, "decoder"};
   Ort::Session decoder_;
+  Trace trace_;  // without a file nothing is written
   std::int64_t length_ = 0;
   std::vector<std::int64_t> padding_;
   // In the order of the slots; an empty handle before the first call.

@@ -1,17 +1,23 @@
 // Decodes from the command line: token ids in, token ids out. `decode --help` lists the options.
 
+#include <onnxruntime_cxx_api.h>
+
 #include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
 #include <fstream>
 #include <iomanip>
 #include <iostream>
+#include <memory>
 #include <numeric>
 #include <random>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -19,14 +25,16 @@
 #include <vector>
 
 #include "decoder.hpp"
+#include "probe.hpp"
+#include "run.hpp"
 
 namespace {
 
-using Ids = std::vector<std::int64_t>;
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kUsage =
     "usage: decode --model FOLDER --prompt IDS [options]\n"
+    "       decode --model FOLDER --probe FILE [options]\n"
     "IDS are token ids with commas between them.\n"
     "  --model FOLDER       folder of the model files\n"
     "  --prompt IDS         once for each sequence\n"
@@ -35,24 +43,23 @@ constexpr const char* kUsage =
     "  --follow IDS         continue with these ids whatever is likeliest; once for each sequence\n"
     "  --temperature T      0 takes the likeliest token, otherwise sampled (0)\n"
     "  --top-k K            sample from so many tokens (50)\n"
+    "  --seed N             of the sampling (0)\n"
     "  --self-test TESTS    with --follow: also rewind,reorder, and compare\n"
-    "  --seed N             of the sampling (0)\n";
-
-// Arguments that cannot be right: the program ends with code 2.
-struct UsageError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
+    "  --provider NAME      the execution provider (CPUExecutionProvider)\n"
+    "  --probe FILE         decode the runs in this file, and compare their tokens\n"
+    "  --result FILE        with --probe: where calls and tokens are written (result.jsonl)\n";
 
 struct Options {
   std::string model;
-  Tokens prompts;
+  std::string provider = "CPUExecutionProvider";
+  Run run;
   std::size_t most = 20;
   Ids stop;
-  Tokens follow;
   float temperature = 0;
   std::size_t top_k = 50;
   std::uint64_t seed = 0;
-  std::string self_test;
+  std::filesystem::path probe;
+  std::filesystem::path result = "result.jsonl";
 };
 
 template <typename Number>
@@ -65,106 +72,77 @@ Number number(std::string_view text) {
   return value;
 }
 
-Ids ids(std::string_view text) {
-  Ids all;
-  while (!text.empty()) {
-    const std::string_view part = text.substr(0, text.find(','));
-    if (!part.empty()) all.push_back(number<std::int64_t>(part));
-    text.remove_prefix(std::min(text.size(), part.size() + 1));
+void check(const Options& options) {
+  if (options.model.empty()) throw UsageError("--model is missing");
+  if (options.most == 0 || options.top_k == 0) throw UsageError("--most and --top-k are at least 1");
+  if (!(options.temperature >= 0)) throw UsageError("--temperature is 0 or more");
+  if (options.probe.empty()) {
+    check(options.run);
+  } else if (!options.run.prompts.empty()) {
+    throw UsageError("--probe takes its prompts from the file");
   }
-  return all;
 }
 
 Options parse(const std::vector<std::string>& arguments) {
   Options options;
   for (std::size_t i = 0; i < arguments.size(); i += 2) {
-    const std::string& flag = arguments[i];
-    if (i + 1 == arguments.size()) throw UsageError(flag + " needs a value, or is no option");
+    const std::string& option = arguments[i];
+    if (i + 1 == arguments.size()) throw UsageError(option + " needs a value, or is no option");
     const std::string& value = arguments[i + 1];
-    if (flag == "--model") {
+    if (option == "--model") {
       options.model = value;
-    } else if (flag == "--prompt") {
-      options.prompts.push_back(ids(value));
-    } else if (flag == "--most") {
+    } else if (option == "--provider") {
+      options.provider = value;
+    } else if (option == "--most") {
       options.most = number<std::size_t>(value);
-    } else if (flag == "--stop") {
-      options.stop = ids(value);
-    } else if (flag == "--follow") {
-      options.follow.push_back(ids(value));
-    } else if (flag == "--temperature") {
+    } else if (option == "--stop") {
+      options.stop = parse_ids(value);
+    } else if (option == "--temperature") {
       options.temperature = number<float>(value);
-    } else if (flag == "--top-k") {
+    } else if (option == "--top-k") {
       options.top_k = number<std::size_t>(value);
-    } else if (flag == "--seed") {
+    } else if (option == "--seed") {
       options.seed = number<std::uint64_t>(value);
-    } else if (flag == "--self-test") {
-      options.self_test = value;
-    } else {
-      throw UsageError("unknown option " + flag);
+    } else if (option == "--probe") {
+      options.probe = value;
+    } else if (option == "--result") {
+      options.result = value;
+    } else if (!read_option(options.run, option, value)) {
+      throw UsageError("unknown option " + option);
     }
   }
-  if (options.model.empty()) throw UsageError("--model is missing");
-  if (options.prompts.empty()) throw UsageError("--prompt is missing");
-  if (options.top_k == 0) throw UsageError("--top-k is at least 1");
+  check(options);
   return options;
 }
 
-// The tokens of a step: one of each sequence.
-Tokens column(const Tokens& rows, std::size_t position) {
-  Tokens tokens;
-  for (const Ids& row : rows) tokens.push_back({row[position]});
-  return tokens;
-}
-
-// The likeliest token after the prompt and after each given one, whatever was likeliest before.
-Tokens follow(Decoder& decoder, const Tokens& prompts, const Tokens& given, std::vector<Clock::time_point>& times) {
-  for (const Ids& row : given) {
-    if (given.size() != prompts.size() || row.size() != given.front().size()) {
-      throw UsageError("--follow is given once for each prompt, always with as many ids");
+Ort::SessionOptions session_options(const std::string& provider) {
+  const std::vector<std::string> available = Ort::GetAvailableProviders();
+  if (std::ranges::find(available, provider) == available.end()) {
+    std::string names;
+    for (const std::string& name : available) {
+      if (!names.empty()) names += ", ";
+      names += name;
     }
+    throw UsageError("there is no provider '" + provider + "' in this build of ONNX Runtime, but " + names);
   }
-  Tokens made(prompts.size());
-  const auto keep = [&](const Logits& logits) {
-    times.push_back(Clock::now());
-    for (std::size_t row = 0; row < made.size(); ++row) made[row].push_back(likeliest(logits[row]));
-  };
-  keep(decoder.prefill(prompts));
-  for (std::size_t i = 0; i < given.front().size(); ++i) keep(decoder.step(column(given, i)));
-  return made;
+  Ort::SessionOptions options;
+  if (provider == "CUDAExecutionProvider") {
+    options.AppendExecutionProvider_CUDA(OrtCUDAProviderOptions{});
+  } else if (provider == "TensorrtExecutionProvider") {
+    const OrtApi& api = Ort::GetApi();
+    OrtTensorRTProviderOptionsV2* defaults = nullptr;
+    Ort::ThrowOnError(api.CreateTensorRTProviderOptions(&defaults));
+    const std::unique_ptr<OrtTensorRTProviderOptionsV2, void (*)(OrtTensorRTProviderOptionsV2*)> owner(
+        defaults, api.ReleaseTensorRTProviderOptions);
+    options.AppendExecutionProvider_TensorRT_V2(*defaults);
+  } else if (provider != "CPUExecutionProvider") {
+    options.AppendExecutionProvider(provider);
+  }
+  return options;
 }
 
-// Ends the program where other tokens are likeliest.
-void compare(std::string_view name, const Logits& logits, const Ids& expected) {
-  Ids got;
-  for (const auto& row : logits) got.push_back(likeliest(row));
-  if (got != expected) throw std::runtime_error(std::string(name) + ": other tokens are likeliest than before");
-}
-
-// Takes the last step again after going back, and after changing rows: the likeliest tokens must be the same.
-void self_test(Decoder& decoder, std::string_view wanted, const Tokens& given, const Tokens& made) {
-  if (given.front().empty()) throw UsageError("--self-test needs a token to follow");
-  const std::size_t end = given.front().size() - 1;
-  const Tokens last = column(given, end);
-  Ids expected;
-  for (const Ids& row : made) expected.push_back(row.back());
-  if (wanted.find("rewind") != std::string_view::npos) {
-    decoder.rewind(1);
-    compare("rewind", decoder.step(last), expected);
-  }
-  if (wanted.find("reorder") != std::string_view::npos) {
-    decoder.rewind(1);
-    std::vector<std::size_t> order(given.size());
-    std::iota(order.rbegin(), order.rend(), std::size_t{0});
-    order.push_back(0);  // the rows backwards, and the first one once more
-    decoder.reorder(order);
-    Tokens tokens;
-    Ids likeliest_then;
-    for (const std::size_t row : order) {
-      tokens.push_back(last[row]);
-      likeliest_then.push_back(expected[row]);
-    }
-    compare("reorder", decoder.step(tokens), likeliest_then);
-  }
+Decoder open(const Options& options) {
+  return Decoder(options.model, session_options(options.provider));
 }
 
 // Picks a token from the `top_k` likeliest, by their probabilities at a temperature.
@@ -202,24 +180,28 @@ void print_measured(Clock::time_point began, const std::vector<Clock::time_point
 }
 
 void decode(const Options& options) {
-  Decoder decoder(options.model);
+  Decoder decoder = open(options);
   const auto began = Clock::now();
   std::vector<Clock::time_point> times;
   Tokens made;
-  if (options.follow.empty()) {
+  if (options.run.follow.empty()) {
     const Choose choose =
         options.temperature > 0 ? sampler(options.temperature, options.top_k, options.seed) : Choose{};
     const auto on_token = [&](std::size_t, std::int64_t) { times.push_back(Clock::now()); };
-    made = decoder.generate(options.prompts, options.most, options.stop, choose, on_token);
+    made = decoder.generate(options.run.prompts, options.most, options.stop, choose, on_token);
   } else {
-    made = follow(decoder, options.prompts, options.follow, times);
-    self_test(decoder, options.self_test, options.follow, made);
+    made = follow(decoder, options.run, [&] { times.push_back(Clock::now()); });
   }
-  for (const Ids& row : made) {
-    for (std::size_t i = 0; i < row.size(); ++i) std::cout << (i > 0 ? "," : "") << row[i];
-    std::cout << '\n';
-  }
+  for (const Ids& row : made) std::cout << join(row) << '\n';
   print_measured(began, times);
+}
+
+bool probe(const Options& options) {
+  const std::vector<ProbeRun> runs = read_probe(options.probe);
+  // Emptied before the model is opened: nothing of an earlier probe remains where that fails.
+  if (!std::ofstream(options.result)) throw UsageError("cannot write " + options.result.string());
+  Decoder decoder = open(options);
+  return probe(decoder, runs, options.result);
 }
 
 }  // namespace
@@ -231,7 +213,9 @@ int main(int argc, char** argv) {
     return 0;
   }
   try {
-    decode(parse(arguments));
+    const Options options = parse(arguments);
+    if (!options.probe.empty()) return probe(options) ? 0 : 1;
+    decode(options);
     return 0;
   } catch (const UsageError& error) {
     std::cerr << "error: " << error.what() << '\n' << kUsage;

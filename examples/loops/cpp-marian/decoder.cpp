@@ -2,16 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <iomanip>
-#include <limits>
-#include <locale>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 #include <utility>
 
 namespace {
@@ -20,7 +14,10 @@ using Shape = std::vector<std::int64_t>;
 
 constexpr const char* kEncoder = "encoder_model.onnx";
 constexpr const char* kDecoder = "decoder_model_merged.onnx";
-constexpr std::int64_t kMostTokens = 64;  // of a sequence
+// The most tokens of a sequence.
+constexpr std::int64_t kMostTokens = 64;
+// Token ids are below it.
+constexpr std::int64_t kVocabulary = 128;
 
 // The axes of the cache whose size is known only when the loop runs.
 enum Axis : std::int64_t { kBatchAxis = -1, kEncoderAxis = -2, kPastAxis = -3 };
@@ -200,18 +197,43 @@ Ort::Value filled(const Shape& shape, Number number) {
 
 std::vector<std::int64_t> flat(const Tokens& tokens) {
   std::vector<std::int64_t> all;
-  for (const auto& row : tokens) {
-    if (row.size() != tokens.front().size()) throw std::invalid_argument("the rows of a batch have different lengths");
-    all.insert(all.end(), row.begin(), row.end());
-  }
+  for (const auto& row : tokens) all.insert(all.end(), row.begin(), row.end());
   return all;
+}
+
+Shape shape_of(const Tokens& rows) {
+  const std::int64_t length = rows.empty() ? 0 : std::ssize(rows.front());
+  if (std::ranges::any_of(rows, [&](const auto& row) { return std::ssize(row) != length; })) {
+    throw std::invalid_argument("the rows of a batch have different lengths");
+  }
+  return {std::ssize(rows), length};
+}
+
+// Refuses what is no token ids for every sequence.
+void check_ids(const Tokens& tokens) {
+  if (shape_of(tokens).back() == 0) throw std::invalid_argument("every sequence takes at least one token");
+  for (const auto& row : tokens) {
+    for (const std::int64_t token : row) {
+      if (token < 0 || token >= kVocabulary) {
+        throw std::invalid_argument("the model has no token " + std::to_string(token));
+      }
+    }
+  }
+}
+
+std::string in_words(const Shape& shape) {
+  std::string text = "[";
+  for (const std::int64_t size : shape) {
+    if (text.size() > 1) text += ", ";
+    text += std::to_string(size);
+  }
+  return text + "]";
 }
 
 // The mask given to encode(), else ones: a mask of another length belongs to the encoder's input alone.
 template <typename T>
 Ort::Value encoder_mask(const Shape& shape, const Tokens& given) {
-  const bool fits = !given.empty() && shape == Shape{std::ssize(given), std::ssize(given.front())};
-  return fits ? tensor<T>(shape, flat(given)) : filled<T>(shape, 1);
+  return !given.empty() && shape_of(given) == shape ? tensor<T>(shape, flat(given)) : filled<T>(shape, 1);
 }
 
 // Some entries along an axis of a tensor.
@@ -284,70 +306,12 @@ Logits last_rows(const Ort::Value& value, std::size_t batch) {
   return rows;
 }
 
-void write_text(std::ostream& out, std::string_view text) {
-  out << '"' << std::hex << std::setfill('0');
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out << '\\' << c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      out << "\\u" << std::setw(4) << static_cast<int>(c);
-    } else {
-      out << c;
-    }
-  }
-  out << '"' << std::dec;
-}
-
-template <typename T>
-void write_data(std::ostream& out, const Ort::ConstValue& value) {
-  const std::size_t count = value.GetTensorTypeAndShapeInfo().GetElementCount();
-  const T* data = value.GetTensorData<T>();
-  out << ",\"data\":[";
-  for (std::size_t i = 0; i < count; ++i) {
-    if (i > 0) out << ',';
-    if constexpr (std::is_same_v<T, bool>) {
-      out << (data[i] ? "true" : "false");
-    } else if constexpr (std::is_integral_v<T>) {
-      out << static_cast<std::int64_t>(data[i]);
-    } else if (const auto number = static_cast<float>(data[i]); std::isfinite(number)) {
-      out << number;
-    } else {
-      out << "null";
-    }
-  }
-  out << ']';
-}
-
-void write_value(std::ostream& out, std::string_view name, const Ort::ConstValue& value) {
-  const auto info = value.GetTensorTypeAndShapeInfo();
-  write_text(out, name);
-  out << ":{\"dtype\":" << static_cast<int>(info.GetElementType()) << ",\"shape\":[";
-  const char* comma = "";
-  for (const std::int64_t size : info.GetShape()) out << std::exchange(comma, ",") << size;
-  out << ']';
-  if (info.GetElementCount() <= 64) {
-    switch (info.GetElementType()) {
-      case ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL:
-        write_data<bool>(out, value);
-        break;
-      case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
-        write_data<float>(out, value);
-        break;
-      case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64:
-        write_data<std::int64_t>(out, value);
-        break;
-      default:
-        break;
-    }
-  }
-  out << '}';
-}
-
 }  // namespace
 
 Decoder::Decoder(const std::filesystem::path& folder, const Ort::SessionOptions& options)
     : encoder_(env_, (folder / kEncoder).c_str(), options),
       decoder_(env_, (folder / kDecoder).c_str(), options) {
+  if (const char* trace = std::getenv("KVDOCTOR_TRACE")) trace_.file = trace;
   reset();
 }
 
@@ -364,7 +328,12 @@ void Decoder::Feeds::borrow(const char* name, const Ort::Value& value) {
 void Decoder::reset() {
   made_.clear();
   source_mask_.clear();
+  moved_ = false;
   clear();
+}
+
+std::int64_t Decoder::most_tokens() const {
+  return kMostTokens;
 }
 
 void Decoder::clear() {
@@ -376,10 +345,16 @@ void Decoder::clear() {
 
 void Decoder::encode(const Source& source, const Tokens& mask) {
   reset();
-  source_mask_ = mask;
-  if (source.shape.size() != 2) throw std::invalid_argument("the source has 2 axes");
+  if (source.shape.size() != 2 || source.entries.empty()) {
+    throw std::invalid_argument("the source has 2 axes and is not empty; got shape " + in_words(source.shape));
+  }
   const std::int64_t batch = source.shape[0];
   const std::int64_t source_length = source.shape[1];
+  const Shape expected{batch, source_length};
+  if (!mask.empty() && shape_of(mask) != expected) {
+    throw std::invalid_argument("the mask has shape " + in_words(expected) + "; got " + in_words(shape_of(mask)));
+  }
+  source_mask_ = mask;
   Feeds fed;
   fed.add("input_ids", tensor<std::int64_t>(source.shape, source.entries));
   fed.add("attention_mask", encoder_mask<std::int64_t>({batch, source_length}, source_mask_));
@@ -387,34 +362,31 @@ void Decoder::encode(const Source& source, const Tokens& mask) {
 }
 
 Logits Decoder::prefill(const Tokens& prompts) {
+  if (made_.empty() || moved_) throw std::logic_error("encode() first, and again after reorder()");
   if (prompts.empty()) throw std::invalid_argument("there is no prompt");
-  if (made_.empty()) throw std::logic_error("begin with encode()");
-  std::size_t longest = 0;
-  for (const auto& prompt : prompts) {
-    if (prompt.empty()) throw std::invalid_argument("a prompt is empty");
-    longest = std::max(longest, prompt.size());
+  if (std::ranges::any_of(prompts, [&](const auto& prompt) { return prompt.size() != prompts.front().size(); })) {
+    throw std::invalid_argument("the loop does not pad for this model: all prompts must have the same length");
   }
+  check_ids(prompts);
   clear();
-  if (std::ranges::any_of(prompts, [&](const auto& prompt) { return prompt.size() < longest; })) {
-    throw std::invalid_argument("this model takes no padding: the prompts of a batch must have the same length");
-  }
   batch_ = prompts.size();
   return advance(prompts);
 }
 
 Logits Decoder::step(const Tokens& tokens) {
   if (length_ == 0) throw std::logic_error("begin with prefill()");
-  if (tokens.size() != batch_ || tokens.front().empty()) {
-    throw std::invalid_argument("a step takes new tokens of each sequence");
+  if (tokens.size() != batch_) {
+    throw std::invalid_argument("a step takes tokens of each of " + std::to_string(batch_) + " sequences");
   }
+  check_ids(tokens);
   return advance(tokens);
 }
 
 // Runs one call on new tokens and keeps what it returns of the cache.
 Logits Decoder::advance(const Tokens& tokens) {
   const std::int64_t count = std::ssize(tokens.front());
-  if (length_ + count > kMostTokens) {
-    throw std::length_error("a sequence has at most " + std::to_string(kMostTokens) + " tokens here");
+  if (length_ + count > most_tokens()) {
+    throw std::length_error("a sequence has at most " + std::to_string(most_tokens()) + " tokens here");
   }
   const bool first = length_ == 0;
   if (first) fill_first(std::ssize(tokens));
@@ -478,6 +450,7 @@ void Decoder::rewind(std::int64_t count) {
 }
 
 void Decoder::reorder(std::span<const std::size_t> rows) {
+  if (length_ == 0) throw std::logic_error("begin with prefill()");
   if (rows.empty()) throw std::invalid_argument("no row would be left");
   for (const std::size_t row : rows) {
     if (row >= batch_) throw std::invalid_argument("there is no row " + std::to_string(row));
@@ -491,6 +464,7 @@ void Decoder::reorder(std::span<const std::size_t> rows) {
   for (auto& [name, value] : made_) {
     value = reordered(value, 0, rows);
   }
+  moved_ = true;
   if (!source_mask_.empty()) {
     Tokens mask;
     for (const std::size_t row : rows) mask.push_back(source_mask_.at(row));
@@ -500,6 +474,7 @@ void Decoder::reorder(std::span<const std::size_t> rows) {
 
 Tokens Decoder::generate(const Tokens& prompts, std::size_t most, std::span<const std::int64_t> stop,
                          const Choose& choose, const OnToken& on_token) {
+  if (most == 0) throw std::invalid_argument("most is at least 1");
   Tokens made(prompts.size());
   std::vector<bool> running(prompts.size(), true);
   Logits logits = prefill(prompts);
@@ -516,14 +491,14 @@ Tokens Decoder::generate(const Tokens& prompts, std::size_t most, std::span<cons
         if (made[row].size() < most) ended = false;
       }
     }
-    if (ended) return made;
+    if (ended || length_ >= most_tokens()) return made;
     logits = step(next);
   }
 }
 
 // Runs one call. What it returns stays with the runtime; the handles release it.
 Decoder::Values Decoder::run(Ort::Session& session, const char* file, const Feeds& fed,
-                             std::span<const char* const> names) {
+                             std::span<const char* const> names) const {
   std::vector<OrtValue*> got(names.size());
   // Session::Run of the C++ interface takes an array of values that own themselves; these are borrowed.
   const std::size_t inputs = fed.names.size();
@@ -531,36 +506,19 @@ Decoder::Values Decoder::run(Ort::Session& session, const char* file, const Feed
       session, nullptr, fed.names.data(), fed.values.data(), inputs, names.data(), names.size(), got.data())};
   Values values;
   for (std::size_t i = 0; i < names.size(); ++i) values.emplace(names[i], Ort::Value{got[i]});
-  if (const char* trace = std::getenv("KVDOCTOR_TRACE")) note(trace, file, fed, values, status);
+  if (!trace_.file.empty()) {
+    Tensors given;
+    Tensors returned;
+    for (std::size_t i = 0; i < fed.names.size(); ++i) {
+      given.emplace_back(fed.names[i], Ort::ConstValue{fed.values[i]});
+    }
+    if (status.IsOK()) {
+      for (const auto& [name, value] : values) returned.emplace_back(name, value.GetConst());
+    }
+    trace_.note(file, given, returned, status);
+  }
   Ort::ThrowOnError(status);
   return values;
-}
-
-// Adds a call to a trace for `kvdoctor step-test MODEL --trace FILE`: shapes, and the data of small tensors.
-void Decoder::note(const char* trace, const char* file, const Feeds& fed, const Values& got,
-                   const Ort::Status& status) {
-  std::ofstream out(trace, std::ios::app);
-  out.imbue(std::locale::classic());
-  out << std::setprecision(std::numeric_limits<float>::max_digits10) << "{\"file\":";
-  write_text(out, file);
-  out << ",\"fed\":{";
-  for (std::size_t i = 0; i < fed.names.size(); ++i) {
-    if (i > 0) out << ',';
-    write_value(out, fed.names[i], Ort::ConstValue{fed.values[i]});
-  }
-  out << "},\"error\":";
-  if (status.IsOK()) {
-    out << "null,\"got\":{";
-    const char* comma = "";
-    for (const auto& [name, value] : got) {
-      out << std::exchange(comma, ",");
-      write_value(out, name, value.GetConst());
-    }
-    out << "}}\n";
-  } else {
-    write_text(out, status.GetErrorMessage());
-    out << "}\n";
-  }
 }
 
 std::int64_t likeliest(std::span<const float> logits) {

@@ -1,4 +1,5 @@
-// The decode loop of marian-4.57.6 (layout optimum-merged), written by kvdoctor 0.1.0.
+// The decode loop of marian-4.57.6
+// (layout optimum-merged), written by kvdoctor 0.1.0.
 //
 //     Decoder decoder("path/to/the/model");
 //     decoder.encode(source);
@@ -17,7 +18,10 @@
 #include <span>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
+
+#include "trace.hpp"
 
 /// Token ids, a list for each sequence of the batch.
 using Tokens = std::vector<std::vector<std::int64_t>>;
@@ -47,6 +51,12 @@ class Decoder {
   /// Tokens in the cache, padding counted.
   std::int64_t length() const { return length_; }
 
+  /// The most tokens that a sequence may have.
+  std::int64_t most_tokens() const;
+
+  /// Writes each later call into a file, as the variable KVDOCTOR_TRACE does.
+  void trace_to(Trace trace) { trace_ = std::move(trace); }
+
   /// Begins anew: no sequences, and nothing encoded.
   void reset();
 
@@ -68,6 +78,7 @@ class Decoder {
 
   /// Decodes until every sequence has ended, at most `most` tokens; returns the new tokens of each without the one of
   /// `stop` that ended it. `choose` picks each token; without it the likeliest is taken.
+  /// It ends as well where the sequences are as long as they may be.
   Tokens generate(const Tokens& prompts, std::size_t most = 20, std::span<const std::int64_t> stop = {},
                   const Choose& choose = {}, const OnToken& on_token = {});
 
@@ -89,12 +100,12 @@ class Decoder {
   Feeds feeds(const Tokens& tokens) const;
   void fill_first(std::int64_t batch);
   std::int64_t states() const;
-  static Values run(Ort::Session& session, const char* file, const Feeds& fed, std::span<const char* const> names);
-  static void note(const char* trace, const char* file, const Feeds& fed, const Values& got, const Ort::Status& status);
+  Values run(Ort::Session& session, const char* file, const Feeds& fed, std::span<const char* const> names) const;
 
   Ort::Env env_{ORT_LOGGING_LEVEL_WARNING, "decoder"};
   Ort::Session encoder_;
   Ort::Session decoder_;
+  Trace trace_;  // without a file nothing is written
   std::int64_t length_ = 0;
   std::size_t batch_ = 0;
   // In the order of the slots; an empty handle before the first call.
@@ -102,6 +113,7 @@ class Decoder {
   // Of the encoder, for all sequences until the next encode().
   Values made_;
   Tokens source_mask_;
+  bool moved_ = false;  // whether the sequences changed places after encode()
 };
 
 /// The likeliest token.

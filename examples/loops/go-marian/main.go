@@ -14,79 +14,126 @@ import (
 	"strings"
 	"time"
 
+	ort "github.com/yalue/onnxruntime_go"
+
 	"decode/decoder"
 )
 
 // options are those of the command line.
 type options struct {
 	model       string
-	prompts     [][]int64
-	source      [][]int64
+	provider    string
+	run         run
 	most        int
 	stop        []int64
-	follow      [][]int64
 	temperature float64
 	topK        int
 	seed        uint64
-	selfTest    string
+	probe       string
+	result      string
 }
 
 func main() {
 	var given options
 	flag.StringVar(&given.model, "model", "", "`folder` of the model files")
-	flag.Func("prompt", "`ids` with commas; once a sequence", rows(&given.prompts))
-	flag.Func("source", "`ids` for the encoder, with commas; once a sequence", rows(&given.source))
+	flag.StringVar(&given.provider, "provider", cpu, "`name` of the execution provider")
+	given.run.define(flag.CommandLine)
 	flag.IntVar(&given.most, "most", 20, "the most new tokens")
 	flag.Func("stop", "`ids` that end a sequence, with commas", row(&given.stop))
-	flag.Func("follow", "continue with these `ids` whatever is likeliest; once a sequence", rows(&given.follow))
 	flag.Float64Var(&given.temperature, "temperature", 0, "0 takes the likeliest token, otherwise sampled")
 	flag.IntVar(&given.topK, "top-k", 50, "sample from so many tokens")
 	flag.Uint64Var(&given.seed, "seed", 0, "of the sampling")
-	flag.StringVar(&given.selfTest, "self-test", "", "with --follow: also rewind,reorder, and compare")
+	flag.StringVar(&given.probe, "probe", "", "decode the runs in this `file`, and compare their tokens")
+	flag.StringVar(&given.result, "result", "result.jsonl", "with --probe: the `file` where calls and tokens are written")
 	flag.Parse()
-	if err := given.run(); err != nil {
-		fmt.Fprintln(os.Stderr, "decode:", err)
+	if err := given.execute(); err != nil {
+		fmt.Fprintln(os.Stderr, "error:", err)
 		os.Exit(1)
 	}
 }
 
-// run decodes: tokens go to standard output, a line for each sequence, measurements to standard error.
-func (given *options) run() error {
+func (given *options) execute() error {
+	if err := given.check(); err != nil {
+		return err
+	}
+	if given.probe != "" {
+		return given.runProbe()
+	}
+	return given.decode()
+}
+
+func (given *options) check() error {
 	switch {
 	case flag.NArg() > 0:
 		return fmt.Errorf("unexpected argument %q", flag.Arg(0))
 	case given.model == "":
 		return errors.New("--model is missing")
-	case len(given.prompts) == 0:
-		return errors.New("--prompt is missing")
-	case len(given.source) == 0:
-		return errors.New("--source is missing")
 	case given.most < 1 || given.topK < 1:
-		return errors.New("--most and --top-k must be at least 1")
+		return errors.New("--most and --top-k are at least 1")
+	case !(given.temperature >= 0): // NaN as well
+		return errors.New("--temperature is 0 or more")
+	case given.probe == "":
+		return given.run.check()
+	case len(given.run.prompts) > 0:
+		return errors.New("--probe takes its prompts from the file")
 	}
-	d, err := decoder.Open(given.model, nil)
+	return nil
+}
+
+// open opens the model.
+func (given *options) open() (*decoder.Decoder, error) {
+	sessions, err := sessionOptions(given.provider)
+	if err != nil {
+		return nil, err
+	}
+	defer sessions.Destroy()
+	return decoder.Open(given.model, sessions)
+}
+
+// runProbe decodes the runs of a probe file; it fails where some tokens are not the expected ones.
+func (given *options) runProbe() error {
+	runs, err := readProbe(given.probe)
+	if err != nil {
+		return err
+	}
+	// Emptied before the model is opened: nothing of an earlier probe remains where that fails.
+	if err := os.WriteFile(given.result, nil, 0o644); err != nil {
+		return err
+	}
+	d, err := given.open()
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	asExpected, err := probe(d, runs, given.result)
+	if err == nil && !asExpected {
+		err = errors.New("not all tokens are the expected ones")
+	}
+	return err
+}
+
+// decode decodes: tokens go to standard output, a line for each sequence, measurements to standard error.
+func (given *options) decode() error {
+	d, err := given.open()
 	if err != nil {
 		return err
 	}
 	defer d.Close()
 	began := time.Now()
-	if err := d.Encode(given.source, nil); err != nil {
+	if err := given.run.encode(d); err != nil {
 		return err
 	}
 	var made [][]int64
 	var times []time.Time
-	if len(given.follow) > 0 {
-		made, err = follow(d, given.prompts, given.follow, &times)
-		if err == nil {
-			err = selfTest(d, strings.Split(given.selfTest, ","), given.follow, made)
-		}
+	if len(given.run.follow) > 0 {
+		made, err = given.run.decode(d, func() { times = append(times, time.Now()) })
 	} else {
 		how := decoder.Options{Most: given.most, Stop: given.stop}
 		how.OnToken = func(int, int64) { times = append(times, time.Now()) }
 		if given.temperature > 0 {
 			how.Choose = sampler(given.temperature, given.topK, given.seed)
 		}
-		made, err = d.Generate(given.prompts, how)
+		made, err = d.Generate(given.run.prompts, how)
 	}
 	if err != nil {
 		return err
@@ -105,32 +152,69 @@ func (given *options) run() error {
 	return nil
 }
 
-// row reads integers with commas between them.
-func row(to *[]int64) func(string) error {
-	return func(text string) error {
-		*to = nil
-		for _, part := range strings.Split(text, ",") {
-			if part == "" {
-				continue
-			}
-			number, err := strconv.ParseInt(strings.TrimSpace(part), 10, 64)
-			if err != nil {
-				return fmt.Errorf("%q is no integer", part)
-			}
-			*to = append(*to, number)
-		}
-		return nil
-	}
+const cpu = "CPUExecutionProvider"
+
+// byName are the execution providers that the runtime adds by their names.
+var byName = []string{
+	"AzureExecutionProvider",
+	"QNNExecutionProvider",
+	"VitisAIExecutionProvider",
+	"WebGpuExecutionProvider",
+	"XnnpackExecutionProvider",
 }
 
-// rows reads one row each time that the option is given.
-func rows(to *[][]int64) func(string) error {
-	return func(text string) error {
-		var numbers []int64
-		err := row(&numbers)(text)
-		*to = append(*to, numbers)
+// byFunction are those that the binding adds by functions of their own.
+var byFunction = map[string]func(*ort.SessionOptions) error{
+	"CUDAExecutionProvider":     addCUDA,
+	"TensorrtExecutionProvider": addTensorRT,
+	"CoreMLExecutionProvider":   func(o *ort.SessionOptions) error { return o.AppendExecutionProviderCoreMLV2(nil) },
+	"DmlExecutionProvider":      func(o *ort.SessionOptions) error { return o.AppendExecutionProviderDirectML(0) },
+	"OpenVINOExecutionProvider": func(o *ort.SessionOptions) error { return o.AppendExecutionProviderOpenVINO(nil) },
+}
+
+// sessionOptions chooses an execution provider. Most need a build of ONNX Runtime that has them.
+func sessionOptions(provider string) (*ort.SessionOptions, error) {
+	add, known := byFunction[provider]
+	if slices.Contains(byName, provider) {
+		add = func(o *ort.SessionOptions) error { return o.AppendExecutionProvider(provider, nil) }
+	} else if !known && provider != cpu {
+		names := append([]string{cpu}, byName...)
+		for name := range byFunction {
+			names = append(names, name)
+		}
+		slices.Sort(names)
+		return nil, fmt.Errorf("there is no provider %q, but %s", provider, strings.Join(names, ", "))
+	}
+	if err := decoder.LoadRuntime(); err != nil {
+		return nil, err
+	}
+	options, err := ort.NewSessionOptions()
+	if err != nil || add == nil {
+		return options, err
+	}
+	if err := add(options); err != nil {
+		options.Destroy()
+		return nil, fmt.Errorf("provider %s: %w", provider, err)
+	}
+	return options, nil
+}
+
+func addCUDA(options *ort.SessionOptions) error {
+	cuda, err := ort.NewCUDAProviderOptions()
+	if err != nil {
 		return err
 	}
+	defer cuda.Destroy()
+	return options.AppendExecutionProviderCUDA(cuda)
+}
+
+func addTensorRT(options *ort.SessionOptions) error {
+	tensorRT, err := ort.NewTensorRTProviderOptions()
+	if err != nil {
+		return err
+	}
+	defer tensorRT.Destroy()
+	return options.AppendExecutionProviderTensorRT(tensorRT)
 }
 
 func join(tokens []int64) string {
@@ -139,93 +223,6 @@ func join(tokens []int64) string {
 		texts[i] = strconv.FormatInt(token, 10)
 	}
 	return strings.Join(texts, ",")
-}
-
-// follow gives the likeliest token after the prompt and after each given one, whatever was likeliest before.
-func follow(d *decoder.Decoder, prompts, given [][]int64, times *[]time.Time) ([][]int64, error) {
-	for _, tokens := range given {
-		if len(given) != len(prompts) || len(tokens) != len(given[0]) {
-			return nil, errors.New("--follow: one for each prompt, all of the same length")
-		}
-	}
-	made := make([][]int64, len(prompts))
-	note := func(logits [][]float32) {
-		for i := range made {
-			made[i] = append(made[i], decoder.Likeliest(logits[i]))
-		}
-		*times = append(*times, time.Now())
-	}
-	logits, err := d.Prefill(prompts)
-	if err != nil {
-		return nil, err
-	}
-	note(logits)
-	for i := range given[0] {
-		step := make([][]int64, len(given))
-		for j, tokens := range given {
-			step[j] = tokens[i : i+1]
-		}
-		if logits, err = d.Step(step); err != nil {
-			return nil, err
-		}
-		note(logits)
-	}
-	return made, nil
-}
-
-// selfTest takes the last step again after going back, and after changing rows: the likeliest tokens must be the same.
-func selfTest(d *decoder.Decoder, wanted []string, given, made [][]int64) error {
-	if len(given[0]) == 0 {
-		return errors.New("--self-test needs tokens to follow")
-	}
-	last, expected := make([][]int64, len(given)), make([]int64, len(made))
-	for i := range given {
-		last[i] = given[i][len(given[i])-1:]
-		expected[i] = made[i][len(made[i])-1]
-	}
-	if slices.Contains(wanted, "rewind") {
-		if err := d.Rewind(1); err != nil {
-			return err
-		}
-		if err := compare(d, "rewind", last, expected); err != nil {
-			return err
-		}
-	}
-	if slices.Contains(wanted, "reorder") {
-		if err := d.Rewind(1); err != nil {
-			return err
-		}
-		order := []int64{} // the rows backwards, and the first one once more
-		for i := len(given) - 1; i >= 0; i-- {
-			order = append(order, int64(i))
-		}
-		order = append(order, 0)
-		if err := d.Reorder(order); err != nil {
-			return err
-		}
-		tokens, likeliest := make([][]int64, len(order)), make([]int64, len(order))
-		for i, row := range order {
-			tokens[i], likeliest[i] = last[row], expected[row]
-		}
-		return compare(d, "reorder", tokens, likeliest)
-	}
-	return nil
-}
-
-// compare fails where other tokens are likeliest.
-func compare(d *decoder.Decoder, name string, tokens [][]int64, expected []int64) error {
-	logits, err := d.Step(tokens)
-	if err != nil {
-		return err
-	}
-	got := make([]int64, len(logits))
-	for i := range logits {
-		got[i] = decoder.Likeliest(logits[i])
-	}
-	if !slices.Equal(got, expected) {
-		return fmt.Errorf("%s: %v in place of %v", name, got, expected)
-	}
-	return nil
 }
 
 // sampler picks from the topK likeliest tokens, by their probabilities at a temperature.

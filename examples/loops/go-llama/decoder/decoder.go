@@ -1,4 +1,5 @@
-// Package decoder is the decode loop of llama-gqa (layout optimum-decoder-only), written by kvdoctor 0.1.0.
+// Package decoder is the decode loop of llama-gqa
+// (layout optimum-decoder-only), written by kvdoctor 0.1.0.
 //
 //	d, err := decoder.Open("path/to/the/model", nil)
 //	tokens, err := d.Generate([][]int64{{5, 6, 7}}, decoder.Options{Most: 20})
@@ -7,15 +8,12 @@
 package decoder
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
-	"math"
 	"os"
 	"path/filepath"
 	"runtime"
 	"slices"
-	"strings"
 	"unsafe"
 
 	ort "github.com/yalue/onnxruntime_go"
@@ -43,8 +41,8 @@ var decoderOutputs = []string{
 	"present.1.value",
 }
 
-// MostTokens is the most tokens that a sequence may have.
-const MostTokens = 64
+// contextLimit is the most tokens of a sequence that the model reads.
+const contextLimit = 64
 
 // Sizes of the cache that are known only when the loop runs.
 const (
@@ -79,7 +77,8 @@ var cache = []slot{
 type Decoder struct {
 	decoder *graph
 
-	trace   string               // the file that calls are noted in
+	trace, traceRun string // the file that calls are noted in, and what their lines begin with
+
 	length  int64                // tokens in the cache, padding counted
 	padding []int64              // of each sequence, on the left
 	cache   map[string]ort.Value // by the names of the pasts
@@ -87,7 +86,7 @@ type Decoder struct {
 
 // Open opens the files in folder. Without options the sessions run on the CPU.
 func Open(folder string, options *ort.SessionOptions) (*Decoder, error) {
-	if err := loadRuntime(); err != nil {
+	if err := LoadRuntime(); err != nil {
 		return nil, err
 	}
 	d := &Decoder{trace: os.Getenv("KVDOCTOR_TRACE"), cache: map[string]ort.Value{}}
@@ -111,6 +110,9 @@ func (d *Decoder) Close() {
 
 // Length is the number of tokens in the cache, padding counted.
 func (d *Decoder) Length() int64 { return d.length }
+
+// MostTokens is the most tokens that a sequence may have.
+func (d *Decoder) MostTokens() int64 { return contextLimit }
 
 // Reset begins anew: no sequences.
 func (d *Decoder) Reset() {
@@ -137,11 +139,11 @@ func (d *Decoder) replace(name string, value ort.Value) {
 // Prefill begins sequences with their prompts; it returns the last logits of each.
 // Shorter prompts are padded on the left: the mask hides the padding, and positions do not count it.
 func (d *Decoder) Prefill(prompts [][]int64) ([][]float32, error) {
-	if len(prompts) == 0 {
-		return nil, errors.New("there is no prompt")
-	}
 	longest := 0
 	for _, prompt := range prompts {
+		if len(prompt) == 0 {
+			return nil, errors.New("every sequence begins with at least one token")
+		}
 		longest = max(longest, len(prompt))
 	}
 	padding := make([]int64, len(prompts))
@@ -151,7 +153,7 @@ func (d *Decoder) Prefill(prompts [][]int64) ([][]float32, error) {
 		padding[row] = int64(missing)
 		padded[row] = append(make([]int64, missing, longest), prompt...)
 	}
-	tokens, err := table(padded)
+	tokens, err := ids(padded)
 	if err != nil {
 		return nil, fmt.Errorf("prompts: %w", err)
 	}
@@ -167,7 +169,7 @@ func (d *Decoder) Step(tokens [][]int64) ([][]float32, error) {
 	if len(tokens) != len(d.padding) {
 		return nil, fmt.Errorf("tokens of %d sequences for a cache of %d", len(tokens), len(d.padding))
 	}
-	added, err := table(tokens)
+	added, err := ids(tokens)
 	if err != nil {
 		return nil, fmt.Errorf("tokens: %w", err)
 	}
@@ -177,8 +179,8 @@ func (d *Decoder) Step(tokens [][]int64) ([][]float32, error) {
 // advance runs one call on new tokens and keeps what it returns of the cache.
 func (d *Decoder) advance(tokens array[int64]) ([][]float32, error) {
 	batch, count := tokens.shape[0], tokens.shape[1]
-	if d.length+count > MostTokens {
-		return nil, fmt.Errorf("a sequence has at most %d tokens here", MostTokens)
+	if most := d.MostTokens(); d.length+count > most {
+		return nil, fmt.Errorf("a sequence has at most %d tokens here", most)
 	}
 	first := d.length == 0
 	if first {
@@ -255,6 +257,9 @@ func (d *Decoder) Rewind(count int64) error {
 
 // Reorder makes row i of the batch a copy of what row rows[i] was, as a beam search needs it.
 func (d *Decoder) Reorder(rows []int64) error {
+	if d.length == 0 || len(rows) == 0 {
+		return errors.New("there are no sequences to change, or none would be left")
+	}
 	for _, row := range rows {
 		if row < 0 || row >= int64(len(d.padding)) {
 			return fmt.Errorf("there is no row %d among %d sequences", row, len(d.padding))
@@ -304,6 +309,9 @@ func (d *Decoder) Generate(prompts [][]int64, options Options) ([][]int64, error
 	if most == 0 {
 		most = 20
 	}
+	if most < 0 {
+		return nil, errors.New("the most new tokens are at least 1")
+	}
 	made, ended := make([][]int64, len(prompts)), make([]bool, len(prompts))
 	logits, err := d.Prefill(prompts)
 	if err != nil {
@@ -324,7 +332,7 @@ func (d *Decoder) Generate(prompts [][]int64, options Options) ([][]int64, error
 			}
 			longest = max(longest, len(made[row]))
 		}
-		if !going || longest >= most {
+		if !going || longest >= most || d.length >= d.MostTokens() {
 			return made, nil
 		}
 		if logits, err = d.Step(chosen); err != nil {
@@ -375,8 +383,9 @@ func open(folder, file string, inputs, outputs []string, options *ort.SessionOpt
 	return &graph{file, inputs, outputs, session}, nil
 }
 
-// loadRuntime loads the library of ONNX Runtime, once for the whole program.
-func loadRuntime() error {
+// LoadRuntime loads the library of ONNX Runtime, once for the whole program. Open does so as well; options of sessions can
+// be made only after it.
+func LoadRuntime() error {
 	if ort.IsInitialized() {
 		return nil
 	}
@@ -437,7 +446,7 @@ func (d *Decoder) run(graph *graph, call *call) error {
 	}
 	err := graph.run(call)
 	if d.trace != "" {
-		err = errors.Join(err, note(d.trace, graph.file, call, err))
+		err = errors.Join(err, d.note(graph.file, call, err))
 	}
 	if err != nil {
 		return fmt.Errorf("run %q: %w", graph.file, err)
@@ -487,14 +496,6 @@ func resolve(shape []int64, sizes map[int64]int64) []int64 {
 		}
 	}
 	return known
-}
-
-func product(sizes []int64) int64 {
-	all := int64(1)
-	for _, size := range sizes {
-		all *= size
-	}
-	return all
 }
 
 // part is a range of the rows of a tensor along some axis.
@@ -573,6 +574,18 @@ func table(rows [][]int64) (array[int64], error) {
 	return made, nil
 }
 
+// ids makes an array of token ids, which must be some for each sequence, and as many.
+func ids(rows [][]int64) (array[int64], error) {
+	for _, row := range rows {
+		for _, id := range row {
+			if id < 0 || id >= 128 {
+				return array[int64]{}, fmt.Errorf("token ids are 0 to 127; got %d", id)
+			}
+		}
+	}
+	return table(rows)
+}
+
 func full[T any](shape []int64, value T) array[T] {
 	made := array[T]{shape, make([]T, product(shape))}
 	for i := range made.data {
@@ -605,62 +618,10 @@ func positions(shape []int64, past int64, padding []int64) array[int64] {
 	return made
 }
 
-// note adds a call to a trace for `kvdoctor step-test MODEL --trace FILE`: shapes, and the data of small tensors.
-func note(trace, file string, call *call, failure error) error {
-	line := map[string]any{"file": file, "fed": described(call.fed), "error": nil}
-	if failure != nil {
-		line["error"] = failure.Error()
-	} else {
-		line["got"] = described(call.got)
-	}
-	text, err := json.Marshal(line)
-	if err != nil {
-		return err
-	}
-	lines, err := os.OpenFile(trace, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o644)
-	if err != nil {
-		return err
-	}
-	_, err = lines.Write(append(text, '\n'))
-	return errors.Join(err, lines.Close())
-}
-
-func described(values map[string]ort.Value) map[string]any {
-	all := map[string]any{}
-	for name, value := range values {
-		dtype := ort.TensorElementDataType(value.DataType()).String()
-		entry := map[string]any{
-			"dtype": strings.ToLower(strings.TrimPrefix(dtype, "ONNX_TENSOR_ELEMENT_DATA_TYPE_")),
-			"shape": append([]int64{}, value.GetShape()...),
-		}
-		if product(value.GetShape()) <= 64 {
-			if data, ok := numbers(value); ok {
-				entry["data"] = data
-			}
-		}
-		all[name] = entry
-	}
-	return all
-}
-
-// numbers gives the elements of a tensor as JSON can hold them; not those of a CustomDataTensor, of which Go knows no type.
-func numbers(value ort.Value) ([]any, bool) {
-	switch tensor := value.(type) {
-	case *ort.Tensor[float32]:
-		return listed(tensor.GetData()), true
-	case *ort.Tensor[int64]:
-		return listed(tensor.GetData()), true
-	}
-	return nil, false
-}
-
-func listed[T any](data []T) []any {
-	all := make([]any, len(data))
-	for i, element := range data {
-		all[i] = element
-		if number, ok := all[i].(float32); ok && (math.IsNaN(float64(number)) || math.IsInf(float64(number), 0)) {
-			all[i] = nil // JSON has no such numbers
-		}
+func product(sizes []int64) int64 {
+	all := int64(1)
+	for _, size := range sizes {
+		all *= size
 	}
 	return all
 }

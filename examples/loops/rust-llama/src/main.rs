@@ -1,6 +1,8 @@
 //! Decodes from the command line: token ids in, token ids out. `--help` lists the options.
 
-use std::error::Error;
+mod probe;
+mod request;
+
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Write};
@@ -8,9 +10,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use decode_loop::{Decoder, likeliest};
+use decode_loop::{Decoder, Result, Settings, likeliest};
 
-type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
+use request::{Request, number, numbers};
 
 const HELP: &str = "Token ids in, token ids out.
 
@@ -23,19 +25,23 @@ const HELP: &str = "Token ids in, token ids out.
   --top-k N            sample from so many tokens (50)
   --seed N             of the sampling (0)
   --self-test TESTS    with --follow: also rewind,reorder, and compare
+  --provider NAME      execution provider (cpu)
+  --probe FILE         run the lines of a probe in place of one --prompt
+  --result FILE        result of the probe (result.jsonl)
 ";
 
 struct Options {
     help: bool,
     model: Option<PathBuf>,
-    prompts: Vec<Vec<i64>>,
+    settings: Settings,
+    request: Request,
+    probe: Option<PathBuf>,
+    result: PathBuf,
     most: usize,
     stop: Vec<i64>,
-    follow: Vec<Vec<i64>>,
     temperature: f32,
     top_k: usize,
     seed: u64,
-    self_test: String,
 }
 
 impl Options {
@@ -43,82 +49,92 @@ impl Options {
         let mut options = Self {
             help: false,
             model: None,
-            prompts: Vec::new(),
+            settings: Settings::default(),
+            request: Request::default(),
+            probe: None,
+            result: "result.jsonl".into(),
             most: 20,
             stop: Vec::new(),
-            follow: Vec::new(),
             temperature: 0.0,
             top_k: 50,
             seed: 0,
-            self_test: String::new(),
         };
         while let Some(name) = arguments.next() {
-            let name = name.to_string_lossy().into_owned();
+            let name = name.to_string_lossy();
             if name == "--help" || name == "-h" {
                 options.help = true;
                 return Ok(options);
             }
             let value = arguments.next().ok_or_else(|| format!("{name} needs a value"))?;
-            let text = value.to_string_lossy().into_owned();
-            let bad = |error: Box<dyn Error + Send + Sync>| format!("{name} {text}: {error}");
-            match name.as_str() {
-                "--model" => options.model = Some(value.into()),
-                "--prompt" => options.prompts.push(numbers(&text).map_err(bad)?),
-                "--most" => options.most = number(&text).map_err(bad)?,
-                "--stop" => options.stop = numbers(&text).map_err(bad)?,
-                "--follow" => options.follow.push(numbers(&text).map_err(bad)?),
-                "--temperature" => options.temperature = number(&text).map_err(bad)?,
-                "--top-k" => options.top_k = number(&text).map_err(bad)?,
-                "--seed" => options.seed = number(&text).map_err(bad)?,
-                "--self-test" => options.self_test = text,
-                _ => return Err(format!("there is no option {name}; --help lists them").into()),
-            }
+            options.set(&name, value)?;
         }
-        if options.prompts.is_empty() {
-            return Err("give at least one --prompt; --help lists the options".into());
-        }
+        options.check()?;
         Ok(options)
     }
-}
 
-fn number<T: std::str::FromStr<Err: Error + Send + Sync + 'static>>(text: &str) -> Result<T> {
-    Ok(text.trim().parse()?)
-}
+    fn set(&mut self, name: &str, value: OsString) -> Result<()> {
+        let text = value.to_string_lossy();
+        match name {
+            "--model" => self.model = Some(value.into()),
+            "--provider" => self.settings.provider = text.into_owned(),
+            "--probe" => self.probe = Some(value.into()),
+            "--result" => self.result = value.into(),
+            "--most" => self.most = number(name, &text)?,
+            "--stop" => self.stop = numbers(name, &text)?,
+            "--temperature" => self.temperature = number(name, &text)?,
+            "--top-k" => self.top_k = number(name, &text)?,
+            "--seed" => self.seed = number(name, &text)?,
+            _ => self.request.set(name, value)?,
+        }
+        Ok(())
+    }
 
-/// Numbers with commas between them.
-fn numbers<T: std::str::FromStr<Err: Error + Send + Sync + 'static>>(text: &str) -> Result<Vec<T>> {
-    text.split(',').filter(|part| !part.is_empty()).map(number).collect()
+    fn check(&self) -> Result<()> {
+        if self.probe.is_some() != self.request.prompts.is_empty() {
+            return Err("give at least one --prompt, or a --probe; --help lists the options".into());
+        }
+        if self.most < 1 || self.top_k < 1 {
+            return Err("--most and --top-k are 1 or more".into());
+        }
+        if self.temperature.is_nan() || self.temperature < 0.0 {
+            return Err("--temperature is 0 or more".into());
+        }
+        if self.request.follow.is_empty() && !self.request.self_tests.is_empty() {
+            return Err("--self-test needs --follow".into());
+        }
+        Ok(())
+    }
 }
 
 fn main() -> ExitCode {
-    match run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    run().unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        ExitCode::FAILURE
+    })
 }
 
 /// Tokens go to standard output, a line for each sequence, and measurements to standard error.
-fn run() -> Result<()> {
+fn run() -> Result<ExitCode> {
     let given = Options::parse(std::env::args_os().skip(1))?;
     if given.help {
         write!(io::stdout(), "{HELP}")?;
-        return Ok(());
+        return Ok(ExitCode::SUCCESS);
     }
-    let mut decoder = Decoder::open(given.model.as_ref().ok_or("give the --model folder")?)?;
+    let folder = given.model.as_ref().ok_or("give the --model folder")?;
+    let mut decoder = Decoder::open_with(folder, &given.settings)?;
+    if let Some(file) = &given.probe {
+        let all = probe::run(&mut decoder, file, &given.result)?;
+        return Ok(if all { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+    }
     let began = Instant::now();
     let mut times = Vec::new();
-    let made = if !given.follow.is_empty() {
-        let made = follow(&mut decoder, &given, &mut times)?;
-        self_test(&mut decoder, &given, &made)?;
-        made
+    let made = if !given.request.follow.is_empty() {
+        given.request.follow(&mut decoder, || times.push(Instant::now()))?
     } else {
         let mut sampler = Sampler::new(&given);
         let choose = |logits: &[f32]| sampler.choose(logits);
         let on_token = |_, _| times.push(Instant::now());
-        decoder.generate(&given.prompts, given.most, &given.stop, choose, on_token)?
+        decoder.generate(&given.request.prompts, given.most, &given.stop, choose, on_token)?
     };
     let mut lines = io::stdout().lock();
     for row in made {
@@ -132,59 +148,7 @@ fn run() -> Result<()> {
         let peak = peak_mib();
         eprintln!("first token {first_ms:.1} ms, {rate:.1} tokens/s, peak memory {peak} MiB");
     }
-    Ok(())
-}
-
-/// The likeliest token after the prompt and after each given one, whatever was likeliest before.
-fn follow(
-    decoder: &mut Decoder,
-    given: &Options,
-    times: &mut Vec<Instant>,
-) -> Result<Vec<Vec<i64>>> {
-    let (rows, steps) = (given.follow.len(), given.follow[0].len());
-    if rows != given.prompts.len() || given.follow.iter().any(|row| row.len() != steps) {
-        return Err("give --follow once for each --prompt, with ids of the same number".into());
-    }
-    let mut logits = decoder.prefill(&given.prompts)?;
-    let mut made = vec![Vec::new(); logits.len()];
-    for step in 0..=steps {
-        times.push(Instant::now());
-        for (row, logits) in made.iter_mut().zip(&logits) {
-            row.push(likeliest(logits));
-        }
-        if step < steps {
-            let tokens: Vec<[i64; 1]> = given.follow.iter().map(|row| [row[step]]).collect();
-            logits = decoder.step(&tokens)?;
-        }
-    }
-    Ok(made)
-}
-
-/// Takes the last step again after going back, and after changing rows: the likeliest tokens must
-/// be the same.
-fn self_test(decoder: &mut Decoder, given: &Options, made: &[Vec<i64>]) -> Result<()> {
-    let last = |row: &usize| given.follow[*row].last().map(|token| [*token]);
-    let expected = |row: &usize| made[*row].last().copied();
-    let mut order: Vec<usize> = (0..made.len()).collect();
-    for test in given.self_test.split(',').filter(|test| !test.is_empty()) {
-        decoder.rewind(1)?;
-        match test {
-            "rewind" => (),
-            "reorder" => {
-                order = (0..made.len()).rev().chain([0]).collect(); // backwards, and the first once more
-                decoder.reorder(&order)?;
-            }
-            _ => return Err(format!("there is no self-test {test}").into()),
-        }
-        let tokens: Option<Vec<[i64; 1]>> = order.iter().map(last).collect();
-        let logits = decoder.step(&tokens.ok_or("a self-test needs ids to follow")?)?;
-        let got: Vec<Option<i64>> = logits.iter().map(|row| Some(likeliest(row))).collect();
-        let expected: Vec<Option<i64>> = order.iter().map(expected).collect();
-        if got != expected {
-            return Err(format!("{test}: {got:?} in place of {expected:?}").into());
-        }
-    }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Picks a token from the likeliest, by their probabilities at a temperature.
@@ -196,7 +160,7 @@ struct Sampler {
 
 impl Sampler {
     fn new(given: &Options) -> Self {
-        Self { temperature: given.temperature, top_k: given.top_k.max(1), state: given.seed }
+        Self { temperature: given.temperature, top_k: given.top_k, state: given.seed }
     }
 
     fn choose(&mut self, logits: &[f32]) -> i64 {

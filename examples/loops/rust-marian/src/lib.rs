@@ -12,14 +12,13 @@
 //! All names, types and sizes are those of the cache contract of this model; README.md says it in
 //! words.
 
+mod providers;
+pub mod trace;
+
 use std::collections::HashMap;
-use std::env;
 use std::error::Error;
-use std::fmt::Display;
-use std::fs::OpenOptions;
-use std::io::Write;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 #[cfg(not(feature = "ort-rc10"))]
 use std::sync::LazyLock;
 
@@ -27,9 +26,12 @@ use ort::memory::Allocator;
 #[cfg(feature = "ort-rc10")]
 use ort::session::run_options::OutputSelector;
 use ort::session::{RunOptions, Session, SessionInputValue};
-use ort::value::{DynTensor, DynTensorValueType, DynValue, Tensor};
+use ort::value::{DynTensor, DynTensorValueType, Tensor};
 #[cfg(not(feature = "ort-rc10"))]
 use ort::{environment::Environment, session::OutputSelector};
+
+use providers::Provider;
+use trace::Trace;
 
 /// What the methods return; errors of the runtime keep their text.
 pub type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
@@ -41,6 +43,8 @@ const LOGITS: &str = "logits";
 const STATES: &str = "last_hidden_state";
 /// The most tokens that a sequence may have.
 pub const MOST_TOKENS: usize = 64;
+/// Token ids are smaller than this.
+pub const VOCABULARY: i64 = 128;
 
 /// The size of an axis of the cache.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -162,6 +166,19 @@ type Feeds<'a> = Vec<(&'static str, SessionInputValue<'a>)>;
 /// Values of the runtime by name.
 type Tensors = HashMap<&'static str, DynTensor>;
 
+/// How the model is opened.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The execution provider, by its name in the runtime or by that of its feature in Cargo.toml.
+    pub provider: String,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { provider: "cpu".into() }
+    }
+}
+
 /// The model, and the cache of one batch of sequences.
 ///
 /// The cache goes from step to step as the runtime made it, without a copy. A value is released as
@@ -169,11 +186,14 @@ type Tensors = HashMap<&'static str, DynTensor>;
 pub struct Decoder {
     encoder: Graph,
     decoder: Graph,
+    trace: Option<Trace>,
     length: usize,
     batch: usize,
     /// What belongs to the source. It outlives the sequences: `prefill` may follow more than once.
     encoded: Tensors,
     source_mask: Option<Vec<Vec<i64>>>,
+    /// Whether what belongs to the source has been reordered.
+    moved: bool,
     /// The values to feed next.
     cache: Tensors,
 }
@@ -181,14 +201,22 @@ pub struct Decoder {
 impl Decoder {
     /// Opens the files in a folder.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
+        Self::open_with(folder, &Settings::default())
+    }
+
+    /// Opens the files in a folder with settings.
+    pub fn open_with(folder: impl AsRef<Path>, settings: &Settings) -> Result<Self> {
+        let provider = Provider::of(&settings.provider)?;
         let folder = folder.as_ref();
         Ok(Self {
-            encoder: Graph::open(folder, ENCODER)?,
-            decoder: Graph::open(folder, DECODER)?,
+            encoder: Graph::open(folder, ENCODER, provider)?,
+            decoder: Graph::open(folder, DECODER, provider)?,
+            trace: Trace::from_environment()?,
             length: 0,
             batch: 0,
             encoded: Tensors::new(),
             source_mask: None,
+            moved: false,
             cache: Tensors::new(),
         })
     }
@@ -198,12 +226,23 @@ impl Decoder {
         self.length
     }
 
+    /// The most tokens that a sequence may have.
+    pub fn limit(&self) -> usize {
+        MOST_TOKENS
+    }
+
+    /// Writes down the calls from now on; at first they go to the file that `KVDOCTOR_TRACE` names.
+    pub fn set_trace(&mut self, trace: Option<Trace>) {
+        self.trace = trace;
+    }
+
     /// Begins anew: no sequences, and nothing encoded.
     pub fn reset(&mut self) {
         self.length = 0;
         self.cache.clear();
         self.encoded.clear();
         self.source_mask = None;
+        self.moved = false;
     }
 
     /// Runs the encoder; the sequences after it are about this source.
@@ -217,26 +256,30 @@ impl Decoder {
         mask: Option<&[Vec<i64>]>,
     ) -> Result<()> {
         self.reset();
-        self.source_mask = mask.map(<[_]>::to_vec);
         let (ids, encoder_input) = joined(source)?;
         let batch = source.len();
         let source = Tensor::from_array(([batch, encoder_input], ids))?;
+        if let Some(mask) = mask {
+            check_mask(mask, &[batch, encoder_input])?;
+            self.source_mask = Some(mask.to_vec());
+        }
         let shape = [batch, encoder_input];
         let encoder_mask = Tensor::from_array((shape, self.encoder_mask(&shape)))?;
         let feeds = vec![("input_ids", source.into()), ("attention_mask", encoder_mask.into())];
-        self.encoded = self.encoder.run(feeds, ENCODED)?;
+        self.encoded = self.encoder.run(feeds, ENCODED, self.trace.as_ref())?;
         Ok(())
     }
 
     /// Begins sequences with their prompts; returns the last logits of each.
     pub fn prefill(&mut self, prompts: &[impl AsRef<[i64]>]) -> Result<Vec<Vec<f32>>> {
-        if self.encoded.is_empty() {
-            return Err("begin with encode()".into());
+        if self.encoded.is_empty() || self.moved {
+            return Err("begin with encode(), and again after reorder()".into());
         }
+        let (ids, _) = joined(prompts)?; // this model takes no padding
+        check_ids(&ids)?;
         self.length = 0;
         self.batch = prompts.len();
         self.cache.clear();
-        let (ids, _) = joined(prompts)?; // this model takes no padding
         self.advance(&ids)
     }
 
@@ -248,14 +291,16 @@ impl Decoder {
         if tokens.len() != self.batch {
             return Err(format!("tokens for {} of {} sequences", tokens.len(), self.batch).into());
         }
-        self.advance(&joined(tokens)?.0)
+        let (ids, _) = joined(tokens)?;
+        check_ids(&ids)?;
+        self.advance(&ids)
     }
 
     /// Runs one call on new tokens, and keeps what it returns of the cache.
     fn advance(&mut self, ids: &[i64]) -> Result<Vec<Vec<f32>>> {
         let new = ids.len() / self.batch;
-        if self.length + new > MOST_TOKENS {
-            return Err(format!("a sequence has at most {MOST_TOKENS} tokens here").into());
+        if self.length + new > self.limit() {
+            return Err(format!("a sequence has at most {} tokens here", self.limit()).into());
         }
         let first = self.length == 0;
         if first {
@@ -267,7 +312,7 @@ impl Decoder {
         for slot in &CACHE {
             feeds.push((slot.past, (&self.cache[slot.past]).into()));
         }
-        let mut outputs = self.decoder.run(feeds, names)?;
+        let mut outputs = self.decoder.run(feeds, names, self.trace.as_ref())?;
         for slot in &CACHE {
             let name = if first { slot.made } else { slot.present };
             if let Some(value) = name.and_then(|name| outputs.remove(name)) {
@@ -328,7 +373,10 @@ impl Decoder {
 
     /// Makes row i of the batch a copy of what row `order[i]` was, as a beam search needs it.
     pub fn reorder(&mut self, order: &[usize]) -> Result<()> {
-        if order.iter().any(|row| *row >= self.batch) {
+        if self.length == 0 {
+            return Err("begin with prefill()".into());
+        }
+        if order.is_empty() || order.iter().any(|row| *row >= self.batch) {
             return Err(format!("{order:?} are not rows of {}", self.batch).into());
         }
         let taken = |axis: usize, heads: usize, value: &DynTensor| {
@@ -346,6 +394,7 @@ impl Decoder {
         if let Some(mask) = &mut self.source_mask {
             *mask = order.iter().map(|row| mask[*row].clone()).collect();
         }
+        self.moved = true;
         self.batch = order.len();
         Ok(())
     }
@@ -353,7 +402,7 @@ impl Decoder {
     /// Decodes until every sequence has ended; returns the new tokens of each, the stop token not
     /// among them.
     ///
-    /// There are at most `most` new tokens. `choose` picks a token of its row of logits, as
+    /// There are at most `most` new tokens, and no more than `limit()` with the prompt. `choose` picks a token of its row of logits, as
     /// `likeliest` does. `on_token` is called for each new token with the row and the token.
     pub fn generate(
         &mut self,
@@ -363,6 +412,9 @@ impl Decoder {
         mut choose: impl FnMut(&[f32]) -> i64,
         mut on_token: impl FnMut(usize, i64),
     ) -> Result<Vec<Vec<i64>>> {
+        if most == 0 {
+            return Err("the most new tokens are 1 or more".into());
+        }
         let mut made = vec![Vec::new(); prompts.len()];
         let mut running = vec![true; prompts.len()];
         let mut logits = self.prefill(prompts)?;
@@ -378,6 +430,9 @@ impl Decoder {
             if !running.contains(&true) || made.iter().any(|row| row.len() >= most) {
                 return Ok(made);
             }
+            if self.length >= self.limit() {
+                return Ok(made);
+            }
             logits = self.step(&chosen.iter().map(|token| [*token]).collect::<Vec<_>>())?;
         }
     }
@@ -389,10 +444,7 @@ impl Decoder {
 
     /// The mask given to `encode`, else ones: a mask of another length belongs to the encoder alone.
     fn encoder_mask(&self, shape: &[usize]) -> Vec<i64> {
-        let fits = |rows: &&Vec<Vec<i64>>| {
-            rows.len() == shape[0] && rows.iter().all(|row| row.len() == shape[1])
-        };
-        let given = self.source_mask.as_ref().filter(fits);
+        let given = self.source_mask.as_ref().filter(|mask| fits(mask, shape));
         given.map_or_else(|| vec![1; shape.iter().product()], |rows| rows.concat())
     }
 }
@@ -406,46 +458,48 @@ static ENVIRONMENT: LazyLock<ort::Result<Environment>> = LazyLock::new(|| ort::i
 struct Graph {
     file: &'static str,
     session: Session,
-    trace: Option<PathBuf>,
 }
 
 impl Graph {
-    fn open(folder: &Path, file: &'static str) -> Result<Self> {
+    fn open(folder: &Path, file: &'static str, provider: &Provider) -> Result<Self> {
         #[cfg(feature = "ort-rc10")]
         let builder = Session::builder()?;
         #[cfg(not(feature = "ort-rc10"))]
         let environment = ENVIRONMENT.as_ref().map_err(|error| error.to_string())?;
         #[cfg(not(feature = "ort-rc10"))]
-        let mut builder = Session::builder(environment)?;
+        let builder = Session::builder(environment)?;
+        #[allow(unused_mut)] // 2.0.0-rc.10 takes the builder itself
+        let mut builder = builder
+            .with_execution_providers((provider.add)())
+            .map_err(|error| format!("{}: {error}", provider.name))?;
         let path = folder.join(file);
         let session = builder.commit_from_file(&path);
         let session = session.map_err(|error| format!("{}: {error}", path.display()))?;
-        let trace = env::var_os("KVDOCTOR_TRACE").map(PathBuf::from);
-        Ok(Self { file, session, trace })
+        Ok(Self { file, session })
     }
 
     /// Runs one call. The views in `feeds` end with it; what it returns belongs to the caller, and
     /// stays in the runtime's memory.
-    fn run(&mut self, feeds: Feeds<'_>, names: &[&'static str]) -> Result<Tensors> {
+    fn run(
+        &mut self,
+        feeds: Feeds<'_>,
+        names: &[&'static str],
+        trace: Option<&Trace>,
+    ) -> Result<Tensors> {
         let selected = names.iter().fold(OutputSelector::no_default(), |all, name| all.with(*name));
         let options = RunOptions::new()?.with_outputs(selected);
-        let fed: Vec<_> = match self.trace {
-            Some(_) => feeds.iter().map(|(name, value)| entry(name, value)).collect(),
+        let fed: Vec<_> = match trace {
+            Some(_) => feeds.iter().map(|(name, value)| trace::entry(name, value)).collect(),
             None => Vec::new(),
         };
         let result = self.session.run_with_options(feeds, &options);
-        if let Some(trace) = &self.trace {
+        if let Some(trace) = trace {
             let got: Vec<_> = match &result {
-                Ok(outputs) => names.iter().map(|name| entry(name, &outputs[*name])).collect(),
+                Ok(outputs) => names.iter().map(|one| trace::entry(one, &outputs[*one])).collect(),
                 Err(_) => Vec::new(),
             };
-            let error = result.as_ref().err().map(|error| json(&error.to_string()));
-            let error = error.unwrap_or("null".into());
-            let (file, fed, got) = (json(self.file), fed.join(","), got.join(","));
-            let mut lines = OpenOptions::new().create(true).append(true).open(trace)?;
-            let call =
-                format!(r#"{{"file":{file},"fed":{{{fed}}},"got":{{{got}}},"error":{error}}}"#);
-            lines.write_all((call + "\n").as_bytes())?;
+            let error = result.as_ref().err().map(|error| error.to_string());
+            trace.write(self.file, &fed, &got, error.as_deref())?;
         }
         let mut tensors = Tensors::new();
         for (name, (_, value)) in names.iter().zip(result?) {
@@ -464,6 +518,30 @@ fn joined(rows: &[impl AsRef<[i64]>]) -> Result<(Vec<i64>, usize)> {
     Ok((rows.iter().flat_map(|row| row.as_ref()).copied().collect(), length))
 }
 
+/// Refuses ids that are no tokens of the model.
+fn check_ids(ids: &[i64]) -> Result<()> {
+    match ids.iter().find(|id| !(0..VOCABULARY).contains(*id)) {
+        Some(id) => Err(format!("token ids are 0 to {}, not {id}", VOCABULARY - 1).into()),
+        None => Ok(()),
+    }
+}
+
+/// Whether a mask, a row for each sequence, has the elements of a shape.
+fn fits(mask: &[Vec<i64>], shape: &[usize]) -> bool {
+    let columns = shape[shape.len() - 1];
+    mask.len() * columns == shape.iter().product() && mask.iter().all(|row| row.len() == columns)
+}
+
+/// Refuses a mask that has another shape than the source.
+fn check_mask(mask: &[Vec<i64>], shape: &[usize]) -> Result<()> {
+    let (_, columns) = joined(mask)?;
+    if !fits(mask, shape) {
+        let got = [mask.len(), columns];
+        return Err(format!("the mask has shape {shape:?} here; got {got:?}").into());
+    }
+    Ok(())
+}
+
 /// The logits of the last new token of each sequence.
 fn last_rows(logits: &DynTensor, batch: usize) -> Result<Vec<Vec<f32>>> {
     let (shape, count) = (logits.shape(), logits.shape().iter().product::<i64>() as usize);
@@ -474,17 +552,6 @@ fn last_rows(logits: &DynTensor, batch: usize) -> Result<Vec<Vec<f32>>> {
     let (_, data) = logits.try_extract_tensor::<f32>()?;
     let (sequence, row) = (count / batch, count / batch / rows);
     Ok(data.chunks(sequence).map(|rows| rows[sequence - row..].to_vec()).collect())
-}
-
-/// The token with the largest logit, and the first of them where several are as large.
-pub fn likeliest(logits: &[f32]) -> i64 {
-    let mut best = 0;
-    for (token, logit) in logits.iter().enumerate() {
-        if *logit > logits[best] {
-            best = token;
-        }
-    }
-    best as i64
 }
 
 /// Rows of tensors one behind the other along an axis. It copies bytes, whatever the elements are.
@@ -536,47 +603,13 @@ fn bytes_mut(value: &mut DynTensor) -> &mut [u8] {
     }
 }
 
-/// A tensor for `kvdoctor step-test MODEL --trace FILE`: its shape, and the data of a small one.
-fn entry(name: &str, value: &DynValue) -> String {
-    let (name, dtype, shape) = (json(name), value.data_type(), &value.shape()[..]);
-    let data = small(value).map_or(String::new(), |data| format!(r#","data":[{data}]"#));
-    format!(r#"{name}:{{"dtype":"{dtype}","shape":{shape:?}{data}}}"#)
-}
-
-/// The elements of a tensor of at most 64.
-fn small(value: &DynValue) -> Option<String> {
-    match value.shape().iter().product::<i64>() {
-        0 => return Some(String::new()), // reading it aborts a debug build with 2.0.0-rc.10
-        1..=64 => (),
-        _ => return None,
+/// The token with the largest logit, and the first of them where several are as large.
+pub fn likeliest(logits: &[f32]) -> i64 {
+    let mut best = 0;
+    for (token, logit) in logits.iter().enumerate() {
+        if *logit > logits[best] {
+            best = token;
+        }
     }
-    if let Ok((_, data)) = value.try_extract_tensor::<bool>() {
-        return Some(list(data));
-    }
-    if let Ok((_, data)) = value.try_extract_tensor::<f32>() {
-        return Some(list(data));
-    }
-    if let Ok((_, data)) = value.try_extract_tensor::<i64>() {
-        return Some(list(data));
-    }
-    None
-}
-
-/// Numbers with commas; JSON has none that are not finite.
-fn list<T: Display>(data: &[T]) -> String {
-    let texts = data.iter().map(|one| match one.to_string() {
-        text if text.contains("inf") || text.contains("NaN") => "null".into(),
-        text => text,
-    });
-    texts.collect::<Vec<_>>().join(",")
-}
-
-/// A string of JSON.
-fn json(text: &str) -> String {
-    let escaped = text.chars().map(|char| match char {
-        '"' | '\\' => format!("\\{char}"),
-        '\0'..='\x1f' => format!("\\u{:04x}", char as u32),
-        _ => char.into(),
-    });
-    format!("\"{}\"", escaped.collect::<String>())
+    best as i64
 }

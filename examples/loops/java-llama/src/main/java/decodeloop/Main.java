@@ -1,20 +1,19 @@
 package decodeloop;
 
 import ai.onnxruntime.OrtException;
+import ai.onnxruntime.OrtSession;
 import java.io.IOException;
 import java.io.UncheckedIOException;
 import java.nio.file.Files;
 import java.nio.file.Path;
 import java.util.ArrayList;
-import java.util.Arrays;
 import java.util.Comparator;
-import java.util.HashMap;
 import java.util.List;
-import java.util.Map;
+import java.util.Locale;
+import java.util.Objects;
 import java.util.PriorityQueue;
 import java.util.Random;
 import java.util.Set;
-import java.util.function.Function;
 import java.util.function.ToIntFunction;
 import java.util.stream.Collectors;
 import java.util.stream.DoubleStream;
@@ -36,142 +35,115 @@ public final class Main {
         --top-k N            sample from so many tokens (50)
         --seed N             of the sampling (0)
         --self-test WHAT     with --follow: also rewind,reorder, and compare
+        --provider NAME      where the graphs run: cpu, cuda, coreml, nnapi, ... (cpu)
+
+      Or decode the runs of a probe file, and write down all calls:
+
+        --probe FILE         the arguments of a run on each line
+        --result FILE        the file to write (result.jsonl)
       """;
 
-  private static final Set<String> OPTIONS =
-      Set.of(
-          "--model",
-          "--prompt",
-          "--most",
-          "--stop",
-          "--follow",
-          "--temperature",
-          "--top-k",
-          "--seed",
-          "--self-test");
+  private static final Set<String> MODEL_OPTIONS = Set.of("--model", "--provider");
+  private static final Set<String> PROBE_OPTIONS = Set.of("--probe", "--result");
+  private static final Set<String> DECODE_OPTIONS =
+      Set.of("--most", "--stop", "--temperature", "--top-k", "--seed");
 
-  private final Map<String, List<String>> options;
-  private final List<Long> times = new ArrayList<>();
-
-  private Main(Map<String, List<String>> options) {
-    this.options = options;
-  }
+  private Main() {}
 
   public static void main(String[] args) {
-    if (List.of(args).contains("--help")) {
+    List<String> words = List.of(args);
+    if (words.contains("--help")) {
       System.out.print(USAGE);
       return;
     }
     try {
-      new Main(parsed(args)).decode();
-    } catch (OrtException
-        | IOException
-        | UncheckedIOException
-        | IllegalArgumentException
-        | IllegalStateException failed) {
-      System.err.println("error: " + failed.getMessage());
+      if (!run(words)) {
+        System.exit(1);
+      }
+    } catch (OrtException | IOException | RuntimeException failed) {
+      System.err.println(
+          "error: " + Objects.requireNonNullElse(failed.getMessage(), failed.toString()));
       System.exit(1);
     }
   }
 
-  private void decode() throws OrtException, IOException {
-    int[][] prompts = rows("--prompt");
-    try (Decoder decoder = Decoder.open(Path.of(one("--model", null)))) {
-      long began = System.nanoTime();
-      for (List<Integer> row : made(decoder, prompts)) {
-        System.out.println(row.stream().map(String::valueOf).collect(Collectors.joining(",")));
-      }
-      if (!times.isEmpty()) {
-        long first = times.get(0);
-        long last = times.get(times.size() - 1);
-        double rate = last > first ? (times.size() - 1) * 1e9 / (last - first) : 0;
-        System.err.printf(
-            "first token %.1f ms, %.1f tokens/s, peak memory %d MiB%n",
-            (first - began) / 1e6, rate, peakMib());
-      }
-    }
-  }
-
-  private List<List<Integer>> made(Decoder decoder, int[][] prompts) throws OrtException {
-    if (options.containsKey("--follow")) {
-      return follow(decoder, prompts, rows("--follow"));
-    }
-    double temperature = number("--temperature", "0", Double::valueOf);
-    int topK = number("--top-k", "50", Integer::valueOf);
-    long seed = number("--seed", "0", Long::valueOf);
-    ToIntFunction<float[]> choose =
-        temperature > 0 ? sampler(temperature, topK, seed) : Decoder::likeliest;
-    Set<Integer> stop =
-        IntStream.of(ids("--stop", one("--stop", ""))).boxed().collect(Collectors.toSet());
-    int most = number("--most", "20", Integer::valueOf);
-    return decoder.generate(
-        prompts, most, stop, choose, (row, token) -> times.add(System.nanoTime()));
-  }
-
-  /** The likeliest token after the prompt and after each given one, whatever was likeliest. */
-  private List<List<Integer>> follow(Decoder decoder, int[][] prompts, int[][] given)
-      throws OrtException {
-    if (given.length != prompts.length
-        || given[0].length == 0
-        || Arrays.stream(given).anyMatch(row -> row.length != given[0].length)) {
-      throw new IllegalArgumentException("--follow: the same number of ids for each --prompt");
-    }
-    List<List<Integer>> made = new ArrayList<>();
-    for (float[] row : decoder.prefill(prompts)) {
-      made.add(new ArrayList<>(List.of(Decoder.likeliest(row))));
-    }
-    times.add(System.nanoTime());
-    for (int i = 0; i < given[0].length; i++) {
-      float[][] logits = decoder.step(column(given, i));
-      times.add(System.nanoTime());
-      for (int row = 0; row < given.length; row++) {
-        made.get(row).add(Decoder.likeliest(logits[row]));
+  /** Returns whether a probe showed the expected tokens; decoding is always right. */
+  private static boolean run(List<String> words) throws OrtException, IOException {
+    boolean probes = words.contains("--probe");
+    Arguments given =
+        new Arguments(
+            words,
+            name ->
+                MODEL_OPTIONS.contains(name)
+                    || (probes
+                        ? PROBE_OPTIONS.contains(name)
+                        : DECODE_OPTIONS.contains(name) || Run.OPTIONS.contains(name)));
+    try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
+      Providers.add(options, given.one("--provider", "cpu"));
+      Path folder = Path.of(given.one("--model"));
+      try (Decoder decoder = new Decoder(folder, options)) {
+        if (probes) {
+          return probe(decoder, given);
+        }
+        decode(decoder, given);
+        return true;
       }
     }
-    selfTest(decoder, given, made);
-    return made;
   }
 
-  private static int[][] column(int[][] rows, int column) {
-    return Arrays.stream(rows).map(row -> new int[] {row[column]}).toArray(int[][]::new);
-  }
-
-  /** Takes the last step again after going back, and after changing rows. */
-  private void selfTest(Decoder decoder, int[][] given, List<List<Integer>> made)
-      throws OrtException {
-    List<String> wanted = List.of(one("--self-test", "").split(","));
-    int[][] last = column(given, given[0].length - 1);
-    int[] expected = made.stream().mapToInt(row -> row.get(row.size() - 1)).toArray();
-    if (wanted.contains("rewind")) {
-      decoder.rewind(1);
-      compare("rewind", decoder.step(last), expected);
+  private static boolean probe(Decoder decoder, Arguments given) {
+    Path file = Path.of(given.one("--probe"));
+    Path result = Path.of(given.one("--result", "result.jsonl"));
+    List<String> lines;
+    try {
+      lines = Files.readAllLines(file);
+      Files.writeString(result, "");
+    } catch (IOException failed) {
+      throw new UncheckedIOException("cannot read %s and write %s".formatted(file, result), failed);
     }
-    if (wanted.contains("reorder")) {
-      decoder.rewind(1);
-      // The rows backwards, and the first one once more.
-      int[] order = IntStream.rangeClosed(0, last.length).map(i -> last.length - 1 - i).toArray();
-      order[last.length] = 0;
-      decoder.reorder(order);
-      compare(
-          "reorder",
-          decoder.step(IntStream.of(order).mapToObj(row -> last[row]).toArray(int[][]::new)),
-          IntStream.of(order).map(row -> expected[row]).toArray());
-    }
+    return new Probe(decoder, Decoder.appendTo(result), System.out::println).run(lines);
   }
 
-  private static void compare(String name, float[][] logits, int[] expected) {
-    int[] got = Arrays.stream(logits).mapToInt(Decoder::likeliest).toArray();
-    if (!Arrays.equals(got, expected)) {
-      throw new IllegalStateException(
-          name + ": " + Arrays.toString(got) + " in place of " + Arrays.toString(expected));
+  private static void decode(Decoder decoder, Arguments given) throws OrtException, IOException {
+    double temperature = given.number("--temperature", 0.0, Double::valueOf);
+    int topK = given.number("--top-k", 50, Integer::valueOf);
+    long seed = given.number("--seed", 0L, Long::valueOf);
+    int most = given.number("--most", 20, Integer::valueOf);
+    if (topK < 1 || !(temperature >= 0)) {
+      throw new IllegalArgumentException("--top-k is 1 or more, --temperature 0 or more");
+    }
+    Run run = new Run(given);
+    List<Long> times = new ArrayList<>();
+    long began = System.nanoTime();
+    List<List<Integer>> made;
+    if (given.has("--follow") || given.has("--self-test")) {
+      made = run.follow(decoder, () -> times.add(System.nanoTime()));
+    } else {
+      Set<Integer> stop = IntStream.of(given.ids("--stop")).boxed().collect(Collectors.toSet());
+      ToIntFunction<float[]> choose =
+          temperature > 0 ? sampler(temperature, topK, seed) : Decoder::likeliest;
+      made =
+          decoder.generate(
+              run.prompts(), most, stop, choose, (row, token) -> times.add(System.nanoTime()));
+    }
+    for (List<Integer> row : made) {
+      System.out.println(row.stream().map(String::valueOf).collect(Collectors.joining(",")));
+    }
+    if (!times.isEmpty()) {
+      long first = times.get(0);
+      long last = times.get(times.size() - 1);
+      double rate = last > first ? (times.size() - 1) * 1e9 / (last - first) : 0;
+      System.err.printf(
+          Locale.ROOT,
+          "first token %.1f ms, %.1f tokens/s, peak memory %d MiB%n",
+          (first - began) / 1e6,
+          rate,
+          peakMib());
     }
   }
 
   /** Picks from the likeliest tokens, by their probabilities at a temperature. */
   private static ToIntFunction<float[]> sampler(double temperature, int topK, long seed) {
-    if (topK < 1) {
-      throw new IllegalArgumentException("--top-k: at least 1 is needed");
-    }
     Random random = new Random(seed);
     return logits -> {
       PriorityQueue<Integer> likeliest =
@@ -197,56 +169,6 @@ public final class Main {
       }
       return tokens[chosen];
     };
-  }
-
-  private static Map<String, List<String>> parsed(String[] args) {
-    Map<String, List<String>> options = new HashMap<>();
-    for (int i = 0; i < args.length; i += 2) {
-      if (!OPTIONS.contains(args[i])) {
-        throw new IllegalArgumentException("unknown option " + args[i] + "; see --help");
-      }
-      if (i + 1 == args.length) {
-        throw new IllegalArgumentException(args[i] + " needs a value");
-      }
-      options.computeIfAbsent(args[i], name -> new ArrayList<>()).add(args[i + 1]);
-    }
-    return options;
-  }
-
-  /** The last value of an option; one without a default must be given. */
-  private String one(String name, String otherwise) {
-    List<String> values = options.get(name);
-    if (values == null && otherwise == null) {
-      throw new IllegalArgumentException(name + " is missing; see --help");
-    }
-    return values == null ? otherwise : values.get(values.size() - 1);
-  }
-
-  private <T> T number(String name, String otherwise, Function<String, T> parse) {
-    String text = one(name, otherwise);
-    try {
-      return parse.apply(text);
-    } catch (NumberFormatException failed) {
-      throw new IllegalArgumentException(name + ": " + text + " is no number", failed);
-    }
-  }
-
-  /** The ids of an option that is given once a sequence. */
-  private int[][] rows(String name) {
-    one(name, null);
-    return options.get(name).stream().map(text -> ids(name, text)).toArray(int[][]::new);
-  }
-
-  /** Integers with commas between them. */
-  private static int[] ids(String name, String text) {
-    try {
-      return Stream.of(text.split(","))
-          .filter(id -> !id.isBlank())
-          .mapToInt(id -> Integer.parseInt(id.strip()))
-          .toArray();
-    } catch (NumberFormatException failed) {
-      throw new IllegalArgumentException(name + ": " + text + " is no list of ids", failed);
-    }
   }
 
   /** The largest resident memory of this process so far; 0 where the system does not tell. */

@@ -6,6 +6,7 @@ import ai.onnxruntime.OnnxValue;
 import ai.onnxruntime.OrtEnvironment;
 import ai.onnxruntime.OrtException;
 import ai.onnxruntime.OrtSession;
+import ai.onnxruntime.TensorInfo;
 import java.io.IOException;
 import java.io.UncheckedIOException;
 import java.nio.ByteBuffer;
@@ -23,9 +24,11 @@ import java.util.Map;
 import java.util.Objects;
 import java.util.Set;
 import java.util.StringJoiner;
+import java.util.function.Consumer;
 import java.util.function.IntPredicate;
 import java.util.function.IntToLongFunction;
 import java.util.function.ToIntFunction;
+import java.util.stream.Collectors;
 import java.util.stream.IntStream;
 import java.util.stream.LongStream;
 
@@ -51,6 +54,9 @@ public final class Decoder implements AutoCloseable {
 
   /** The most tokens that a sequence may have. */
   private static final int MOST_TOKENS = 64;
+
+  /** Token ids are smaller than this. */
+  private static final int VOCABULARY = 128;
 
   // Sizes of the cache that are known only when the loop runs.
   private static final long BATCH = -1;
@@ -114,7 +120,6 @@ public final class Decoder implements AutoCloseable {
 
   private final OrtEnvironment environment = OrtEnvironment.getEnvironment();
   private final Map<String, OrtSession> sessions = new HashMap<>();
-  private final String trace = System.getenv("KVDOCTOR_TRACE");
 
   /** The cache by the names of its inputs. */
   private final Map<String, OnnxTensor> cache = new HashMap<>();
@@ -124,8 +129,17 @@ public final class Decoder implements AutoCloseable {
 
   private int[][] sourceMask;
 
+  /** Whether the source is no longer that of the caller, row by row. */
+  private boolean moved;
+
   private int batch;
   private int length;
+
+  /** Takes a line for each call; null where calls are not written down. */
+  private Consumer<String> trace;
+
+  /** The run that the lines belong to, or null. */
+  private String run;
 
   /** Opens the files in {@code folder}. */
   public static Decoder open(Path folder) throws OrtException {
@@ -136,6 +150,8 @@ public final class Decoder implements AutoCloseable {
 
   /** Opens the files in {@code folder}; the options say with which providers and threads. */
   public Decoder(Path folder, OrtSession.SessionOptions options) throws OrtException {
+    String lines = System.getenv("KVDOCTOR_TRACE");
+    trace = lines == null || lines.isEmpty() ? null : appendTo(Path.of(lines));
     try {
       for (String file : List.of(ENCODER, DECODER)) {
         String path = folder.resolve(file).toString();
@@ -152,12 +168,30 @@ public final class Decoder implements AutoCloseable {
     return length;
   }
 
+  /** The most tokens that a sequence may have, padding counted. */
+  public int limit() {
+    return MOST_TOKENS;
+  }
+
+  /**
+   * Gives each call from now on to {@code lines}, as {@code kvdoctor step-test MODEL --trace} reads
+   * it.
+   *
+   * @param run what the lines belong to, or null
+   * @param lines takes a line of JSON; null ends it
+   */
+  public void trace(String run, Consumer<String> lines) {
+    this.run = run;
+    trace = lines;
+  }
+
   /** Begins anew: no sequences, and nothing encoded. */
   public void reset() {
     clear();
     encoded.values().forEach(OnnxTensor::close);
     encoded.clear();
     sourceMask = null;
+    moved = false;
   }
 
   private void clear() {
@@ -188,11 +222,17 @@ public final class Decoder implements AutoCloseable {
    * @param mask 0 for padding on the right, else 1, for each sequence; null where all is read
    */
   public void encode(int[][] source, int[][] mask) throws OrtException {
-    reset();
-    sourceMask = mask;
-    requireRectangle(source);
+    if (source.length == 0 || source[0].length == 0) {
+      throw new IllegalArgumentException("the source is empty");
+    }
+    if (Arrays.stream(source).anyMatch(row -> row.length != source[0].length)) {
+      throw new IllegalArgumentException("the rows of a source must have the same length");
+    }
     int batch = source.length;
     int sourceLength = source[0].length;
+    requireMask(mask, batch, sourceLength);
+    reset();
+    sourceMask = mask;
     Map<String, OnnxTensor> inputs = new HashMap<>();
     inputs.put(
         "input_ids",
@@ -208,9 +248,10 @@ public final class Decoder implements AutoCloseable {
    * @return the last logits of each sequence
    */
   public float[][] prefill(int[][] prompts) throws OrtException {
-    if (encoded.isEmpty()) {
-      throw new IllegalStateException("begin with encode()");
+    if (encoded.isEmpty() || moved) {
+      throw new IllegalStateException("begin with encode(), also after reorder()");
     }
+    requireIds(prompts);
     requireRectangle(prompts);
     clear();
     batch = prompts.length;
@@ -226,6 +267,7 @@ public final class Decoder implements AutoCloseable {
     if (length == 0) {
       throw new IllegalStateException("begin with prefill()");
     }
+    requireIds(tokens);
     requireRectangle(tokens);
     if (tokens.length != batch) {
       throw new IllegalArgumentException("a step takes tokens for each of " + batch + " sequences");
@@ -233,21 +275,40 @@ public final class Decoder implements AutoCloseable {
     return advance(tokens);
   }
 
-  private static void requireRectangle(int[][] rows) {
-    if (rows.length == 0 || rows[0].length == 0) {
-      throw new IllegalArgumentException("there are no tokens");
+  private static void requireIds(int[][] rows) {
+    if (rows.length == 0 || Arrays.stream(rows).anyMatch(row -> row.length == 0)) {
+      throw new IllegalArgumentException("each sequence needs at least one token");
     }
+    IntStream ids = Arrays.stream(rows).flatMapToInt(Arrays::stream);
+    if (ids.anyMatch(id -> id < 0 || id >= VOCABULARY)) {
+      throw new IllegalArgumentException("token ids are 0 to " + (VOCABULARY - 1));
+    }
+  }
+
+  private static void requireRectangle(int[][] rows) {
     if (Arrays.stream(rows).anyMatch(row -> row.length != rows[0].length)) {
       throw new IllegalArgumentException(
           "this model takes no padding: the rows of a batch must have the same length");
     }
   }
 
+  private static void requireMask(int[][] mask, int rows, int columns) {
+    if (mask == null) {
+      return;
+    }
+    if (mask.length != rows || Arrays.stream(mask).anyMatch(row -> row.length != columns)) {
+      List<Integer> given = Arrays.stream(mask).map(row -> row.length).distinct().toList();
+      throw new IllegalArgumentException(
+          "the mask of this source has the shape [%d, %d]; got %d rows of %s numbers"
+              .formatted(rows, columns, mask.length, given));
+    }
+  }
+
   /** Runs one call on new tokens and keeps what it returns of the cache. */
   private float[][] advance(int[][] tokens) throws OrtException {
     int newTokens = tokens[0].length;
-    if (length + newTokens > MOST_TOKENS) {
-      throw new IllegalArgumentException("a sequence has at most " + MOST_TOKENS + " tokens here");
+    if (length + newTokens > limit()) {
+      throw new IllegalArgumentException("a sequence has at most " + limit() + " tokens here");
     }
     boolean first = length == 0;
     if (first) {
@@ -328,6 +389,9 @@ public final class Decoder implements AutoCloseable {
 
   /** Makes row i of the batch a copy of what row {@code rows[i]} was, as a beam search needs it. */
   public void reorder(int[] rows) throws OrtException {
+    if (length == 0 || rows.length == 0) {
+      throw new IllegalArgumentException("there are no rows to take");
+    }
     for (int row : rows) {
       Objects.checkIndex(row, batch);
     }
@@ -335,11 +399,10 @@ public final class Decoder implements AutoCloseable {
       int axis = slot.layout().batchAxis();
       keep(slot, take(cache.get(slot.past()), axis, rows));
     }
-    for (Map.Entry<String, OnnxTensor> entry : encoded.entrySet()) {
-      OnnxTensor old = entry.getValue();
-      entry.setValue(take(old, 0, rows));
-      old.close();
-    }
+    OnnxTensor states = encoded.get("last_hidden_state");
+    encoded.put("last_hidden_state", take(states, 0, rows));
+    states.close();
+    moved = true;
     if (sourceMask != null) {
       sourceMask = IntStream.of(rows).mapToObj(row -> sourceMask[row]).toArray(int[][]::new);
     }
@@ -360,7 +423,7 @@ public final class Decoder implements AutoCloseable {
    * Decodes until every sequence has ended.
    *
    * @param prompts what each sequence begins with
-   * @param most the most new tokens
+   * @param most the most new tokens; none are made beyond {@link #limit}
    * @param stop tokens that end a sequence
    * @param choose picks a token of the logits of one sequence
    * @param onToken called for each new token
@@ -373,6 +436,9 @@ public final class Decoder implements AutoCloseable {
       ToIntFunction<float[]> choose,
       TokenListener onToken)
       throws OrtException {
+    if (most < 1) {
+      throw new IllegalArgumentException("most is 1 or more");
+    }
     List<List<Integer>> made = new ArrayList<>();
     for (int row = 0; row < prompts.length; row++) {
       made.add(new ArrayList<>());
@@ -392,7 +458,7 @@ public final class Decoder implements AutoCloseable {
           onToken.accept(row, token);
         }
       }
-      if (running == 0 || count >= most) {
+      if (running == 0 || count >= most || length >= limit()) {
         return made;
       }
       logits = step(chosen);
@@ -505,57 +571,80 @@ public final class Decoder implements AutoCloseable {
     return OnnxTensor.createTensor(environment, joined.order(ByteOrder.nativeOrder()), shape, type);
   }
 
-  /**
-   * Adds a call to the trace for {@code kvdoctor step-test MODEL --trace FILE}: shapes, and the
-   * data of small tensors.
-   */
+  /** Says to {@link #trace} what a call was fed and returned. */
   private void note(
       String file, Map<String, OnnxTensor> fed, Map<String, OnnxTensor> got, String error) {
-    String line =
+    trace.accept(
         String.format(
-            "{\"file\": %s, \"fed\": %s, \"got\": %s, \"error\": %s}%n",
-            quoted(file), described(fed), described(got), error == null ? null : quoted(error));
-    try {
-      Files.writeString(Path.of(trace), line, StandardOpenOption.CREATE, StandardOpenOption.APPEND);
-    } catch (IOException failed) {
-      throw new UncheckedIOException(failed);
-    }
+            "%s\"file\": %s, \"fed\": %s, \"got\": %s, \"error\": %s}",
+            run == null ? "{" : "{\"run\": " + quoted(run) + ", ",
+            quoted(file),
+            described(fed),
+            described(got),
+            quoted(error)));
   }
 
   private static String described(Map<String, OnnxTensor> tensors) {
     StringJoiner all = new StringJoiner(", ", "{", "}");
     tensors.forEach(
         (name, tensor) -> {
-          OnnxJavaType type = tensor.getInfo().type;
-          long[] shape = tensor.getInfo().getShape();
-          String data =
-              LongStream.of(shape).reduce(1, (a, b) -> a * b) <= 64
-                  ? ", \"data\": " + numbers(tensor)
-                  : "";
+          TensorInfo info = tensor.getInfo();
           all.add(
               String.format(
-                  "%s: {\"dtype\": \"%s\", \"shape\": %s%s}",
-                  quoted(name), type, Arrays.toString(shape), data));
+                  "%s: {\"dtype\": \"%s\", \"shape\": %s, \"%s\": %s}",
+                  quoted(name),
+                  info.type,
+                  Arrays.toString(info.getShape()),
+                  info.getNumElements() <= 64 ? "data" : "sample",
+                  numbers(tensor)));
         });
     return all.toString();
   }
 
+  /** All elements of a small tensor; of a larger one 64, the first and the last among them. */
   private static String numbers(OnnxTensor tensor) {
-    if (LongStream.of(tensor.getInfo().getShape()).anyMatch(size -> size == 0)) {
+    long size = tensor.getInfo().getNumElements();
+    if (size == 0) {
       return "[]";
     }
-    String numbers =
-        switch (tensor.getInfo().type) {
-          case FLOAT, FLOAT16, BFLOAT16 -> Arrays.toString(tensor.getFloatBuffer().array());
-          case INT64 -> Arrays.toString(tensor.getLongBuffer().array());
-          case INT32 -> Arrays.toString(tensor.getIntBuffer().array());
-          default -> Arrays.toString(tensor.getByteBuffer().array());
-        };
-    return numbers.replaceAll("NaN|-?Infinity", "null");
+    OnnxJavaType type = tensor.getInfo().type;
+    ByteBuffer bytes = tensor.getByteBuffer();
+    return LongStream.range(0, Math.min(size, 64))
+        .map(k -> size <= 64 ? k : k * (size - 1) / 63)
+        .mapToObj(i -> number(bytes, type, (int) i * type.size))
+        .collect(Collectors.joining(", ", "[", "]"));
   }
 
-  /** A JSON string in ASCII. */
-  private static String quoted(String text) {
+  private static String number(ByteBuffer bytes, OnnxJavaType type, int at) {
+    return switch (type) {
+      case BOOL -> Byte.toString(bytes.get(at));
+      case FLOAT -> finite(bytes.getFloat(at));
+      case INT64 -> Long.toString(bytes.getLong(at));
+      default -> "null";
+    };
+  }
+
+  /** JSON has no NaN and no infinity. */
+  private static String finite(float number) {
+    return Float.isFinite(number) ? Float.toString(number) : "null";
+  }
+
+  /** Takes lines for the end of a file. */
+  static Consumer<String> appendTo(Path file) {
+    return line -> {
+      try {
+        Files.writeString(file, line + "\n", StandardOpenOption.CREATE, StandardOpenOption.APPEND);
+      } catch (IOException failed) {
+        throw new UncheckedIOException("cannot write " + file, failed);
+      }
+    };
+  }
+
+  /** A JSON string in ASCII; null for null. */
+  static String quoted(String text) {
+    if (text == null) {
+      return "null";
+    }
     StringBuilder quoted = new StringBuilder("\"");
     for (char c : text.toCharArray()) {
       boolean plain = c >= ' ' && c <= '~' && c != '"' && c != '\\';
