@@ -43,6 +43,7 @@ class Language:
             `{cache}` for a folder where builds may keep what later ones use.
         prepare: Fetches what the tools of the language do not, into that folder; returns further variables.
         refuses: Says why there is no loop for a plan in this language, or None.
+        embeds: Whether its templates run an embedding graph.
     """
 
     name: str
@@ -55,6 +56,13 @@ class Language:
     environment: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[Path], Mapping[str, str]] = needs_nothing
     refuses: Callable[[LoopPlan], str | None] = takes_all
+    embeds: bool = False
+
+    def refusal(self, plan: LoopPlan) -> str | None:
+        """Why there is no loop for a plan in this language, or None."""
+        if plan.embed is not None and not self.embeds:
+            return f"there is no loop in {self.title} for a model with an embedding graph yet"
+        return self.refuses(plan)
 
 
 @cache
