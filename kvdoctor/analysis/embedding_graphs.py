@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvdoctor.analysis.axes import as_number
+from kvdoctor.analysis.dialects.dialect import parse_axes
 from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, convert_sizes, plain_port, role_by_name
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles, StackParts
 from kvdoctor.analysis.token_inputs import find_token_inputs
@@ -22,7 +23,7 @@ from kvdoctor.model.view import Declared, GraphView
 NAME = re.compile(r"embed_tokens|(token_|text_|input_)?embeddings?|prepare_inputs_embeds", re.ASCII)
 """How exporters call the file: transformers.js, onnxruntime-genai, Optimum."""
 VARIANT = re.compile(r"_(q\d\w*|b?fp?\d+|u?int\d+|quantized|bnb\d+)$", re.ASCII)
-RECURRENT = {"Softmax", "LSTM", "GRU", "RNN", "Scan", "Loop"}
+MIXING = {"Softmax", "LSTM", "GRU", "RNN", "Scan", "Loop"}
 """Operators by which a token's output depends on other tokens: no embedding does."""
 WIDTH_AXIS = 2
 """The first axis behind batch and tokens."""
@@ -65,7 +66,7 @@ def _is_embedding_graph(file: OnnxFile) -> bool:
     outputs = view.outputs.values()
     if ids is None or not all(map(_may_be_empty, rest)) or not all(map(_has_widths, outputs)):
         return False
-    return bool(outputs) and not any("Attention" in name or name in RECURRENT for name in view.operators)
+    return bool(outputs) and not any("Attention" in name or name in MIXING for name in view.operators)
 
 
 def _token_ids(view: GraphView) -> Declared | None:
@@ -93,8 +94,8 @@ def _output(port: Declared) -> Port:
     """An output as embeddings; sizes behind batch and tokens are numbers also where they are written as names."""
     shape = port.shape or ()
     widths = tuple(map(as_number, shape[WIDTH_AXIS:]))
-    axes = ("hidden",) if len(widths) == 1 else tuple("fixed" for _ in widths)
-    return Port(port.name, port.dtype, (*shape[:WIDTH_AXIS], *widths), "embeddings", ("batch", "new", *axes))  # type: ignore[arg-type]
+    axes = parse_axes("BQD" if len(widths) == 1 else "BQ" + "1" * len(widths))
+    return Port(port.name, port.dtype, (*shape[:WIDTH_AXIS], *widths), "embeddings", axes)
 
 
 def _add_to_stack(
@@ -103,8 +104,8 @@ def _add_to_stack(
     """The stack with its embedding graph, or with the reason why none is taken."""
     if stack.operator is not None:
         return stack
-    wanted = [ports for file in {parts.decode.name: parts.decode, parts.first.name: parts.first}.values()
-              if (ports := _embeddings_of(file, parts))]  # fmt: skip
+    files = [parts.decode] if parts.first is parts.decode else [parts.decode, parts.first]
+    wanted = [ports for ports in (_embeddings_of(file, parts) for file in files) if ports]
     if not wanted:
         return stack
     named = [one for one in candidates if one.name == _configured(genai, stack.main)]
