@@ -65,6 +65,7 @@ Role = Literal[
     "encoder_states",
     "encoder_input",
     "encoder_length",
+    "features",
     "branch_switch",
     "logits_to_keep",
     "setting",
@@ -81,9 +82,10 @@ Role = Literal[
 """The part a port plays.
 
 `cache_position` is the arange past..total, `write_index` the past length as the place to write at; `last_index` is
-total - 1 (`seqlens_k`); a `setting` is a part of the configuration that is fed, or a row that the caller chooses for
-all tokens (a language, a speaker, a kind), the number fed here in `value`; nothing reads what is `unused`, which has to
-be fed all the same.
+total - 1 (`seqlens_k`); `features` of images or sound go into an embedding graph, none of them where all tokens are
+text; a `setting` is a part of the configuration that is fed, or a row that the caller chooses for all tokens (a
+language, a speaker, a kind), the number fed here in `value`; nothing reads what is `unused`, which has to be fed all
+the same.
 """
 
 SlotKind = Literal[
@@ -129,7 +131,11 @@ prefill: nothing, another graph makes it. ignored: anything, the branch does not
 Exactness = Literal["float", "float16", "bfloat16", "static-quantization", "dynamic-quantization"]
 """The arithmetic of a graph. What is rounded to few bits on its way has a scale of its own, or one from all tokens."""
 
-PhaseName = Literal["encode", "prefill", "decode"]
+PhaseName = Literal["encode", "embed", "prefill", "decode"]
+"""What a graph is run for: the encoder's states, the embeddings of new tokens, the first step, a later one."""
+
+DECODING: tuple[PhaseName, ...] = ("prefill", "decode")
+"""The phases that take the cache or make it; what the others compute goes into these."""
 
 ITEM_BYTES = {
     "float": 4,
@@ -303,7 +309,7 @@ class CacheContract:
     @property
     def fixed_batch(self) -> int | None:
         """The number of sequences where a decoder graph takes one number only."""
-        graphs = (self.graphs[served.graph] for phase, served in self.phases.items() if phase != "encode")
+        graphs = (self.graphs[served.graph] for phase, served in self.phases.items() if phase in DECODING)
         return self._fixed("batch", graphs)
 
     @property
@@ -321,7 +327,7 @@ class CacheContract:
     @property
     def encoder_length(self) -> int | None:
         """The number of encoder states where a decoder graph takes one number only."""
-        graphs = (self.graphs[served.graph] for phase, served in self.phases.items() if phase != "encode")
+        graphs = (self.graphs[served.graph] for phase, served in self.phases.items() if phase in DECODING)
         return self._fixed("encoder", graphs)
 
     @staticmethod

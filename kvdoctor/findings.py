@@ -56,7 +56,7 @@ FINGERPRINT_LENGTH = 16
 PACKED = ("NBits", "Bnb4", "Quantize", "Integer", "QLinear")
 """Parts of the names of operators that compute with packed or rounded weights."""
 
-NAMED_ALONE = ("encoder", "other")
+NAMED_ALONE = ("encoder", "embedding", "other")
 """Roles of files that only their names identify."""
 
 

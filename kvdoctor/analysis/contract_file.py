@@ -16,8 +16,9 @@ from kvdoctor.analysis.completeness import add_missing_parts
 from kvdoctor.analysis.configs import MOST_CODEBOOKS, MOST_COUNTED
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder
-from kvdoctor.analysis.stacks import FileRole, OnnxFile, StackFiles, StackKind
-from kvdoctor.contract import Axis, CacheContract, Graph, MissingPart, Phase, Port, Slot
+from kvdoctor.analysis.stacks import BESIDE, FileRole, OnnxFile, StackFiles, StackKind
+from kvdoctor.contract import DECODING, Axis, CacheContract, Graph, MissingPart, Phase, Port, Slot
+from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.errors import UsageError
 from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import from_plain
@@ -37,7 +38,7 @@ WITHOUT_PROOF: dict[str, Any] = {
     "trimmed": False,
 }
 """Fields of a slot that only a graph proves, with their values where it proves nothing."""
-KNOWN_PHASES = ("encode", "prefill", "decode")
+KNOWN_PHASES = ("encode", "embed", *DECODING)
 MOST_WIDE = 1 << 24
 """Entries of one axis of a slot: more than any head width, layer count or context has."""
 MOST_LAYERS = 100_000
@@ -131,29 +132,38 @@ def _find_files(name: str, contract: CacheContract, folder: ModelFolder, source:
             raise UsageError(f"{at}: a phase names the graph {phase.graph!r}, which is not under 'graphs'")
     unknown = [phase for phase in contract.phases if phase not in KNOWN_PHASES]
     if unknown or not {"prefill", "decode"} <= set(contract.phases):
-        raise UsageError(f"{at}: the phases must be prefill and decode, and encode with an encoder")
+        raise UsageError(
+            f"{at}: the phases must be prefill and decode, encode with an encoder, and embed with an embedding graph"
+        )
     readable = {file.name: file for file in folder.files if file.view is not None}
     wanted = {phase: contract.graphs[served.graph].file for phase, served in contract.phases.items()}
     for file in wanted.values():
         if file not in readable:
             raise UsageError(f"{at}: {folder.shown} has no readable file {file!r}, only {', '.join(readable)}")
     known = next((stack for stack in folder.stacks if stack.name == name), None)
-    if known is not None and {f.name for r, f in known.files.items() if r != "encoder"} == {
+    beside = _beside({phase: readable[file] for phase, file in wanted.items()})
+    if known is not None and {f.name for r, f in known.files.items() if r not in BESIDE} == {
         wanted["prefill"],
         wanted["decode"],
     }:
-        return known
+        return replace(known, files={**known.files, **beside})
     kind, files = _roles(contract.phases["decode"], {phase: readable[file] for phase, file in wanted.items()})
     return StackFiles(name, kind, files)
 
 
 def _roles(decode: Phase, files: dict[str, OnnxFile]) -> tuple[StackKind, dict[FileRole, OnnxFile]]:
-    encoder: dict[FileRole, OnnxFile] = {"encoder": files["encode"]} if "encode" in files else {}
+    beside = _beside(files)
     if decode.switch is not None:
-        return "merged", {"decoder-merged": files["decode"], **encoder}
+        return "merged", {"decoder-merged": files["decode"], **beside}
     if files["prefill"].name != files["decode"].name:
-        return "pair", {"decoder": files["prefill"], "decoder-with-past": files["decode"], **encoder}
-    return "decoder-only", {"decoder": files["decode"], **encoder}
+        return "pair", {"decoder": files["prefill"], "decoder-with-past": files["decode"], **beside}
+    return "decoder-only", {"decoder": files["decode"], **beside}
+
+
+def _beside(files: dict[str, OnnxFile]) -> dict[FileRole, OnnxFile]:
+    """The files of phases that do not decode, by role."""
+    roles: dict[str, FileRole] = {"encode": "encoder", "embed": "embedding"}
+    return {role: replace(files[phase], role=role) for phase, role in roles.items() if phase in files}
 
 
 def find_conflicts(contract: CacheContract, views: dict[str, GraphView]) -> Iterator[str]:
@@ -181,6 +191,7 @@ def find_conflicts(contract: CacheContract, views: dict[str, GraphView]) -> Iter
         yield "an input is the past of two slots"
     yield from _find_numbers_out_of_range(contract)
     yield from _find_phase_conflicts(contract)
+    yield from _find_embedding_conflicts(contract)
     for slot in contract.slots:
         yield from _find_slot_conflicts(slot, contract, views[decode.file])
 
@@ -249,6 +260,24 @@ def _find_phase_conflicts(contract: CacheContract) -> Iterator[str]:
         yield "the switch of prefill and of decode must be true in one and false in the other"
     if contract.first_step != "no-past-branch" and switches != {None}:
         yield "the phases give values of a switch, but no input has the role branch_switch"
+
+
+def _find_embedding_conflicts(contract: CacheContract) -> Iterator[str]:
+    """An embedding graph that cannot be fed token ids, or whose outputs are not what the decoder takes."""
+    if "embed" not in contract.phases:
+        return
+    graph = contract.graph("embed")
+    if [port.role for port in graph.inputs].count("token_ids") != 1:
+        yield f"{graph.file!r} serves the phase embed, and does not have one input with the role token_ids"
+    if strange := [port.name for port in graph.inputs if port.role not in ("token_ids", "features")]:
+        yield f"{strange[0]!r} of {graph.file!r} has neither the role token_ids nor features"
+    try:
+        pairs = [embedded_inputs(contract, phase) for phase in DECODING]
+    except ValueError as error:
+        yield str(error)
+        return
+    if not any(pairs):
+        yield f"{graph.file!r} serves the phase embed, and no input of the decoder has the role embeddings"
 
 
 def _find_numbers_out_of_range(contract: CacheContract) -> Iterator[str]:

@@ -6,12 +6,13 @@ from typing import Literal
 
 from kvdoctor.analysis.completeness import add_missing_parts, as_no_decoder
 from kvdoctor.analysis.configs import context_limit, decoder_config, is_count
+from kvdoctor.analysis.embedding_graphs import read_embedding_graph
 from kvdoctor.analysis.model_folder import SideCars
 from kvdoctor.analysis.port_roles import match_rule
 from kvdoctor.analysis.ports import DecoderPorts, EncoderPorts, hold_encoder_states
 from kvdoctor.analysis.slot_init import give_cross_caches
 from kvdoctor.analysis.slots import SlotReader
-from kvdoctor.analysis.stacks import StackFiles, StackParts
+from kvdoctor.analysis.stacks import BESIDE, StackFiles, StackParts
 from kvdoctor.analysis.token_inputs import TokenInputs, find_swapped_inputs, find_token_inputs
 from kvdoctor.contract import CacheContract, Graph, MissingPart, Phase, Slot
 from kvdoctor.decode.runs import Run
@@ -70,6 +71,8 @@ class _Reader:
             encoder = EncoderPorts(parts, parts.encoder)
             graphs["encoder"], phases["encode"] = encoder.read(slots), Phase("encoder")
             self.missing += encoder.missing
+        if (embedding := self._read_embedding(graphs)) is not None:
+            graphs["embedding"], phases["embed"] = embedding, Phase("embedding")
         has_codebooks = any("batch_codebooks" in p.axes for graph in graphs.values() for p in graph.inputs)
         contract = CacheContract(
             layout=self._layout(slots),
@@ -135,6 +138,17 @@ class _Reader:
         self.evidence.append("one graph serves the first step and all later ones")
         return {"prefill": Phase("decoder"), "decode": Phase("decoder")}
 
+    def _read_embedding(self, graphs: dict[str, Graph]) -> Graph | None:
+        """The graph that makes the embeddings of the decoder's graphs, if a file of the stack does."""
+        self.evidence += self.stack.remarks
+        file = self.stack.files.get("embedding")
+        decoders = [graph for name, graph in graphs.items() if name != "encoder"]
+        graph = read_embedding_graph(file, decoders) if file is not None else None
+        if graph is not None:
+            made = " and ".join(repr(port.name) for port in graph.outputs if port.role == "embeddings")
+            self.evidence.append(f"{graph.file} makes {made} of token ids: type and width are those of the decoder")
+        return graph
+
     def _first_step(self) -> Literal["empty-past", "no-past-branch", "no-past-graph"]:
         if self.stack.kind == "merged":
             return "no-past-branch"
@@ -167,7 +181,7 @@ class _Reader:
         """The graphs that decode, the one that uses the cache first."""
         decode = self.parts.decode
         yield decode.graph
-        yield from (f.graph for role, f in self.stack.files.items() if role != "encoder" and f is not decode)
+        yield from (f.graph for role, f in self.stack.files.items() if role not in BESIDE and f is not decode)
 
     def _vocabulary(self, graph: Graph) -> int | None:
         logits = graph.port("logits")

@@ -7,7 +7,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.analysis.stacks import OnnxFile, StackFiles, group_stacks, role_of
+from kvdoctor.analysis.embedding_graphs import add_embedding_graphs
+from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles, group_stacks, role_of
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.external_data import examine
 from kvdoctor.model.files import SIDE_CARS, candidates, refuse_nothing, side_car_folder
@@ -61,8 +62,9 @@ def open_folder(shown: str, at: Path | None = None) -> ModelFolder:
     files = tuple(_read_file(p, root) for p in names)
     side_cars = _read_side_cars(side_car_folder(root))
     stacks = tuple(group_stacks(files, side_cars.genai))
+    files, stacks = add_embedding_graphs(files, stacks, side_cars.config, side_cars.genai)
     if chosen is not None:
-        stacks = tuple(s for s in stacks if any(f.path == chosen for f in s.files.values() if f.role != "encoder"))
+        stacks = tuple(s for s in stacks if any(f.path == chosen for f in s.files.values() if f.role not in BESIDE))
         kept = {f.name for s in stacks for f in s.files.values()} | {f.name for f in files if f.path == chosen}
         files = tuple(f for f in files if f.name in kept)
     return ModelFolder(shown, root, files, stacks, side_cars)

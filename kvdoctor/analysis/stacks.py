@@ -1,7 +1,8 @@
 """From files to stacks: the role of each file, and which files decode together.
 
 A stack is a merged decoder with its encoder, a first-step graph with the graph that takes its cache, or one decoder
-that takes a past of any length; each variant (`_q4`, `_fp16`, ...) is a stack of its own.
+that takes a past of any length; each variant (`_q4`, `_fp16`, ...) is a stack of its own. A decoder that takes
+embeddings has its embedding graph as well (embedding_graphs.py).
 """
 
 import re
@@ -26,7 +27,11 @@ from kvdoctor.model.skeleton import Skeleton
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 
-FileRole = Literal["encoder", "decoder", "decoder-with-past", "decoder-merged", "generator", "other", "unreadable"]
+FileRole = Literal[
+    "encoder", "embedding", "decoder", "decoder-with-past", "decoder-merged", "generator", "other", "unreadable"
+]
+BESIDE: tuple[FileRole, ...] = ("encoder", "embedding")
+"""Roles of files that belong to a stack and do not decode."""
 StackKind = Literal["merged", "pair", "decoder-only", "unpaired", "operator"]
 
 NAMED_ROLES: dict[str, FileRole] = {
@@ -84,12 +89,16 @@ class OnnxFile:
 
 @record(slots=False)
 class StackFiles:
-    """The files of one stack by role. `name` is unique in the folder; `suffix` included."""
+    """The files of one stack by role. `name` is unique in the folder; `suffix` included.
+
+    `remarks` say why a file that looks like a part of the stack is none.
+    """
 
     name: str
     kind: StackKind
     files: dict[FileRole, OnnxFile]
     operator: str | None = None
+    remarks: tuple[str, ...] = ()
 
     @property
     def main(self) -> OnnxFile:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kvdoctor.contract import Axis, CacheContract, Dim, Graph, PhaseName, Port, Slot, describe
+from kvdoctor.contract import DECODING, Axis, CacheContract, Dim, Graph, PhaseName, Port, Slot, describe
 from kvdoctor.records import record
 from kvdoctor.report.diff_document import Difference, Effect
 
 T = TypeVar("T")
-PHASES: tuple[PhaseName, ...] = ("encode", "prefill", "decode")
+PHASES: tuple[PhaseName, ...] = ("encode", "embed", *DECODING)
 SLOT_ROLES = ("past", "present")
 """Roles of the ports that are compared as slots."""
 LAYER_MARKS = re.compile(r"\d+|key|value", re.ASCII)

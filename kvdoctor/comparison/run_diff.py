@@ -130,6 +130,8 @@ def _refuse_different_feeds(a: CacheContract, b: CacheContract) -> None:
         raise CannotCompareLogits(f"their vocabularies differ: {sizes[0]} and {sizes[1]}")
     if ("encode" in a.phases) != ("encode" in b.phases):
         raise CannotCompareLogits("one of them has an encoder file, and the other has synthetic encoder states")
+    if ("embed" in a.phases) != ("embed" in b.phases):
+        raise CannotCompareLogits("one of them has an embedding file, and the other has synthetic embeddings")
     if a.codebooks != b.codebooks:
         raise CannotCompareLogits(f"their sequences have {a.codebooks} and {b.codebooks} rows of tokens")
     for role in ("token_ids", "token_and_position", "embeddings", "encoder_input", "encoder_states"):

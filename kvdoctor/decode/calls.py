@@ -1,6 +1,6 @@
 """What an experiment wants run, and what came back: tensors, the sizes of a scenario, calls and answers. numpy only."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -22,6 +22,10 @@ NUMPY_TYPES: dict[str, Any] = {
     "int64": np.int64,
     "bool": np.bool_,
 }
+
+
+Embed = Callable[[PhaseName, Array], Mapping[str, Array]]
+"""Makes the embeddings of token ids int64[batch, new] for the inputs of a phase, by their names."""
 
 
 class TooShort(Exception):

@@ -17,6 +17,7 @@ from kvdoctor.decode.calls import (
     Answer,
     Array,
     Call,
+    Embed,
     Encoded,
     Loop,
     Past,
@@ -43,7 +44,8 @@ class FeedBuilder:
     on the right. `samples` are the user's, in place of synthetic tokens and encoder inputs. `drawn` are the rows of an
     earlier builder that this one has, unless it has all of them in order. `tolerances` are the requested
     ones (decode/tolerances.py), `thresholds` the lengths at which the graphs may change what they compute, `ring` the
-    tokens after which the graph writes its buffers from their start again.
+    tokens after which the graph writes its buffers from their start again. `embed` makes embeddings of tokens by the
+    contract's embedding graph; without it they are synthetic.
     """
 
     contract: CacheContract
@@ -57,6 +59,7 @@ class FeedBuilder:
     tolerances: Mapping[str, float] = field(default_factory=dict)
     thresholds: tuple[int, ...] = ()
     ring: int | None = None
+    embed: Embed | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens.size:
@@ -108,6 +111,7 @@ class FeedBuilder:
             samples=self.samples,
             drawn=drawn,
             tolerances=self.tolerances,
+            embed=self.embed,
         )
 
     def token_rows(self, order: Sequence[int]) -> list[int]:
@@ -269,16 +273,18 @@ class FeedBuilder:
             "encoder_input": self.scenario.encoder,
             "capacity": self.capacity,
         }
+        tokens = self.tokens[:, start:stop]
         step = StepInputs(
             contract=self.contract,
             phase=phase,
-            tokens=self.tokens[:, start:stop],
+            tokens=tokens,
             begin=past_length,
             sizes=sizes,
             columns=self._columns(past, total),
             padding=self.padding,
             encoder_padding=self.encoder_padding,
             states=self.encoded.states,
+            embedded=self.embed(phase, tokens) if self.embed is not None else {},
         )
         feeds = {port.name: self._feed(port, past, step) for port in self.contract.graph(phase).inputs}
         return Call(phase=phase, feeds=feeds, past=past_length, new=stop - start, **more)

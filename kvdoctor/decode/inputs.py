@@ -4,6 +4,7 @@ One function for each role. Standard library and numpy only.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import field
 
 import numpy as np
 
@@ -27,9 +28,12 @@ def random_tokens(contract: CacheContract, shape: tuple[int, ...], seed: int) ->
     return np.random.default_rng(seed).integers(*plain_token_ids(contract), shape)
 
 
-def embedding_table(contract: CacheContract, width: int) -> Array:
-    """Synthetic embeddings, float[vocabulary, width], where the file of the real ones is absent."""
-    return np.random.default_rng(7).standard_normal((max(contract.vocabulary or 16, 4), width))
+def synthetic_embeddings(contract: CacheContract, tokens: Array, shape: tuple[int, ...]) -> Array:
+    """Embeddings in the shape of an input, by the token ids, where no graph makes any."""
+    widths = shape[2:]
+    rows = max(contract.vocabulary or 16, 4)
+    table = np.random.default_rng(7).standard_normal((rows, int(np.prod(widths))))
+    return table[tokens].reshape(*tokens.shape, *widths)
 
 
 HIDDEN = -1e4
@@ -44,7 +48,8 @@ class StepInputs:
 
     `tokens` int64[batch * codebooks, new] are the new ones, `begin` tokens stand in the cache before them. `sizes` are
     the lengths of all axes, and `columns` those of a mask with a row for each query. `padding` and `encoder_padding`
-    say for each row what is to be masked; `states` float[batch, encoder, hidden] are those of the encoder.
+    say for each row what is to be masked; `states` float[batch, encoder, hidden] are those of the encoder, `embedded`
+    the embeddings of the tokens by the name of their input, as far as a graph made them.
     """
 
     contract: CacheContract
@@ -56,6 +61,7 @@ class StepInputs:
     padding: tuple[int, ...] = ()
     encoder_padding: tuple[int, ...] = ()
     states: Array | None = None
+    embedded: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
@@ -102,7 +108,8 @@ def _token_and_position(want: InputRequest) -> Array:
 
 
 def _embeddings(want: InputRequest) -> Array:
-    return embedding_table(want.step.contract, want.shape[-1])[want.step.tokens]
+    made = want.step.embedded.get(want.port.name)
+    return synthetic_embeddings(want.step.contract, want.step.tokens, want.shape) if made is None else made
 
 
 def _attention_mask(want: InputRequest) -> Array:
@@ -202,6 +209,18 @@ def _visible_entries(port: Port, step: StepInputs) -> Array:
         columns = columns - (shape[-1] - step.end)
     seen = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= 0)
     return np.broadcast_to(seen, shape)
+
+
+def embedding_feeds(graph: Graph, tokens: Array) -> dict[str, Array]:
+    """What an embedding graph is fed for token ids: the ids, and no features of images or sound."""
+    feeds: dict[str, Array] = {}
+    for port in graph.inputs:
+        kind = NUMPY_TYPES[port.dtype]
+        if port.role == "token_ids":
+            feeds[port.name] = np.array(tokens, kind, order="C")
+        else:
+            feeds[port.name] = np.zeros([size if isinstance(size, int) else 0 for size in port.shape or ()], kind)
+    return feeds
 
 
 def encoder_feeds(contract: CacheContract, scenario: Scenario) -> dict[str, Array]:

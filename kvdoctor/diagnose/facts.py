@@ -63,6 +63,8 @@ def _weaken(finding: Finding) -> Finding:
 
 def _list_notes(folder: ModelFolder) -> Iterator[str]:
     yield from folder.side_cars.problems
+    for stack in folder.stacks:
+        yield from stack.remarks
     used = {file.name for stack in folder.stacks for file in stack.files.values()}
     for file in folder.files:
         if folder.stacks and file.name not in used and file.role != "unreadable":

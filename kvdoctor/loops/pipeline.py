@@ -204,9 +204,9 @@ def _choose(folder: ModelFolder, name: str | None, language: Language) -> LoopTa
             unmet = None if contract.missing else next(find_unmet_preconditions(stack, contract), None)
             try:
                 plan = make_plan(contract, folder.root.name)
-                unmet = unmet or language.refuses(plan)
+                unmet = unmet or language.refusal(plan)
             except NoLoop as error:
-                unmet = unmet or str(error)
+                unmet = unmet or "; ".join((str(error), *stack.remarks))
             if unmet is None:
                 external = {one.name: tuple(data.location for data in one.external) for one in folder.files}
                 return LoopTarget(stack.name, folder.root, contract, plan, external)

@@ -7,7 +7,8 @@ rule that the contract does not have; nothing is left to be guessed from names w
 from dataclasses import replace
 from typing import Literal
 
-from kvdoctor.contract import Axis, CacheContract, Carry, Graph, PhaseName, Port, Role, Slot
+from kvdoctor.contract import DECODING, Axis, CacheContract, Carry, Graph, PhaseName, Port, Role, Slot
+from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.records import record
 
@@ -16,6 +17,7 @@ Dim = int | Axis
 
 Rule = Literal[
     "tokens",
+    "embeddings",
     "attention-mask",
     "causal-mask",
     "positions",
@@ -26,10 +28,11 @@ Rule = Literal[
 ]
 """Where the value of an input comes from.
 
-tokens: the new ones. attention-mask: 1 for tokens, 0 for padding on the left and for what lies behind the last token.
-causal-mask: a row for each new token, `shown` where it may look and `hidden` elsewhere. positions: those of the new
-tokens, not below 0, padding not counted. number: `Count` everywhere. encoder-input, encoder-mask: what the caller
-gives to the encoder, a mask of ones without one. encoder-states: what the encoder returned.
+tokens: the new ones. embeddings: what the embed call made of them. attention-mask: 1 for tokens, 0 for padding on the
+left and for what lies behind the last token. causal-mask: a row for each new token, `shown` where it may look and
+`hidden` elsewhere. positions: those of the new tokens, not below 0, padding not counted. number: `Count` everywhere.
+encoder-input, encoder-mask: what the caller gives to the encoder, a mask of ones without one. encoder-states: what the
+encoder returned.
 """
 
 Count = Literal["constant", "past", "total", "last", "new", "cached"]
@@ -55,7 +58,7 @@ COUNTS: dict[Role, Count] = {
     "last_index": "last",
     "new_length": "new",
 }
-CONSTANTS: dict[Role, float] = {"logits_to_keep": 0, "unused": 0, "scale": 1}
+CONSTANTS: dict[Role, float] = {"logits_to_keep": 0, "unused": 0, "features": 0, "scale": 1}
 """What is fed without a choice. Source: `decode/inputs.py`, by which every experiment runs."""
 
 RULE_SIZES = {"attention-mask": ("total",), "positions": ("past",), "causal-mask": ("past", "total")}
@@ -78,7 +81,8 @@ class NoLoop(KvdoctorError):
 class Input:
     """One input of a call beside the cache; `value`, `shown` and `hidden` belong to rules that name them.
 
-    `from_right` says that the columns of a causal mask count from the end of the cache.
+    `from_right` says that the columns of a causal mask count from the end of the cache; `made` is the output of the
+    embed call that embeddings come from.
     """
 
     name: str
@@ -90,6 +94,7 @@ class Input:
     shown: float = 0
     hidden: float = 0
     from_right: bool = False
+    made: str | None = None
 
 
 @record
@@ -118,7 +123,9 @@ class CallPlan:
     @property
     def sizes(self) -> frozenset[str]:
         """The axes and counts by which some input is made."""
-        made = [one for one in self.inputs if one.rule not in ("tokens", "encoder-input", "encoder-states")]
+        made = [
+            one for one in self.inputs if one.rule not in ("tokens", "embeddings", "encoder-input", "encoder-states")
+        ]
         axes = {dim for one in made for dim in one.dims if isinstance(dim, str)}
         needed = {size for one in made for size in RULE_SIZES.get(one.rule, ())}
         return frozenset(axes | needed | {one.count for one in made if one.rule == "number"})
@@ -171,6 +178,7 @@ class LoopPlan:
         model: The name of the model's folder or file, for texts.
         layout: The layout of the stack (docs/layouts.md).
         encode: The encoder's call; None without an encoder graph.
+        embed: The call that makes embeddings of new tokens, before each call that takes them; None where none does.
         prefill: The first call.
         decode: The calls after it.
         slots: The cache.
@@ -188,6 +196,7 @@ class LoopPlan:
     model: str
     layout: str
     encode: CallPlan | None
+    embed: CallPlan | None
     prefill: CallPlan
     decode: CallPlan
     slots: tuple[SlotPlan, ...]
@@ -203,8 +212,8 @@ class LoopPlan:
 
     @property
     def calls(self) -> tuple[CallPlan, ...]:
-        """Encode, prefill and decode, as far as there are such."""
-        return tuple(call for call in (self.encode, self.prefill, self.decode) if call is not None)
+        """Encode, embed, prefill and decode, as far as there are such."""
+        return tuple(call for call in (self.encode, self.embed, self.prefill, self.decode) if call is not None)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -311,6 +320,7 @@ def make_plan(contract: CacheContract, model: str) -> LoopPlan:
         model=model,
         layout=contract.layout,
         encode=encode,
+        embed=_call(contract, "embed") if "embed" in contract.phases else None,
         prefill=_call(contract, "prefill"),
         decode=_call(contract, "decode"),
         slots=tuple(_slot(slot, contract) for slot in contract.slots),
@@ -364,9 +374,11 @@ def _call(contract: CacheContract, phase: PhaseName) -> CallPlan:
     taken = {slot.past for slot in contract.slots}
     inputs = tuple(_input(port, phase, contract) for port in graph.inputs if port.name not in taken)
     logits, states = graph.port("logits"), _output(graph, "encoder_states")
-    if phase != "encode" and logits is None:
+    if phase in DECODING and logits is None:
         raise NoLoop(f"{graph.file} returns no logits, for which there is no loop yet")
     used = {logits.name if logits else None, states if phase == "encode" else None}
+    if phase == "embed":
+        used = {made for decoding in DECODING for made in embedded_inputs(contract, decoding).values()}
     for slot in contract.slots:
         used.add(slot.filled_by if slot.filled_in == phase else None)
         used.add(slot.present if phase == "decode" and slot.carry != "hold" else None)
@@ -402,13 +414,22 @@ def _input(port: Port, phase: PhaseName, contract: CacheContract) -> Input:
         declared = f"element type {port.dtype}" if port.dtype not in TYPES else "no declared shape"
         raise NoLoop(f"input {port.name!r} has {declared}, for which there is no loop yet")
     dims = _dims(port)
+    if port.role == "embeddings":
+        return Input(port.name, port.dtype, dims, "embeddings", made=_maker(port, phase, contract))
     if port.role in RULES:
         made = Input(port.name, port.dtype, dims, RULES[port.role])
         return _causal(made, port, contract) if made.rule == "causal-mask" else made
     if port.role in COUNTS:
         return Input(port.name, port.dtype, dims, "number", COUNTS[port.role])
+    return _constant(port, dims, phase, contract)
+
+
+def _constant(port: Port, dims: tuple[Dim, ...], phase: PhaseName, contract: CacheContract) -> Input:
+    """An input that is fed one number, whatever the tokens are."""
     value = CONSTANTS.get(port.role)
-    if port.role == "branch_switch":
+    if port.role == "features":  # of images or sound, of which there are none
+        dims = tuple(dim if isinstance(dim, int) else 0 for dim in dims)
+    elif port.role == "branch_switch":
         if (contract.phases["prefill"].switch, contract.phases["decode"].switch) == (False, True):
             return Input(port.name, port.dtype, dims, "number", "cached")
         value = float(bool(contract.phases[phase].switch))
@@ -419,6 +440,14 @@ def _input(port: Port, phase: PhaseName, contract: CacheContract) -> Input:
     if value is None:
         raise NoLoop(f"input {port.name!r} is of the kind {port.role!r}, for which there is no loop yet")
     return Input(port.name, port.dtype, dims, "number", value=value)
+
+
+def _maker(port: Port, phase: PhaseName, contract: CacheContract) -> str:
+    """The output of the embed call that an input takes."""
+    made = embedded_inputs(contract, phase).get(port.name)
+    if made is None:
+        raise NoLoop(f"input {port.name!r} takes embeddings, and no graph beside it makes them of token ids")
+    return made
 
 
 def _causal(made: Input, port: Port, contract: CacheContract) -> Input:

@@ -8,7 +8,8 @@ from kvdoctor.errors import UsageError
 MODEL_SUFFIXES = {".onnx", ".ort"}
 SIDE_CARS = ("config.json", "genai_config.json", "export.json")
 STEM = re.compile(
-    r"(?P<stem>encoder_model|decoder_model_merged|decoder_with_past_model|decoder_model|model)(?P<suffix>_\w+)?",
+    r"(?P<stem>encoder_model|decoder_model_merged|decoder_with_past_model|decoder_model|model|embed_tokens|embeddings?)"
+    r"(?P<suffix>_\w+)?",
     re.ASCII,
 )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvdoctor.analysis.model_folder import ModelFolder
-from kvdoctor.analysis.stacks import OnnxFile, StackFiles
+from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.decode.runs import Run
 from kvdoctor.findings import Finding
@@ -156,8 +156,8 @@ class RepairContext:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The ONNX files of the stack that can be read, the encoder last."""
-        names = {file.name: role == "encoder" for role, file in self.stack.files.items() if file.view is not None}
+        """The ONNX files of the stack that can be read, those that do not decode last."""
+        names = {file.name: role in BESIDE for role, file in self.stack.files.items() if file.view is not None}
         return tuple(sorted(names, key=names.__getitem__))
 
     def file_of(self, phase: PhaseName) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract, Port
+from kvdoctor.contract import DECODING, CacheContract, Phase, Port
 from kvdoctor.decode.script import CallScript, MadeArray, PriorOutput, make_array
 from kvdoctor.model.external_data import BITS
 from kvdoctor.model.proto import ModelProto, TensorProto
@@ -68,9 +68,9 @@ class Candidate:
         return tally
 
     def fitted_contract(self) -> CacheContract:
-        """The contract of the candidate: without the encoder, and without the ports and slots that were removed."""
+        """The contract of the candidate: the decoder's graphs, without the ports and slots that were removed."""
         contract = self.sizes.contract(self.contract)
-        phases = {phase: served for phase, served in contract.phases.items() if phase != "encode"}
+        phases: dict[str, Phase] = {phase: contract.phases[phase] for phase in DECODING}
         views = {name: GraphView(model) for name, model in self.models.items()}
         graphs = {}
         for name in {served.graph for served in phases.values()}:

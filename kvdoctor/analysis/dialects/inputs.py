@@ -13,6 +13,7 @@ PAST_LENGTH = r"past_sequence_length|past_key_values_length|past_(seq_)?len(gth)
 INPUTS = (
     RoleRule(r"(input\.)?(decoder_)?input_ids|tokens|targets|tgt", "token_ids", "BQ", "integer"),
     RoleRule(r"(decoder_)?inputs?_embeds|x", "embeddings", "BQD", "float"),
+    RoleRule(r"per_layer_inputs", "embeddings", "BQ11", "float"),
     RoleRule(r"(decoder_)?attention_mask", "attention_mask", "BT"),
     RoleRule(r"(decoder_)?attention_mask|attn_mask|causal_mask", "additive_mask", "B1QT"),
     RoleRule(r"attn_mask|attention_mask", "additive_mask", "BQT", "float"),

@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 import numpy as np
 
-from kvdoctor.contract import Axis, CacheContract, Dim, Graph, PhaseName, Slot, describe
+from kvdoctor.contract import DECODING, Axis, CacheContract, Dim, Graph, PhaseName, Slot, describe
 from kvdoctor.decode.caller_trace.read import read_trace
 from kvdoctor.decode.caller_trace.recorded import Trace, TraceStep, TraceTensor
 from kvdoctor.decode.caller_trace.rewind import cut_back
@@ -85,7 +85,7 @@ def _expect_output_shape(
 
 REMEMBERED = 4
 """Steps before the last that a stale past is looked for in."""
-PHASES: tuple[PhaseName, ...] = ("encode", "prefill", "decode")
+PHASES: tuple[PhaseName, ...] = ("encode", "embed", *DECODING)
 MATCHED_STEPS = 8
 """Steps that decide which stack a trace belongs to."""
 
@@ -151,6 +151,7 @@ def walk(trace: Trace, contract: CacheContract, blind: dict[str, None]) -> Itera
     before: SequenceState | None = None
     encoded: TraceStep | None = None
     number = 0
+    trace = without_embedding_calls(trace, contract)
     for index, recorded in enumerate(trace):
         phase = phase_of(recorded, contract, before)
         if phase == "encode":
@@ -177,9 +178,16 @@ def phase_of(step: TraceStep, contract: CacheContract, before: SequenceState | N
         graphs = {p: g for p, g in graphs.items() if PurePath(g.file).name == name} or graphs
     usual: PhaseName = "prefill" if before is None else "decode"
     # Where one graph serves several phases, or two fit as well, it is the one whose turn it is.
-    phase = min(graphs, key=lambda p: (count_misfits(step, graphs[p]), p != usual, p == "encode"))
+    phase = min(graphs, key=lambda p: (count_misfits(step, graphs[p]), p != usual, p not in DECODING))
     one_graph = contract.phases["prefill"].graph == contract.phases["decode"].graph
-    return usual if one_graph and phase != "encode" else phase
+    return usual if one_graph and phase in DECODING else phase
+
+
+def without_embedding_calls(trace: Trace, contract: CacheContract) -> Trace:
+    """The calls of a trace but those of an embedding graph: what that returned is in the feeds of the next one."""
+    if "embed" not in contract.phases:
+        return trace
+    return tuple(step for step in trace if phase_of(step, contract, None) != "embed")
 
 
 def _first_phase(phase: PhaseName, contract: CacheContract) -> PhaseName:

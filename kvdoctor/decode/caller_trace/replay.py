@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from kvdoctor.contract import CacheContract, PhaseName, Port, Role
-from kvdoctor.decode.caller_trace.check import broken_at, phase_of, walk
+from kvdoctor.decode.caller_trace.check import broken_at, phase_of, walk, without_embedding_calls
 from kvdoctor.decode.caller_trace.outputs import (
     find_different_encoding,
     find_different_output,
@@ -65,6 +65,7 @@ class ReplayStep:
 
 def make_replay(trace: Trace, contract: CacheContract) -> Experiment:
     """Make the experiment that runs a trace again."""
+    trace = without_embedding_calls(trace, contract)
     planned = tuple(_plan(trace, contract))
     encoded = next((step for step in trace if phase_of(step, contract, None) == "encode"), None)
     strange = [
@@ -145,6 +146,7 @@ def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: Trace
         _read_encoder_outputs(builder, planned[0], source),
         _read_tokens(builder, planned),
         tolerances=builder.tolerances,
+        embed=builder.embed,
     )
     state, cause, broken = _Replay(builder, encoded_alike=alike), found, False
     for entry in planned:

@@ -14,7 +14,7 @@ fix the sizes 0 and 1.
 
 from collections.abc import Callable, Iterator
 
-from kvdoctor.contract import Axis, Port, describe
+from kvdoctor.contract import DECODING, Axis, Port, describe
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Severity, check
 from kvdoctor.report.wording.units import shorten_names
@@ -91,7 +91,7 @@ def _find_fixed_inputs(
     context: ContractContext, axis: Axis, severity: Callable[[str, int], Severity], declared: str
 ) -> Iterator[Fault]:
     """One fault for each graph of the loop with a fixed axis; `severity` by its file and the size."""
-    for name in dict.fromkeys(phase.graph for name, phase in context.contract.phases.items() if name != "encode"):
+    for name in dict.fromkeys(context.contract.phases[phase].graph for phase in DECODING):
         graph = context.contract.graphs[name]
         sizes = {port: _find_fixed_size(port, axis) for port in graph.inputs if port.role in ("token_ids", "past")}
         frozen = {port: size for port, size in sizes.items() if size is not None}

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvdoctor.analysis.stacks import OnnxFile
-from kvdoctor.contract import CacheContract, Graph, Port
+from kvdoctor.contract import DECODING, CacheContract, Graph, Port
 from kvdoctor.diagnose.float32.quantization import unround_integers, unround_scales
 from kvdoctor.diagnose.float32.widen import NoFloat32Copy, widen
 from kvdoctor.model.output_folder import copy_whole
@@ -61,7 +61,7 @@ def write_float32_copy(files: Iterable[OnnxFile], contract: CacheContract, targe
     """
     wanted = {graph.file: name for name, graph in contract.graphs.items()}
     chosen = [file for file in files if file.name in wanted]
-    decoding = {contract.phases[phase].graph for phase in contract.phases if phase != "encode"}
+    decoding = {contract.phases[phase].graph for phase in DECODING}
     views = []
     try:
         _demand_room(chosen, target)

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from kvdoctor.contract import CacheContract, Carry, First, Growth, Port, Slot, describe
+from kvdoctor.contract import DECODING, CacheContract, Carry, First, Growth, Port, Slot, describe
+from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.report.facts import FileFacts, StackFacts
 from kvdoctor.report.wording.units import format_bytes, format_count, shorten_names
 
@@ -57,6 +58,8 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
     yield "axes", _axes(contract)
     yield "first step", _first_step(contract)
     yield "feed", _fed(contract)
+    if "embed" in contract.phases:
+        yield "embed", _embedded(contract)
     for carry, (verb, rule) in CARRY_WORDS.items():
         for slots in _group_by_source([slot for slot in contract.slots if slot.carry == carry]):
             yield verb, _carry_rule(slots, rule)
@@ -65,7 +68,7 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
         yield "missing", f"{part.subject}: {part.reason}"
 
 
-OUTLINED = ("layout", "cache", "first step", "memory", "missing")
+OUTLINED = ("layout", "cache", "first step", "embed", "memory", "missing")
 
 
 def outline_contracts(stacks: Sequence[StackFacts]) -> Iterator[tuple[str, str]]:
@@ -199,6 +202,15 @@ def _fed(contract: CacheContract) -> str:
     names = {port.name for port in every}
     first = [port for port in contract.graph("prefill").inputs if _is_fed(port) and port.name not in names]
     return f"every step: {_port_names(every)}" + (f"; first step also: {_port_names(first)}" if first else "")
+
+
+def _embedded(contract: CacheContract) -> str:
+    """The embedding graph, what it is fed, and which of its outputs go where."""
+    graph = contract.graph("embed")
+    pairs = {name: made for phase in DECODING for name, made in embedded_inputs(contract, phase).items()}
+    fed = [p.name if p.role == "token_ids" else f"{p.name} (features, none for text)" for p in graph.inputs]
+    rules = ", ".join(f"{made} -> {name}" for name, made in pairs.items())
+    return f"{graph.file} at every step, fed {', '.join(fed)}: {rules}"
 
 
 def _is_fed(port: Port) -> bool:

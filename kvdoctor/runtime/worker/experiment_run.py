@@ -133,6 +133,7 @@ class _ExperimentRun:
                 tolerances=self.runner.tolerances,
                 thresholds=self.runner.thresholds,
                 ring=self.runner.ring,
+                embed=self.stack.embed if self.stack.can_embed else None,
             )
             calls = self.experiment.calls(self.builder)
             call = next(calls)

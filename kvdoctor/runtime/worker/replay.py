@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdoctor.contract import Port
+from kvdoctor.contract import DECODING, Port
 from kvdoctor.decode.calls import Answer, Array, Call, Value, as_array
 from kvdoctor.decode.experiments import load
 from kvdoctor.decode.messages import (
@@ -43,8 +43,8 @@ class RecordingStack(StackRunner):
     answers: list[tuple[Call, Answer]] = field(default_factory=list)
 
     def run_session(self, call: Call, session: Any = None) -> Answer:
-        """Run a call, and write it down unless it belongs to the encoder or repeats one in another session."""
-        if session is not None or call.phase == "encode":
+        """Run a call; write it down unless it is none of the decoder, or repeats one in another session."""
+        if session is not None or call.phase not in DECODING:
             return super().run_session(call, session)
         scripted = self._script(call)
         self.calls.append(scripted)

@@ -2,15 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract, with_last_logits_only
-from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario, Value, as_array
+from kvdoctor.contract import CacheContract, PhaseName, with_last_logits_only
+from kvdoctor.decode.calls import Answer, Array, Call, Encoded, NothingToRun, Scenario, Value, as_array
+from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.decode.experiments.cache_entries import growing
-from kvdoctor.decode.inputs import encoder_feeds, synthetic_cross_caches, synthetic_encoder_states
+from kvdoctor.decode.inputs import (
+    embedding_feeds,
+    encoder_feeds,
+    plain_token_ids,
+    synthetic_cross_caches,
+    synthetic_encoder_states,
+)
 from kvdoctor.decode.messages import Note
 from kvdoctor.decode.samples import Samples
 from kvdoctor.records import record
@@ -142,6 +150,37 @@ class StackRunner:
         ports = (port for graph in self.contract.graphs.values() for port in graph.inputs)
         port = next((port for port in ports if port.role == "encoder_states"), None)
         return made if made is None or port is None else self.samples.overlay(port.name, made)
+
+    @cached_property
+    def can_embed(self) -> bool:
+        """Whether the embedding file makes embeddings of token ids; where it is there and does not, a note says so."""
+        if "embed" not in self.contract.phases:
+            return False
+        rows, new = self.contract.fixed_batch or 1, self.contract.new_tokens or 2
+        try:
+            self.embed("prefill", np.full((rows, new), plain_token_ids(self.contract)[0]))
+        except NothingToRun as error:
+            self.announce(Note(f"{error}; synthetic embeddings are used"))
+            return False
+        return True
+
+    def embed(self, phase: PhaseName, tokens: Array) -> dict[str, Array]:
+        """The embeddings of token ids int64[batch, new] for the inputs of a phase, by the embedding file.
+
+        Raises:
+            NothingToRun: it fails, or returns something else.
+        """
+        graph = self.contract.graph("embed")
+        try:
+            answer = self.run_session(Call("embed", embedding_feeds(graph, tokens), 0, tokens.shape[1]))
+        except (StepFailed, Refused) as error:
+            raise NothingToRun(f"the embedding file could not be run ({error})") from error
+        made = {name: answer.outputs[output] for name, output in embedded_inputs(self.contract, phase).items()}
+        for name, value in made.items():
+            if value.shape[:2] != tokens.shape:
+                shapes = f"{list(value.shape)} for tokens {list(tokens.shape)}"
+                raise NothingToRun(f"the embedding file returns {shapes} as {name}")
+        return {name: value.array() for name, value in made.items()}
 
     def fit_scenario(self, scenario: Scenario) -> Scenario:
         """The scenario in the sizes that the contract and the user's samples allow."""

@@ -81,7 +81,7 @@ def _array(one: Input, pads: bool) -> str:
         case "tokens":
             flat = "tokens.flat()" if len(one.dims) == 1 else "tokens"
             return flat if one.dtype == "int64" else f"convert[{kind}]({flat})"
-        case "encoder-input" | "encoder-states":
+        case "encoder-input" | "encoder-states" | "embeddings":
             return "input" if kind in ("float32", "int64") else f"convert[{kind}](input)"
         case "attention-mask":
             return f"mask({sizes}, total{padding}, {_number(one, 1)}, {_number(one, 0)})"

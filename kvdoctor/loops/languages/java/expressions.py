@@ -219,7 +219,7 @@ def value(one: Input, plan: LoopPlan) -> Call:
         case "encoder-input" if one.dtype not in FLOATS:
             rows = f"source[{_row('sourceLength')}][{_column('sourceLength')}]"
             return _made(one, rows, ["source.length", "sourceLength"])
-        case "encoder-input" | "encoder-states":
+        case "encoder-input" | "encoder-states" | "embeddings":
             return _made(one, "source[i]", ["shape"])
         case "number":
             return _made(one, _number(one), sizes)

@@ -1,0 +1,179 @@
+"""Finds the graph that makes the embeddings of a decoder, in a file beside it: by its interface.
+
+A decoder that takes embeddings says which ones: their element type and their width. An embedding graph takes token ids,
+and returns these for each of them. Suffixes (`_q4`) and names decide only between files that fit alike; where nothing
+decides, none is taken.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvdoctor.analysis.axes import as_number
+from kvdoctor.analysis.dialects.dialect import parse_axes
+from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, convert_sizes, plain_port, role_by_name
+from kvdoctor.analysis.stacks import OnnxFile, StackFiles, StackParts
+from kvdoctor.analysis.token_inputs import find_token_inputs
+from kvdoctor.contract import Graph, Port, describe
+from kvdoctor.decode.embeddings import pair_embeddings
+from kvdoctor.model.files import sha256
+from kvdoctor.model.view import Declared, GraphView
+
+NAME = re.compile(r"embed_tokens|(token_|text_|input_)?embeddings?|prepare_inputs_embeds", re.ASCII)
+"""How exporters call the file: transformers.js, onnxruntime-genai, Optimum."""
+VARIANT = re.compile(r"_(q\d\w*|b?fp?\d+|u?int\d+|quantized|bnb\d+)$", re.ASCII)
+MIXING = {"Softmax", "LSTM", "GRU", "RNN", "Scan", "Loop"}
+"""Operators by which a token's output depends on other tokens: no embedding does."""
+WIDTH_AXIS = 2
+"""The first axis behind batch and tokens."""
+
+
+def add_embedding_graphs(
+    files: tuple[OnnxFile, ...], stacks: tuple[StackFiles, ...], config: dict[str, Any], genai: dict[str, Any]
+) -> tuple[tuple[OnnxFile, ...], tuple[StackFiles, ...]]:
+    """The files and stacks of a folder, with the embedding graphs as part of the stacks that need one."""
+    used = {file.name for stack in stacks for file in stack.files.values()}
+    candidates = [replace(f, role="embedding") for f in files if f.name not in used and _is_embedding_graph(f)]
+    if not candidates:
+        return files, stacks
+    stacks = tuple(_add_to_stack(stack, candidates, StackParts.of(stack, config, genai), genai) for stack in stacks)
+    taken = {stack.files["embedding"].name for stack in stacks if "embedding" in stack.files}
+    return tuple(replace(f, role="embedding") if f.name in taken else f for f in files), stacks
+
+
+def read_embedding_graph(file: OnnxFile, decoders: Iterable[Graph]) -> Graph | None:
+    """The ports of an embedding graph; None where some of the decoder's graphs takes other embeddings."""
+    outputs = [_output(port) for port in file.graph.outputs.values()]
+    taken: set[str] = set()
+    for decoder in decoders:
+        wanted = [port for port in decoder.inputs if port.role == "embeddings"]
+        pairs = pair_embeddings(wanted, outputs)
+        if not pairs and wanted:
+            return None
+        taken |= set((pairs or {}).values())
+    ports = (p if p.name in taken else replace(p, role="auxiliary") for p in outputs)
+    return Graph(file.name, tuple(map(_input, file.graph.inputs.values())), tuple(ports))
+
+
+def _is_embedding_graph(file: OnnxFile) -> bool:
+    """Whether a file takes token ids, at most features beside them, and returns floats for each token."""
+    view = file.view
+    if view is None or file.role not in ("other", "encoder") or "encoder" in file.path.stem.lower():
+        return False
+    ids = _token_ids(view)
+    rest = [port for port in view.inputs.values() if port is not ids]
+    outputs = view.outputs.values()
+    if ids is None or not all(map(_may_be_empty, rest)) or not all(map(_has_widths, outputs)):
+        return False
+    return bool(outputs) and not any("Attention" in name or name in MIXING for name in view.operators)
+
+
+def _token_ids(view: GraphView) -> Declared | None:
+    """The only input of integers, which has an entry for each token."""
+    integers = [port for port in view.inputs.values() if port.dtype in INTEGERS]
+    return integers[0] if len(integers) == 1 and len(integers[0].shape or ()) == WIDTH_AXIS else None
+
+
+def _may_be_empty(port: Declared) -> bool:
+    """Whether an input takes features, of which there may be none."""
+    return port.dtype in FLOATS and any(not isinstance(as_number(size), int) for size in port.shape or ())
+
+
+def _has_widths(port: Declared) -> bool:
+    return port.dtype in FLOATS and len(port.shape or ()) > WIDTH_AXIS
+
+
+def _input(port: Declared) -> Port:
+    if port.dtype in INTEGERS:
+        return convert_sizes(Port(port.name, port.dtype, port.shape, "token_ids", ("batch", "new")))
+    return convert_sizes(plain_port(port, "features"))
+
+
+def _output(port: Declared) -> Port:
+    """An output as embeddings; sizes behind batch and tokens are numbers also where they are written as names."""
+    shape = port.shape or ()
+    widths = tuple(map(as_number, shape[WIDTH_AXIS:]))
+    axes = parse_axes("BQD" if len(widths) == 1 else "BQ" + "1" * len(widths))
+    return Port(port.name, port.dtype, (*shape[:WIDTH_AXIS], *widths), "embeddings", axes)
+
+
+def _add_to_stack(
+    stack: StackFiles, candidates: Sequence[OnnxFile], parts: StackParts, genai: dict[str, Any]
+) -> StackFiles:
+    """The stack with its embedding graph, or with the reason why none is taken."""
+    if stack.operator is not None:
+        return stack
+    files = [parts.decode] if parts.first is parts.decode else [parts.decode, parts.first]
+    wanted = [ports for ports in (_embeddings_of(file, parts) for file in files) if ports]
+    if not wanted:
+        return stack
+    named = [one for one in candidates if one.name == _configured(genai, stack.main)]
+    fitting = [one for one in named or candidates if all(_fits(one, ports) for ports in wanted)]
+    if not fitting:
+        return replace(stack, remarks=tuple(_misfits(stack.main, named or candidates, wanted[0])))
+    best = min(_preference(one, stack.main, wanted[0]) for one in fitting)
+    chosen = [one for one in fitting if _preference(one, stack.main, wanted[0]) == best]
+    if len(chosen) > 1 and len({sha256(one.path) for one in chosen}) > 1:
+        names = " and ".join(one.name for one in chosen[:3])
+        reason = f"{names} make embeddings for {stack.main.name} alike and differ in content: none of them is used"
+        return replace(stack, remarks=(reason,))
+    return replace(stack, files={**stack.files, "embedding": chosen[0]})
+
+
+def _embeddings_of(file: OnnxFile, parts: StackParts) -> list[Port]:
+    """The inputs of a decoder that take embeddings; none where it takes token ids as well."""
+    tokens = find_token_inputs(parts)
+    if tokens.ids[file.name] is not None:
+        return []
+    found = []
+    for port in file.graph.inputs.values():
+        known = parts.known.find_role(port)
+        role = known.role if known is not None else role_by_name(port, parts.input_rules)
+        if role == "embeddings" or port.name == tokens.hidden:
+            found.append(convert_sizes(plain_port(port, "embeddings")))
+    return found
+
+
+def _configured(genai: dict[str, Any], decoder: OnnxFile) -> str | None:
+    """The embedding graph that genai_config.json names for a decoder."""
+    model = genai.get("model")
+    entries = [model.get(part) for part in ("decoder", "embedding")] if isinstance(model, dict) else []
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    return str(names[1]) if names and names[0] == decoder.name else None
+
+
+def _fits(file: OnnxFile, wanted: Sequence[Port]) -> bool:
+    """Whether a file makes all embeddings that a decoder takes, for as many sequences and tokens."""
+    ids = _token_ids(file.graph)
+    assert ids is not None  # noqa: S101 - candidates have them
+    fixed = [(index, size) for index, size in enumerate(map(as_number, ids.shape or ())) if isinstance(size, int)]
+    if any((port.shape or ())[index : index + 1] != (size,) for index, size in fixed for port in wanted):
+        return False
+    return pair_embeddings(wanted, [_output(port) for port in file.graph.outputs.values()]) is not None
+
+
+def _preference(file: OnnxFile, decoder: OnnxFile, wanted: Sequence[Port]) -> tuple[int, bool, bool]:
+    """What makes a file the likelier one, the least first: the decoder's suffix, the outputs' names, its own name."""
+    suffix, variant = _suffix(file), VARIANT.search(decoder.path.stem)
+    own = {decoder.suffix, *([variant[0]] if variant else [])}
+    return (
+        0 if suffix in own else 1 if not suffix else 2,
+        not {port.name for port in wanted} <= set(file.graph.outputs),
+        NAME.match(file.path.stem) is None,
+    )
+
+
+def _suffix(file: OnnxFile) -> str:
+    """The name without the words for the file's role, as far as they are known: `_q4` of `embed_tokens_q4.onnx`."""
+    named, variant = NAME.match(file.path.stem), VARIANT.search(file.path.stem)
+    return file.path.stem[named.end() :] if named else variant[0] if variant else ""
+
+
+def _misfits(decoder: OnnxFile, candidates: Sequence[OnnxFile], wanted: Sequence[Port]) -> Iterator[str]:
+    """Why the file that is called an embedding graph, if there is one, is not that of a decoder."""
+    named = [one for one in candidates if NAME.match(one.path.stem)]
+    for one in sorted(named, key=lambda file: _preference(file, decoder, wanted))[:1]:
+        made = ", ".join(f"{p.name} {describe(p.dtype, p.shape)}" for p in map(_output, one.graph.outputs.values()))
+        taken = ", ".join(f"{port.name} {describe(port.dtype, port.shape)}" for port in wanted)
+        yield f"{one.name} does not fit {decoder.name}: it returns {made}, and the decoder takes {taken}"
