@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class LoopTarget:
     folder: Path
     contract: CacheContract
     plan: LoopPlan
-    external: Mapping[str, tuple[str, ...]]
+    external: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def observe(target: LoopTarget, options: Options, runtime: Runtime) -> ObservedLoop:

@@ -46,7 +46,7 @@ def main() -> int:
         times.append(time.perf_counter())
 
     if given.follow:
-        made = follow(decoder, given, Path(), times)
+        made = follow(decoder, given, times)
     else:
         choose = sampler(given.temperature, given.top_k, given.seed) if given.temperature > 0 else None
         made = decoder.generate(prompts_of(given), given.most, ids(given.stop), choose, on_token)
@@ -78,7 +78,7 @@ def probe(decoder: Decoder, file: Path, result: str) -> int:
             decoder.trace = partial(_named, given.run, write)
             made, error = list[list[int]](), None
             try:
-                made = follow(decoder, given, file.parent, [])
+                made = follow(decoder, given, [])
             except Exception as failed:  # the next runs say more
                 error = str(failed)
             write({"run": given.run, "tokens": made, "error": error})
@@ -113,7 +113,7 @@ def prompts_of(given: argparse.Namespace) -> list[list[int]]:
     return [ids(text) for text in given.prompt]
 
 
-def follow(decoder: Decoder, given: argparse.Namespace, folder: Path, times: list[float]) -> list[list[int]]:
+def follow(decoder: Decoder, given: argparse.Namespace, times: list[float]) -> list[list[int]]:
     """The likeliest token after the prompt and after each given one, whatever was likeliest before."""
     logits = decoder.prefill(prompts_of(given))
     made = [[int(row.argmax())] for row in logits]

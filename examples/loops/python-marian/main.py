@@ -47,10 +47,10 @@ def main() -> int:
         times.append(time.perf_counter())
 
     if given.follow:
-        made = follow(decoder, given, Path(), times)
+        made = follow(decoder, given, times)
     else:
         choose = sampler(given.temperature, given.top_k, given.seed) if given.temperature > 0 else None
-        encode(decoder, given, Path())
+        encode(decoder, given)
         made = decoder.generate(prompts_of(given), given.most, ids(given.stop), choose, on_token)
     for row in made:
         print(",".join(map(str, row)))
@@ -80,7 +80,7 @@ def probe(decoder: Decoder, file: Path, result: str) -> int:
             decoder.trace = partial(_named, given.run, write)
             made, error = list[list[int]](), None
             try:
-                made = follow(decoder, given, file.parent, [])
+                made = follow(decoder, given, [])
             except Exception as failed:  # the next runs say more
                 error = str(failed)
             write({"run": given.run, "tokens": made, "error": error})
@@ -115,8 +115,8 @@ def prompts_of(given: argparse.Namespace) -> list[list[int]]:
     return [ids(text) for text in given.prompt]
 
 
-def encode(decoder: Decoder, given: argparse.Namespace, folder: Path) -> None:
-    """Give the source to the decoder; a file is looked for in `folder`."""
+def encode(decoder: Decoder, given: argparse.Namespace) -> None:
+    """Give the source to the decoder."""
     if not given.source:
         raise ValueError("give --source: this model reads it with its encoder")
     sources = [ids(text) for text in given.source]
@@ -125,9 +125,9 @@ def encode(decoder: Decoder, given: argparse.Namespace, folder: Path) -> None:
     decoder.encode(np.array([one + [0] * (longest - len(one)) for one in sources]), mask)
 
 
-def follow(decoder: Decoder, given: argparse.Namespace, folder: Path, times: list[float]) -> list[list[int]]:
+def follow(decoder: Decoder, given: argparse.Namespace, times: list[float]) -> list[list[int]]:
     """The likeliest token after the prompt and after each given one, whatever was likeliest before."""
-    encode(decoder, given, folder)
+    encode(decoder, given)
     logits = decoder.prefill(prompts_of(given))
     made = [[int(row.argmax())] for row in logits]
     times.append(time.perf_counter())
