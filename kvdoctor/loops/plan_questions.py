@@ -54,17 +54,3 @@ def _names(plan: LoopPlan) -> Iterator[str]:
         yield from call.outputs
     for slot in plan.slots:
         yield from (name for name in (slot.past, slot.present, slot.made) if name is not None)
-
-
-def sample_arguments(plan: LoopPlan) -> str:
-    """Arguments with which a program decodes something: for a README. A size that only the caller knows is a word."""
-    rows = plan.batch or 1
-    words = ["--prompt 5,6,7"] * rows
-    source = plan.source
-    if source is not None and source.dtype in ("int64", "int32"):
-        length = source.dims[-1] if isinstance(source.dims[-1], int) else 3
-        words += ["--source " + ",".join(str(5 + i) for i in range(length))] * rows
-    elif source is not None:
-        sizes = (str(rows if dim == "batch" else dim if isinstance(dim, int) else "LENGTH") for dim in source.dims)
-        words += [f"--source source-{rows}.f32", f"--source-shape {','.join(sizes)}"]
-    return " ".join(words)

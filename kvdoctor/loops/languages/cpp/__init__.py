@@ -36,7 +36,6 @@ LANGUAGE = Language(
         "carry": expressions.carry,
         "locals": expressions.local_names,
         "follows": plan_questions.follows,
-        "sample_arguments": plan_questions.sample_arguments,
         "needs_states": expressions.needs_states,
         "source_axis": plan_questions.source_axis,
         "takes_other_outputs": plan_questions.takes_other_outputs,

@@ -23,7 +23,6 @@ LANGUAGE = Language(
         "dims": expressions.dims,
         "put": expressions.put,
         "shape": expressions.shape,
-        "sample_arguments": plan_questions.sample_arguments,
         "source_axis": plan_questions.source_axis,
         "used": expressions.used,
         **{
