@@ -55,6 +55,8 @@ def _find_context(folder: ModelFolder, runs: tuple[ProbeRun, ...], result: str, 
     contracts = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
     known = {name: contract for name, contract in contracts.items() if contract.slots and not contract.missing}
     trace = next((run.trace for run in runs if run.trace), ())
+    if unreadable := next((file for file in folder.files if file.problem is not None), None):
+        raise UsageError(f"{unreadable.name} cannot be read: {unreadable.problem}")
     if not known:
         raise UsageError(f"{folder.shown} has no decoder with a complete cache contract; `kvdoctor inspect` says why")
     if not trace:

@@ -215,6 +215,7 @@ def _choose(folder: ModelFolder, name: str | None, language: Language) -> LoopTa
                 external = {one.name: tuple(data.location for data in one.external) for one in folder.files}
                 return LoopTarget(stack.name, folder.root, contract, plan, external)
             reasons.append(f"{stack.name}: {unmet}")
+    reasons += [f"{file.name} cannot be read: {file.problem}" for file in folder.files if file.problem is not None]
     raise NoLoop("; ".join(reasons) or f"no decoder with a KV cache in {folder.shown}; `kvdoctor inspect` says what is")
 
 
