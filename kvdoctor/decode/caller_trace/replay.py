@@ -202,8 +202,8 @@ def _is_made(state: _Replay, tensor: TraceTensor, port: Port, made: "Value | Arr
         return not as_array(made).any()  # a buffer of any length
     if tuple(made.shape) != tensor.shape:
         return False
-    if port.role == "encoder_states" or (slot is not None and slot.filled_in == "encode"):
-        return state.encoded_alike
+    if state.encoded_alike and (port.role == "encoder_states" or (slot is not None and slot.filled_in == "encode")):
+        return True
     if tensor.sample is not None:
         return same_values(tensor.sample, take_sample(as_array(made)))
     return port.role not in FREE
