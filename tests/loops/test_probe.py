@@ -10,6 +10,13 @@ from typing import Any
 import pytest
 from support import text_fixtures
 from support.isolated import EXPORTS, kvdoctor
+from support.sampling import sampled
+from test_loop_of_each_layout import FIXTURES, LOOPS
+
+from kvdoctor.diagnose.judge import judge
+from kvdoctor.loops.pipeline import LoopRequest, write_loop
+from kvdoctor.options import Options
+from kvdoctor.runtime.client import Runtime
 
 Line = dict[str, Any]
 
@@ -52,6 +59,17 @@ def test_the_same_runtime_gives_the_same(probed: tuple[Path, Path], tmp_path: Pa
     for run_ in report["runs"]:
         assert run_["outcome"] == "passed"
         assert all(step["difference"] is not None for step in run_["steps"]), "every step is compared"
+
+
+@pytest.mark.parametrize("name", sampled(LOOPS, 12))
+def test_no_layout_gives_a_false_alarm(name: str, tmp_path: Path) -> None:
+    model, probe = FIXTURES[name].write(tmp_path / "model"), tmp_path / "probe"
+    assert write_loop(LoopRequest(str(model), str(probe), "python", probe=True), Options()).out is not None
+    ran = run(probe, model, tmp_path / "result.jsonl")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    with Runtime(Options().limits) as runtime:
+        report = judge(str(model), str(tmp_path / "result.jsonl"), Options(), runtime)
+    assert (report.verdict, report.findings, report.not_checked) == ("nothing-found", (), ())
 
 
 WRONG = '''

@@ -275,7 +275,7 @@ def _ids(rows: Tokens) -> Array:
 
 
 def _value(array: Array) -> ort.OrtValue:
-    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+    return ort.OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"))
 
 
 def _rows(value: ort.OrtValue, slot: Slot, rows: Sequence[int]) -> ort.OrtValue:
