@@ -75,7 +75,7 @@ def prepare(language: str, model: Path, scratch: Path) -> Programs:
         NotBuilt: the tools of the language are missing, or its build failed.
     """
     project = scratch / language / "loop"
-    project.parent.mkdir()
+    project.parent.mkdir(parents=True)
     kvdoctor("loop", str(model), "--language", language, "-o", str(project)).run()
     return LANGUAGES[language](project)
 

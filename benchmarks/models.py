@@ -52,6 +52,8 @@ MODELS = {
     "100m-differs": Sizes(layers=12, heads=11, vocabulary=20_000, inside=True, fault="differs"),
     # For loops of more than 2,000 tokens.
     "100m-long": Sizes(layers=12, heads=11, vocabulary=20_000, inside=True, positions=4096),
+    # As many layers and next to no weights: for the memory of many steps.
+    "thin-long": Sizes(layers=12, heads=2, vocabulary=1_000, inside=True, positions=4096),
     # 1.8 GB in one file: just under the 2 GiB that protobuf can hold.
     "1.8gb-inside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=True),
     "1.8gb-beside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=False),

@@ -85,8 +85,8 @@ class ReproOptions(SharedOptions, total=False):
     tolerances: "Mapping[str, float] | None"
 
 
-class LoopOptions(TypedDict, total=False):
-    """The options of `loop` and `probe`; they mean what they mean everywhere."""
+class ProbeOptions(TypedDict, total=False):
+    """The options of `probe`; they mean what they mean everywhere."""
 
     seed: int
     provider: str
@@ -95,7 +95,14 @@ class LoopOptions(TypedDict, total=False):
     progress: "Progress | None"
 
 
-class JudgeOptions(LoopOptions, total=False):
+class LoopOptions(ProbeOptions, total=False):
+    """The options of `loop`. `reference` is a checkpoint whose tokens the program must find as well, with `check`."""
+
+    reference: "Path | None"
+    offline: bool
+
+
+class JudgeOptions(ProbeOptions, total=False):
     """The options of `judge`."""
 
     fail_on: "FailOn"
@@ -315,7 +322,7 @@ def probe(
     language: str,
     stack: str | None = None,
     force: bool = False,
-    **options: "Unpack[LoopOptions]",
+    **options: "Unpack[ProbeOptions]",
 ) -> "WrittenLoop":
     """Write a loop as `loop` does, with runs for a machine where kvdoctor is not; `judge` reads what it writes there.
 

@@ -407,7 +407,7 @@ class Options:
         None,
         "Compare the logits with this PyTorch checkpoint: a folder, or a model of the Hugging Face Hub (uses the "
         "network).",
-        ("step-test",),
+        ("step-test", "loop"),
         reported="if set",
         group=INPUT,
     )
@@ -550,7 +550,9 @@ class Options:
     hash: bool = option(
         Flag(), False, "Put the SHA-256 of each file into the report.", ALL, policy="hash = true", group=OUTPUT
     )
-    offline: bool = option(Flag(), False, "Never use the network.", MAY_DOWNLOAD, policy="offline = true", group=LIMITS)
+    offline: bool = option(
+        Flag(), False, "Never use the network.", (*MAY_DOWNLOAD, "loop"), policy="offline = true", group=LIMITS
+    )
     progress: Callable[[str, int, int], None] | None = option(
         Kind("a function"), None, "Call this at the start of each experiment.", (*ALL, *LOOPS), flag=None
     )

@@ -12,6 +12,7 @@ from support.text_fixtures import load_all
 from kvdoctor.diagnose import checkpoint as reference
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import UsageError
+from kvdoctor.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report
 from kvdoctor.runtime import environments
@@ -218,6 +219,36 @@ def test_an_export_of_other_weights_does_not(name: str, checkpoints: Path) -> No
     assert (code, document["verdict"]) == (1, "unhealthy")
     found = [finding for finding in document["findings"] if finding["severity"] == "error"]
     assert [finding["name"] for finding in found] == ["reference-differs"] * len(document["stacks"])
+
+
+@pytest.mark.usefixtures("_made_up")
+@pytest.mark.parametrize(
+    ("config", "code", "said"),
+    [
+        ({}, 0, None),
+        ({"add": 50}, 1, "step 2: token 38 in place of 2"),
+        ({"fail": "no memory"}, 3, "cannot be run: no memory"),
+    ],
+)
+def test_the_program_of_a_loop_finds_the_tokens_of_its_checkpoint(
+    config: dict[str, Any], code: int, said: str | None, tmp_path: Path
+) -> None:
+    options = Options(reference=str(checkpoint(tmp_path / "checkpoint", **config)))
+    made = write_loop(LoopRequest(str(EXPORTS / "gpt2"), None, "python", check=True), options)
+    problems = [result.problem for result in made.results if result.problem]
+    assert made.exit_code == code, problems
+    if said is None:
+        assert any("by /" in result.vector and result.tokens for result in made.results)
+    else:
+        assert said in " ".join([*problems, made.unchecked or ""])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), [("t5", 0), ("gpt2", 0), ("t5-changed", 1)])
+def test_the_program_of_a_loop_finds_the_tokens_of_pytorch(name: str, code: int, checkpoints: Path) -> None:
+    model = EXPORTS / name.removesuffix("-changed")
+    done = kvdoctor("loop", model, "--language", "python", "--check", "--reference", checkpoints / name)
+    assert done.returncode == code, done.stdout
 
 
 @pytest.mark.slow

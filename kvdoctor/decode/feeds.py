@@ -178,12 +178,12 @@ class FeedBuilder:
         """Tokens start to stop on top of a cache, which is as long as `past` says."""
         return self._call("decode", start, stop, past, self.past_length(past), expected=expected, **more)
 
-    def carry(self, past: Past | None, answer: Answer, loop: Loop) -> Past:
-        """What the given loop feeds next. `past` is None after the prefill.
+    def carry(self, past: Past | None, answer: Answer, loop: Loop, first: Past | None = None) -> Past:
+        """What the given loop feeds next. `past` is None after the prefill, which was fed `first`, or the usual.
 
         plain: every slot that was returned is fed back. held: the slots that the contract holds keep their value.
         """
-        before = self.first_past(0) if past is None else past
+        before = (first or self.first_past(0)) if past is None else past
         carried = Past(length=answer.past + answer.new)
         for slot in self.contract.slots:
             returned = slot.filled_by if past is None else slot.present

@@ -9,7 +9,7 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.decode.caller_trace.check import TraceCheck, compare_trace, find_stacks
 from kvdoctor.decode.caller_trace.describe import describe_replay
-from kvdoctor.decode.caller_trace.probe import ProbeRun, read_probe
+from kvdoctor.decode.caller_trace.probe import ProbeRun, read_probe, with_likeliest
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import REPLAY, Run
 from kvdoctor.diagnose.context import CallerContext, ContractContext, extend_context
@@ -55,6 +55,8 @@ def _find_context(folder: ModelFolder, runs: tuple[ProbeRun, ...], result: str, 
     contracts = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
     known = {name: contract for name, contract in contracts.items() if contract.slots and not contract.missing}
     trace = next((run.trace for run in runs if run.trace), ())
+    if unreadable := next((file for file in folder.files if file.problem is not None), None):
+        raise UsageError(f"{unreadable.name} cannot be read: {unreadable.problem}")
     if not known:
         raise UsageError(f"{folder.shown} has no decoder with a complete cache contract; `kvdoctor inspect` says why")
     if not trace:
@@ -89,7 +91,7 @@ def _judge_run(
         trace_run=probe.name,
         timed=False,
     )
-    held = compare_trace(probe.trace, context.contract)
+    held = compare_trace(with_likeliest(probe, context.contract), context.contract)
     results = runtime.examine(job, options.progress)
     caller = extend_context(context, CallerContext, runs=results.runs, trace_check=held, probe=probe)
     found = run_checks(caller, "caller", options.selection)

@@ -95,6 +95,8 @@ def write_loop(request: LoopRequest, options: Options) -> WrittenLoop:
     language = find_language(request.language)
     if request.out is None and not request.check:
         raise UsageError("give the folder for the program with -o OUT, or --check to try it without writing one")
+    if options.reference is not None and not request.check:
+        raise UsageError("--reference compares the program with a checkpoint: give --check as well")
     if request.out is not None and Path(request.path).exists():
         refuse_unfit(Path(request.out), Path(request.path), request.force)
     with Runtime(options.limits) as runtime:
@@ -134,6 +136,8 @@ def _write(
         made = replace(made, out=request.out, files=written, remarks=tuple(_remarks(observed)))
         if request.check:
             made = _checked(made, place, target.folder, observed.vectors, seconds)
+            if observed.uncompared is not None and made.exit_code == 0:
+                made = replace(made, unchecked=observed.uncompared, exit_code=3)
         if made.exit_code != 1:
             keep()
             return made
@@ -211,6 +215,7 @@ def _choose(folder: ModelFolder, name: str | None, language: Language) -> LoopTa
                 external = {one.name: tuple(data.location for data in one.external) for one in folder.files}
                 return LoopTarget(stack.name, folder.root, contract, plan, external)
             reasons.append(f"{stack.name}: {unmet}")
+    reasons += [f"{file.name} cannot be read: {file.problem}" for file in folder.files if file.problem is not None]
     raise NoLoop("; ".join(reasons) or f"no decoder with a KV cache in {folder.shown}; `kvdoctor inspect` says what is")
 
 

@@ -2,16 +2,18 @@
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.experiments.loop_vectors import ONE, PADDED, SEVERAL, UNDECIDED
+from kvdoctor.decode.experiments.against_checkpoint import NAME as CHECKPOINT
+from kvdoctor.decode.experiments.loop_vectors import ONE, PADDED, SEVERAL, UNDECIDED, decide
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import HELD_LOOP, LOOPS, Run
+from kvdoctor.decode.tolerances import TOLERANCES
 from kvdoctor.loops.plan import INTEGERS, LoopPlan
 from kvdoctor.loops.uses import EXPERIMENTS, without_wrong_uses
 from kvdoctor.options import Options
@@ -67,7 +69,7 @@ class ObservedLoop:
     """What the experiments showed before a loop is written.
 
     `held` is the run of the loop that will be written, `plain` that of the loop that feeds every present back. `plan`
-    has only uses that did not go wrong, `remarks` say which did.
+    has only uses that did not go wrong, `remarks` say which did. `uncompared` says why the checkpoint has no vector.
     """
 
     held: Run | None
@@ -76,6 +78,7 @@ class ObservedLoop:
     vectors: tuple[Vector, ...] = ()
     remarks: tuple[str, ...] = ()
     obstacle: str = ""
+    uncompared: str | None = None
 
 
 @record
@@ -105,7 +108,7 @@ def observe(target: LoopTarget, options: Options, runtime: Runtime) -> ObservedL
             stack=target.stack,
             folder=target.folder.absolute(),
             contract=target.contract,
-            experiments=(*LOOPS, *EXPERIMENTS, ONE, SEVERAL, PADDED),
+            experiments=(*LOOPS, *EXPERIMENTS, ONE, SEVERAL, PADDED, *([CHECKPOINT] if options.reference else [])),
             seed=options.seed,
             provider=options.provider,
             keep_logits=kept,
@@ -116,16 +119,41 @@ def observe(target: LoopTarget, options: Options, runtime: Runtime) -> ObservedL
         held = runs.get(HELD_LOOP)
         chosen = runs.get("plain-loop") if held is None or held.outcome == "skipped" else held
         arrays = _read(kept) if kept.is_file() else {}
+        by_checkpoint, uncompared = _ask_checkpoint(kept, arrays, options)
     plan, remarks = without_wrong_uses(target.plan, runs)
     wanted = [ONE, *([SEVERAL] if plan.batch is None else []), *([PADDED] if plan.pads and plan.batch is None else [])]
     vectors = tuple(_vector(name, arrays, plan) for name in wanted if f"{name}:expected" in arrays)
+    if by_checkpoint:
+        vectors += (replace(_vector(ONE, by_checkpoint, plan), name=f"one sequence by {options.reference}"),)
     obstacle = next(iter((*results.reasons_not_run, *results.crashes)), "")
-    return ObservedLoop(chosen, runs.get("plain-loop"), plan, vectors, remarks, obstacle)
+    return ObservedLoop(chosen, runs.get("plain-loop"), plan, vectors, remarks, obstacle, uncompared)
+
+
+def _ask_checkpoint(kept: Path, arrays: dict[str, Array], options: Options) -> tuple[dict[str, Array], str | None]:
+    """The arrays of the first vector with the tokens that the checkpoint finds likeliest; or why there are none."""
+    if options.reference is None:
+        return {}, None
+    from kvdoctor.diagnose.checkpoint import CannotCompare, Checkpoint
+
+    checkpoint = Checkpoint(options.reference, options.offline)
+    try:
+        if f"{ONE}:expected" not in arrays or f"{CHECKPOINT}:tokens" not in arrays:
+            return {}, "no call without a cache could be run"
+        checkpoint.logits(kept, kept.with_suffix(".checkpoint.npz"))
+        with np.load(kept.with_suffix(".checkpoint.npz")) as found:
+            logits = found["whole"]
+    except CannotCompare as reason:
+        return {}, str(reason)
+    finally:
+        checkpoint.close()
+    tokens, start = arrays[f"{CHECKPOINT}:tokens"], int(arrays[f"{ONE}:prompt"])
+    expected = decide(logits[:, start - 1 : tokens.shape[1]], TOLERANCES["float"].fails)
+    return arrays | {f"{ONE}:tokens": tokens, f"{ONE}:expected": expected}, None
 
 
 def _read(file: Path) -> dict[str, Array]:
     with np.load(file) as kept:
-        return {name: kept[name] for name in kept.files if name.partition(":")[0] in (ONE, SEVERAL, PADDED)}
+        return {name: kept[name] for name in kept.files if name.partition(":")[0] in (ONE, SEVERAL, PADDED, CHECKPOINT)}
 
 
 def _vector(name: str, arrays: dict[str, Array], plan: LoopPlan) -> Vector:

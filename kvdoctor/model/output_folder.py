@@ -71,8 +71,7 @@ def refuse_unfit(out: Path, source: Path, force: bool) -> None:
             raise UsageError(f"OUT {str(out)!r} was not written by kvdoctor, so --force does not replace it")
         if (foreign := _foreign(out)) is not None:
             raise UsageError(
-                f"OUT {str(out)!r} holds {foreign!r}, which kvdoctor did not write as it is, so --force does not "
-                "replace it; "
+                f"OUT {str(out)!r} holds {foreign!r}, which was added or changed since kvdoctor wrote the folder; "
                 "move it away, or give another folder"
             )
     if not os.access(mine.parent, os.W_OK):

@@ -187,6 +187,7 @@ def test_what_is_no_model_has_no_loop(tmp_path: Path) -> None:
     model = bad.saved(np.random.default_rng(0).bytes(1000), tmp_path / "model")
     done = kvdoctor("loop", model, "-l", "python", "-o", tmp_path / "out")
     assert done.returncode == 3
+    assert "cannot be read: " in done.stdout
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 

@@ -1,11 +1,27 @@
 """The loop in Go: literals, the statements that make inputs, and that the written project compiles and is formatted."""
 
+import json
 import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from support import text_fixtures
+from support.probed_programs import (
+    BuiltProgram,
+    assert_a_trace_is_accepted,
+    assert_a_wrong_token_is_found,
+    assert_requests_that_cannot_be_right_are_refused,
+    assert_samples_are_those_of_the_model,
+    assert_sources_of_unequal_length_are_masked,
+    assert_the_judge_finds_nothing,
+    assert_the_probe_is_as_expected,
+    assert_the_readme_decodes,
+    built,
+    snippet,
+)
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
@@ -138,9 +154,243 @@ def test_literals_are_the_same_text_in_go(tmp_path: Path) -> None:
 def test_the_project_is_formatted_and_clean(model: str, stack: int, tmp_path: Path) -> None:
     write(plan_of(model, stack), tmp_path)
 
-    assert go(tmp_path, "gofmt", "-l", ".") == ""
-    go(tmp_path, "go", "vet", "./...")
+    assert_clean(tmp_path)
     go(tmp_path, "go", "mod", "verify")
+
+
+LAYOUTS = (
+    "layout-aihub-whisper-healthy",
+    "layout-delta-healthy",
+    "layout-ort-t5-init-healthy",
+    "layout-rwkv-healthy",
+    "layout-tensor-scatter-heads-healthy",
+    "layout-transformersjs-healthy",
+    "merged-healthy",
+)
+"""Layouts that need other code: fixed sizes, buffers, states, float16, one token a call, no encoder graph."""
+
+
+@needs_go
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_project_of_a_layout_is_formatted_and_clean(name: str, tmp_path: Path) -> None:
+    folder = open_folder(text_fixtures.load_all()[name].write(tmp_path / "model"))
+    plan = make_plan(read_contract(folder.stacks[0], folder.side_cars), name)
+    assert needs.refuses(plan) is None
+    write(plan, tmp_path / "decode")
+
+    assert_clean(tmp_path / "decode")
+
+
+def assert_clean(project: Path) -> None:
+    assert go(project, "gofmt", "-l", ".") == ""
+    go(project, "go", "vet", "./...")
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory: pytest.TempPathFactory) -> BuiltProgram:
+    return built("go", EXPORTS / "marian-4.57.6", tmp_path_factory.mktemp("go") / "marian")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> BuiltProgram:
+    return built("go", EXPORTS / "llama-gqa", tmp_path_factory.mktemp("go") / "llama")
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> BuiltProgram:
+    return built("go", EXPORTS / "whisper", tmp_path_factory.mktemp("go") / "whisper")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["marian", "llama", "whisper"])
+def test_a_probe_is_decoded_and_compared(name: str, request: pytest.FixtureRequest) -> None:
+    program = request.getfixturevalue(name)
+    assert_the_probe_is_as_expected(program)
+    assert_the_judge_finds_nothing(program)
+    assert_a_wrong_token_is_found(program)
+
+
+@pytest.mark.slow
+def test_samples_are_those_of_the_model(llama: BuiltProgram) -> None:
+    assert_samples_are_those_of_the_model(llama, [5, 6, 7, 8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["marian", "llama", "whisper"])
+def test_the_command_of_the_readme_decodes_and_its_trace_is_accepted(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    assert_the_readme_decodes(request.getfixturevalue(name), tmp_path / "loop.jsonl")
+
+
+@pytest.mark.slow
+def test_requests_that_cannot_be_right_are_refused(marian: BuiltProgram, llama: BuiltProgram) -> None:
+    assert_requests_that_cannot_be_right_are_refused(marian, "--source 5,6 --prompt 1")
+    assert_requests_that_cannot_be_right_are_refused(llama, "--prompt 5,6")
+
+
+@pytest.mark.slow
+def test_sources_of_unequal_length_are_masked(marian: BuiltProgram) -> None:
+    assert_sources_of_unequal_length_are_masked(marian)
+
+
+@pytest.mark.slow
+def test_float16_is_noted_as_numbers(tmp_path: Path) -> None:
+    model = text_fixtures.load_all()["decoder-only-half-cache-healthy"].write(tmp_path / "model")
+    program = built("go", model, tmp_path / "decode")
+    assert_the_probe_is_as_expected(program)
+    assert_the_judge_finds_nothing(program)
+    calls = [json.loads(line) for line in (program.folder / "result.jsonl").read_text("utf-8").splitlines()]
+    halves = [one for call in calls for one in call.get("fed", {}).values() if one["dtype"] == "float16"]
+    numbers = [number for one in halves for number in one.get("data") or one.get("sample") or []]
+    assert any(numbers)
+    assert all(number is None or number == np.float16(number) for number in numbers)
+
+
+MISUSE = """package main
+
+import (
+	"fmt"
+	"os"
+
+	"decode/decoder"
+)
+
+func said[T any](_ []T, err error) { fmt.Println(err) }
+
+func main() {
+	d, err := decoder.Open(os.Args[1], nil)
+	if err != nil {
+		panic(err)
+	}
+	defer d.Close()
+	two := [][]int64{{5, 6, 7}, {8, 9, 10}}
+	said(d.Prefill([][]int64{{1}}))
+	fmt.Println(d.Encode([][]int64{{}}, nil))
+	fmt.Println(d.Encode(two, [][]int64{{1, 1}}))
+	fmt.Println(d.Encode(two, [][]int64{{1, 1, 0}, {1, 1, 1}}))
+	said(d.Prefill([][]int64{{1}, {}}))
+	said(d.Prefill([][]int64{{1}, {128}}))
+	said(d.Prefill([][]int64{{1}, {-1}}))
+	said(d.Prefill([][]int64{{1}, {2}}))
+	said(d.Step([][]int64{{1}}))
+	said(d.Step([][]int64{{1}, {2, 3}}))
+	said(d.Step([][]int64{{}, {}}))
+	fmt.Println(d.Reorder([]int64{1, 0}))
+	said(d.Step([][]int64{{1}, {2}}))
+	said(d.Prefill([][]int64{{1}, {2}}))
+	fmt.Println(d.Encode(two, nil))
+	said(d.Generate([][]int64{{1}, {2}}, decoder.Options{Most: -1}))
+	made, err := d.Generate([][]int64{{1}, {2}}, decoder.Options{Most: 1000})
+	fmt.Println(len(made[0]), err)
+}
+"""
+ANSWERS = """
+call Encode before Prefill, and again after Reorder
+source: there is nothing in it
+the mask has shape [2 3]; got [1 2]
+<nil>
+must have the same length
+token ids are 0 to 127; got 128
+token ids are 0 to 127; got -1
+<nil>
+tokens of 1 sequences for a cache of 2
+must have the same length
+there is nothing in it
+<nil>
+<nil>
+call Encode before Prefill, and again after Reorder
+<nil>
+at least 1
+64 <nil>
+"""
+
+
+@pytest.mark.slow
+def test_a_decoder_refuses_what_it_cannot_do(marian: BuiltProgram) -> None:
+    (marian.folder / "misuse").mkdir()
+    (marian.folder / "misuse" / "main.go").write_text(MISUSE)
+    done = marian.start("go", "run", "./misuse", str(marian.model))
+    assert done.returncode == 0, done.stderr
+    for said, expected in zip(done.stdout.splitlines(), ANSWERS.strip().splitlines(), strict=True):
+        assert expected in said
+
+
+SNIPPET = """package main
+
+import (
+	"encoding/json"
+	"io"
+	"os"
+	"slices"
+	"strings"
+
+	ort "github.com/yalue/onnxruntime_go"
+)
+
+%s
+func check(err error) {
+	if err != nil {
+		panic(err)
+	}
+}
+
+func main() {
+	ort.SetSharedLibraryPath(os.Getenv("ONNXRUNTIME_LIB"))
+	check(ort.InitializeEnvironment())
+	in, out, err := ort.GetInputOutputInfo(os.Args[1])
+	check(err)
+	var inputNames, outputNames []string
+	for _, one := range in {
+		inputNames = append(inputNames, one.Name)
+	}
+	for _, one := range out {
+		outputNames = append(outputNames, one.Name)
+	}
+	session, err := ort.NewDynamicAdvancedSession(os.Args[1], inputNames, outputNames, nil)
+	check(err)
+	trace, err := os.Create(os.Args[2])
+	check(err)
+	var outputs []ort.Value
+	for step := int64(0); step < 4; step++ {
+		inputs := make([]ort.Value, len(inputNames))
+		for i, name := range inputNames {
+			switch {
+			case strings.HasPrefix(name, "past") && step == 0:
+				inputs[i], err = ort.NewEmptyTensor[float32](ort.NewShape(1, 2, 0, 8))
+			case strings.HasPrefix(name, "past"):
+				inputs[i] = outputs[slices.Index(outputNames, strings.Replace(name, "past_key_values", "present", 1))]
+			case name == "attention_mask":
+				ones := make([]int64, step+1)
+				for k := range ones {
+					ones[k] = 1
+				}
+				inputs[i], err = ort.NewTensor(ort.NewShape(1, step+1), ones)
+			case name == "position_ids":
+				inputs[i], err = ort.NewTensor(ort.NewShape(1, 1), []int64{step})
+			default:
+				inputs[i], err = ort.NewTensor(ort.NewShape(1, 1), []int64{5 + step})
+			}
+			check(err)
+		}
+		outputs = make([]ort.Value, len(outputNames))
+		check(session.Run(inputs, outputs))
+		check(note(trace, inputNames, inputs, outputNames, outputs))
+	}
+}
+"""
+
+
+@pytest.mark.slow
+def test_the_lines_for_go_write_a_trace(llama: BuiltProgram, tmp_path: Path) -> None:
+    (llama.folder / "snippet").mkdir()
+    (llama.folder / "snippet" / "main.go").write_text(SNIPPET % snippet("go"))
+    assert go(llama.folder / "snippet", "gofmt", "-l", ".") == ""
+    trace = tmp_path / "loop.jsonl"
+    done = llama.start("go", "run", "./snippet", str(llama.model / "model.onnx"), str(trace))
+    assert done.returncode == 0, done.stderr
+    assert_a_trace_is_accepted(llama.model, trace, steps=4)
 
 
 @needs_go

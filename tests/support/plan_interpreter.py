@@ -137,10 +137,20 @@ class PlanInterpreter:
             sizes = sizes | {"capacity": self.capacity}
         if "encoder" in call.sizes:
             sizes = sizes | {"encoder": self._encoder_length()}
-        feeds = {one.name: self._value(one, sizes, tokens).astype(numpy_type(one.dtype)) for one in call.inputs}
+        embedded = self._embed(sizes, tokens) if call.of_rule("embeddings") else {}
+        made = {
+            one.name: embedded[one.made] if one.rule == "embeddings" else self._value(one, sizes, tokens)
+            for one in call.inputs
+        }
+        feeds = {one.name: made[one.name].astype(numpy_type(one.dtype)) for one in call.inputs}
         feeds |= {past: self.cache[past] for past in call.pasts}
         outputs = self.sessions[call.file].run(list(call.outputs), feeds)
         return dict(zip(call.outputs, outputs, strict=True))
+
+    def _embed(self, sizes: Sizes, tokens: Array | None) -> dict[str, Array]:
+        """What the embedding graph makes of the new tokens."""
+        assert self.plan.embed is not None
+        return self._call(self.plan.embed, sizes, tokens)
 
     def _value(self, one: Input, sizes: Sizes, tokens: Array | None) -> Array:
         shape = shape_of(one.dims, sizes)

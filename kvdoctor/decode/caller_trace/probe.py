@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvdoctor.contract import CacheContract
 from kvdoctor.decode.caller_trace.read import GUIDE, RESULT_FIELDS, SHORTER, parse_step, read_objects
 from kvdoctor.decode.caller_trace.recorded import Trace
 from kvdoctor.errors import UsageError
@@ -61,7 +62,7 @@ def read_probe(path: str) -> tuple[ProbeRun, ...]:
         raise UsageError(f"the result {path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not runs:
         raise UsageError(f"the result {path!r} holds no run; give the file that the program wrote with --probe")
-    return tuple(map(_with_likeliest, runs.values()))
+    return tuple(runs.values())
 
 
 def _ended(run: ProbeRun, found: dict[str, Any], where: str) -> ProbeRun:
@@ -76,21 +77,30 @@ def _ended(run: ProbeRun, found: dict[str, Any], where: str) -> ProbeRun:
     return replace(run, tokens=tuple(map(tuple, rows)), error=error, finished=True)
 
 
-def _with_likeliest(run: ProbeRun) -> ProbeRun:
-    """A run whose steps know which tokens the program found after them: those of the last calls, one for each call."""
-    steps = run.trace
-    if run.name in SELF_TESTS and run.finished and steps and steps[-1].error is None:
-        steps = steps[:-1]
+def with_likeliest(run: ProbeRun, contract: CacheContract) -> Trace:
+    """The trace of a run whose steps know which tokens the program found after them: one for each of the last calls.
+
+    The step that ends a self test is left out: it is taken again on purpose.
+
+    Raises:
+        UsageError: the run has more tokens than calls of the decoder.
+    """
+    ports = (contract.graph(phase).port("logits") for phase in ("prefill", "decode"))
+    names = {port.name for port in ports if port is not None}
+    steps = list(run.trace)
+    calls = [index for index, step in enumerate(steps) if names & step.got.keys()]
+    if run.name in SELF_TESTS and run.finished and len(calls) > 1:
+        steps, calls = steps[: calls[-2] + 1], calls[:-1]
     after = list(zip(*run.tokens, strict=True))
-    begin = len(steps) - len(after)
-    if begin < 0:
-        wrong = f"the run {run.name[:80]!r} has {len(after)} tokens and {len(steps)} calls"
+    if len(after) > len(calls):
+        wrong = f"the run {run.name[:80]!r} has {len(after)} tokens and {len(calls)} calls of the decoder"
         raise UsageError(f"{wrong}; give the whole result")
-    found = (replace(step, likeliest=after[i - begin]) if i >= begin else step for i, step in enumerate(steps))
-    return replace(run, trace=tuple(found))
+    for index, found in zip(calls[len(calls) - len(after) :], after, strict=True):
+        steps[index] = replace(steps[index], likeliest=found)
+    return tuple(steps)
 
 
-def run_of(path: str, name: str) -> Trace:
+def trace_of(path: str, name: str, contract: CacheContract) -> Trace:
     """The trace of one run.
 
     Raises:
@@ -98,5 +108,5 @@ def run_of(path: str, name: str) -> Trace:
     """
     for run in read_probe(path):
         if run.name == name:
-            return run.trace
+            return with_likeliest(run, contract)
     raise UsageError(f"the result {path!r} has no run {name!r}")

@@ -197,11 +197,13 @@ def _call(state: _Replay, entry: ReplayStep) -> tuple[Call, bool]:
 
 def _is_made(state: _Replay, tensor: TraceTensor, port: Port, made: "Value | Array") -> bool:
     """Whether an input without all of its values has those that the contract, or the seed, makes it of."""
+    slot = state.builder.slots.get(port.name)
+    if tensor.sample is not None and slot is not None and slot.first == "zeros" and not tensor.sample.any():
+        return not as_array(made).any()  # a buffer of any length
     if tuple(made.shape) != tensor.shape:
         return False
-    slot = state.builder.slots.get(port.name)
-    if port.role == "encoder_states" or (slot is not None and slot.filled_in == "encode"):
-        return state.encoded_alike
+    if state.encoded_alike and (port.role == "encoder_states" or (slot is not None and slot.filled_in == "encode")):
+        return True
     if tensor.sample is not None:
         return same_values(tensor.sample, take_sample(as_array(made)))
     return port.role not in FREE
@@ -249,7 +251,9 @@ def _carry(state: _Replay, entry: ReplayStep, call: Call, answer: Answer) -> Non
     fed = {name: value for name, value in call.feeds.items() if name in pasts}
     usual = builder.first_past(0)
     before = None if begins else Past({**usual, **(state.past or {}), **fed}, answer.past)
-    state.past, state.plain = builder.carry(before, answer, "held"), builder.carry(before, answer, "plain")
+    first = Past({**usual, **fed})
+    state.past = builder.carry(before, answer, "held", first)
+    state.plain = builder.carry(before, answer, "plain", first)
     for slot in contract.slots:
         unfilled = begins and slot.past in fed and (slot.filled_in == "encode" or slot.filled_by is None)
         if unfilled:

@@ -48,7 +48,7 @@ def _kept(builder: FeedBuilder, logits: Array) -> dict[str, Array]:
     """The same from logits float[batch, ..., vocabulary] whose last ones are those of the steps."""
     start = builder.scenario.prompt
     found: dict[str, Any] = {"tokens": builder.tokens, "prompt": np.array(start)}
-    found["expected"] = _decided(logits[:, start - builder.scenario.total - 1 :], builder.tolerance.fails)
+    found["expected"] = decide(logits[:, start - builder.scenario.total - 1 :], builder.tolerance.fails)
     phase, fed = ("encode", builder.encoded.fed) if builder.encoded.fed else ("prefill", builder.prefill(start).feeds)
     for port in builder.contract.graph(phase).inputs:  # type: ignore[arg-type]
         if port.role == "encoder_input" or (phase == "prefill" and port.role == "encoder_states"):
@@ -78,7 +78,7 @@ def takes_padding(contract: CacheContract) -> str | None:
     return has_exact_rows(contract)
 
 
-def _decided(logits: Array, tolerance: float) -> Array:
+def decide(logits: Array, tolerance: float) -> Array:
     """The likeliest token at each position, where the next one is further away than two errors can bring it."""
     best = np.sort(logits.astype(np.float64), axis=-1)
     margin = (best[..., -1] - best[..., -2]) / np.maximum(logits.std(axis=-1), 1e-12)

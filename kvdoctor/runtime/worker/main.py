@@ -88,12 +88,12 @@ def _find_experiments(job: ExperimentJob, announce: Announce) -> Iterator[Experi
 
 def _read_trace(path: str, run: str | None, contract: CacheContract, announce: Announce) -> tuple[Experiment, ...]:
     # Modules that few jobs need are imported by them, since every user waits for the start of the worker.
-    from kvdoctor.decode.caller_trace.probe import run_of
+    from kvdoctor.decode.caller_trace.probe import trace_of
     from kvdoctor.decode.caller_trace.read import read_trace
     from kvdoctor.decode.caller_trace.replay import make_replay
 
     try:
-        return (make_replay(read_trace(path) if run is None else run_of(path, run), contract),)
+        return (make_replay(read_trace(path) if run is None else trace_of(path, run, contract), contract),)
     except UsageError:
         announce(Obstacle("the trace was changed while it was read; give it again"))
         return ()

@@ -114,9 +114,9 @@ def assigned(arguments: "Iterable[str | Call]", name: str, call: str) -> str:
     return flat if len(flat) <= WIDTH else "\n".join([f"  {name} =", *value.lines(6, ";")])
 
 
-def put(one: Input, plan: LoopPlan) -> str:
-    """The statement that adds an input to the map `inputs`."""
-    return "\n".join(Call("inputs.put", (literal(one.name), value(one, plan))).lines(4, ";"))
+def put(one: Input, plan: LoopPlan, into: str = "inputs", name: str | None = None) -> str:
+    """The statement that adds the value of an input to a map."""
+    return "\n".join(Call(f"{into}.put", (literal(name or one.name), value(one, plan))).lines(4, ";"))
 
 
 def javadoc(text: str) -> str:
@@ -140,9 +140,9 @@ def encoder_run(outputs: Iterable[str], several: bool) -> str:
     return "\n".join(Call("encoded.putAll", (run,)).lines(4, ";"))
 
 
-def kept(one: Input, made: str) -> str:
-    """The statement that adds to the map `kept` what the encoder returned as `made`."""
-    return "\n".join(Call("kept.put", (literal(one.name), f"encoded.get({literal(made)})")).lines(4, ";"))
+def kept(name: str, source: str, key: str) -> str:
+    """The statement that adds an entry of another map to the map `kept`."""
+    return "\n".join(Call("kept.put", (literal(name), f"{source}.get({literal(key)})")).lines(4, ";"))
 
 
 def layouts(plan: LoopPlan) -> dict[str, str]:

@@ -46,7 +46,7 @@ public final class Probe {
     List<Arguments> runs = new ArrayList<>();
     for (int i = 0; i < lines.size(); i++) {
       try {
-        if (!lines.get(i).isBlank()) {
+        if (!lines.get(i).trim().isEmpty()) {
           runs.add(parsed(lines.get(i)));
         }
       } catch (IllegalArgumentException failed) {
@@ -92,8 +92,9 @@ public final class Probe {
       decoder.trace(null, null);
     }
     results.accept(
-        "{\"run\": %s, \"tokens\": %s, \"error\": %s}"
-            .formatted(Decoder.quoted(name), tokens, Decoder.quoted(error)));
+        String.format(
+            "{\"run\": %s, \"tokens\": %s, \"error\": %s}",
+            Decoder.quoted(name), tokens, Decoder.quoted(error)));
     reports.accept(name + ": " + Objects.requireNonNullElse(difference, "as expected"));
     return difference == null;
   }
@@ -117,7 +118,8 @@ public final class Probe {
         int token = tokens.get(row).get(step);
         int right = expected[row][step];
         if (right != -1 && token != right) {
-          return "sequence %d, step %d: token %d in place of %d".formatted(row, step, token, right);
+          return String.format(
+              "sequence %s, step %s: token %s in place of %s", row, step, token, right);
         }
       }
     }

@@ -66,8 +66,9 @@ final class Arguments {
   private static int[] ids(String name, String text) {
     try {
       return Stream.of(text.split(","))
-          .filter(id -> !id.isBlank())
-          .mapToInt(id -> Integer.parseInt(id.strip()))
+          .map(String::trim)
+          .filter(id -> !id.isEmpty())
+          .mapToInt(Integer::parseInt)
           .toArray();
     } catch (NumberFormatException failed) {
       throw new IllegalArgumentException(name + ": " + text + " is no list of ids", failed);

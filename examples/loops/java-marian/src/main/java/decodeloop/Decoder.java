@@ -297,10 +297,11 @@ public final class Decoder implements AutoCloseable {
       return;
     }
     if (mask.length != rows || Arrays.stream(mask).anyMatch(row -> row.length != columns)) {
-      List<Integer> given = Arrays.stream(mask).map(row -> row.length).distinct().toList();
+      int[] given = Arrays.stream(mask).mapToInt(row -> row.length).distinct().toArray();
       throw new IllegalArgumentException(
-          "the mask of this source has the shape [%d, %d]; got %d rows of %s numbers"
-              .formatted(rows, columns, mask.length, given));
+          String.format(
+              "the mask of this source has the shape [%s, %s]; got %s rows of %s numbers",
+              rows, columns, mask.length, Arrays.toString(given)));
     }
   }
 
@@ -411,7 +412,11 @@ public final class Decoder implements AutoCloseable {
 
   private OnnxTensor take(OnnxTensor tensor, int axis, int[] rows) throws OrtException {
     Entries all = Entries.of(tensor, tensor.getByteBuffer(), axis);
-    return join(tensor, axis, IntStream.of(rows).mapToObj(row -> all.part(row, row + 1)).toList());
+    List<Entries> parts = new ArrayList<>();
+    for (int row : rows) {
+      parts.add(all.part(row, row + 1));
+    }
+    return join(tensor, axis, parts);
   }
 
   /** Decodes greedily until every sequence has {@code most} new tokens. */
@@ -485,7 +490,8 @@ public final class Decoder implements AutoCloseable {
     int rows = values.capacity() / vocabulary / batch;
     float[][] last = new float[batch][vocabulary];
     for (int row = 0; row < batch; row++) {
-      values.get(((row + 1) * rows - 1) * vocabulary, last[row]);
+      values.position(((row + 1) * rows - 1) * vocabulary);
+      values.get(last[row]);
     }
     return last;
   }
@@ -560,14 +566,15 @@ public final class Decoder implements AutoCloseable {
     int size = count(Arrays.copyOfRange(shape, axis + 1, shape.length)) * type.size;
     shape[axis] = parts.stream().mapToInt(Entries::count).sum();
     ByteBuffer joined = ByteBuffer.allocateDirect(count(shape) * type.size);
-    int at = 0;
     for (int i = 0; i < outer; i++) {
       for (Entries part : parts) {
-        int bytes = part.count() * size;
-        joined.put(at, part.bytes(), (i * part.all() + part.from()) * size, bytes);
-        at += bytes;
+        ByteBuffer bytes = part.bytes().duplicate();
+        int from = (i * part.all() + part.from()) * size;
+        bytes.limit(from + part.count() * size).position(from);
+        joined.put(bytes);
       }
     }
+    joined.rewind();
     return OnnxTensor.createTensor(environment, joined.order(ByteOrder.nativeOrder()), shape, type);
   }
 
@@ -633,7 +640,7 @@ public final class Decoder implements AutoCloseable {
   static Consumer<String> appendTo(Path file) {
     return line -> {
       try {
-        Files.writeString(file, line + "\n", StandardOpenOption.CREATE, StandardOpenOption.APPEND);
+        Files.write(file, List.of(line), StandardOpenOption.CREATE, StandardOpenOption.APPEND);
       } catch (IOException failed) {
         throw new UncheckedIOException("cannot write " + file, failed);
       }

@@ -100,7 +100,7 @@ public final class Main {
       lines = Files.readAllLines(file);
       Files.writeString(result, "");
     } catch (IOException failed) {
-      throw new UncheckedIOException("cannot read %s and write %s".formatted(file, result), failed);
+      throw new UncheckedIOException("cannot read %s or write %s".formatted(file, result), failed);
     }
     return new Probe(decoder, Decoder.appendTo(result), System.out::println).run(lines);
   }

@@ -29,7 +29,7 @@ public final class Providers {
     }
     String known = available.stream().map(OrtProvider::getName).collect(Collectors.joining(", "));
     throw new IllegalArgumentException(
-        "this runtime has no execution provider %s; it has %s".formatted(name, known));
+        "this runtime has no execution provider " + name + "; it has " + known);
   }
 
   private static void add(OrtSession.SessionOptions options, OrtProvider provider)
