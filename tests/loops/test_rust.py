@@ -433,7 +433,16 @@ def test_a_line_of_a_probe_that_is_none_is_named(line: str, reason: str, llama: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["marian-4.57.6", "llama-gqa", "whisper", "decoder-only-half-cache-healthy"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "marian-4.57.6",
+        "llama-gqa",
+        "whisper",
+        "decoder-only-half-cache-healthy",
+        "layout-embedding-image-healthy",
+    ],
+)
 def test_the_result_of_a_probe_is_judged_healthy(name: str, tmp_path: Path, runtime: Runtime) -> None:
     """The samples are compared with those of the same steps here, element by element."""
     model = EXPORTS / name
