@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support import text_fixtures
 from support.isolated import EXPORTS, give_up, re_export
+from support.loop_programs import assert_decodes
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
@@ -29,6 +30,12 @@ from kvdoctor.options import Options
 from kvdoctor.runtime.client import Runtime
 
 FIXTURES = ("marian-4.57.6", "llama-gqa", "whisper", "gpt2", "t5")
+EMBEDDINGS = {
+    "layout-embed-tokens-healthy": "embed_tokens.onnx",
+    "layout-embedding-image-healthy": "embedding.onnx",
+    "layout-per-layer-embeddings-healthy": "embed_tokens.onnx",
+}
+"""Decoders that take embeddings, and the graphs that make these."""
 HOSTILE = (
     'a"b',
     "a\\",
@@ -119,6 +126,12 @@ def test_values(one: Input, expected: list[str]) -> None:
     assert expressions.statements_of("t", one, replace(plan_of("llama-gqa"), pads=True)) == expected
 
 
+def test_a_tensor_without_elements_is_not_made_of_data() -> None:
+    for dims, shape in (((0, 8), "[0_usize, 8]"), (("batch", 0), "[batch, 0]")):
+        made = expressions.statements_of("t", Input("x", "float", dims, "number"), plan_of("gpt2"))
+        assert made[-1] == f"let t = Tensor::<f32>::new(&Allocator::default(), {shape})?;"
+
+
 def test_a_tensor_that_may_be_empty_is_not_made_of_data() -> None:
     made = expressions.statements_of("t", Input("x", "int64", ("batch", "past"), "number"), plan_of("gpt2"))
     assert made[0] == "let t = if past == 0 {"
@@ -165,6 +178,39 @@ def hostile_plan() -> LoopPlan:
     return replace(plan, model='"; */ \n}{', prefill=renamed(plan.prefill), decode=renamed(plan.decode), slots=slots)
 
 
+def embedding_plan(folder: Path) -> LoopPlan:
+    """A first call that takes token ids, and later ones that take nothing but embeddings, by long names."""
+    model = text_fixtures.load_all()["layout-per-layer-embeddings-healthy"].write(folder)
+    plan = plan_of(model)
+    assert plan.embed is not None
+    taken = tuple(replace(one, name=f"{one.name} {'x' * 40}") for one in plan.decode.of_rule("embeddings"))
+    prefill = replace(plan.prefill, file="first.onnx", inputs=plan.embed.inputs)
+    return replace(plan, prefill=prefill, decode=replace(plan.decode, inputs=taken), pads=False)
+
+
+def test_a_call_that_takes_embeddings_alone_has_no_method_for_its_inputs(tmp_path: Path) -> None:
+    program = render(embedding_plan(tmp_path), LANGUAGE)["src/lib.rs"]
+    assert "fn first_inputs(&self, ids: &[i64])" in program
+    assert "fn inputs(" not in program
+    assert program.count("self.embed(ids)?") == 1
+    assert program.count("(&embedded[") == 2
+
+
+def test_a_method_has_no_parameter_that_it_does_not_use(tmp_path: Path) -> None:
+    plan = embedding_plan(tmp_path)
+    given = (*plan.decode.inputs, Input("ids", "bool", (1,), "number", value=1))
+    program = render(replace(plan, decode=replace(plan.decode, inputs=given)), LANGUAGE)["src/lib.rs"]
+    assert "fn inputs(&self) ->" in program
+    assert "self.inputs()?" in program
+
+
+def any_plan(name: str, folder: Path) -> LoopPlan:
+    """The plan of a fixture, or one put together here."""
+    if name == "hostile names":
+        return hostile_plan()
+    return embedding_plan(folder) if name == "embeddings" else plan_of(name)
+
+
 def cargo(
     folder: Path, *arguments: str, program: tuple[str, ...] = (), variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -202,17 +248,18 @@ def test_hostile_names_are_equal_in_a_compiled_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FIXTURES, "hostile names"])
+@pytest.mark.parametrize("name", [*FIXTURES, "hostile names", "embeddings"])
 def test_a_loop_is_clean_under_clippy(name: str, tmp_path: Path) -> None:
-    write(render(hostile_plan() if name == "hostile names" else plan_of(name), LANGUAGE), tmp_path)
-    done = cargo(tmp_path, "clippy", "--release", *DYNAMIC, program=("-D", "warnings"))
+    loop = write(render(any_plan(name, tmp_path / "model"), LANGUAGE), tmp_path / "loop")
+    done = cargo(loop, "clippy", "--release", *DYNAMIC, program=("-D", "warnings"))
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", [*FIXTURES, "embeddings"])
 def test_a_loop_is_formatted(name: str, tmp_path: Path) -> None:
-    done = cargo(write(render(plan_of(name), LANGUAGE), tmp_path), "fmt", "--check")
+    loop = write(render(any_plan(name, tmp_path / "model"), LANGUAGE), tmp_path / "loop")
+    done = cargo(loop, "fmt", "--check")
     assert done.returncode == 0, done.stdout
 
 
@@ -386,7 +433,16 @@ def test_a_line_of_a_probe_that_is_none_is_named(line: str, reason: str, llama: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["marian-4.57.6", "llama-gqa", "whisper", "decoder-only-half-cache-healthy"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "marian-4.57.6",
+        "llama-gqa",
+        "whisper",
+        "decoder-only-half-cache-healthy",
+        "layout-embedding-image-healthy",
+    ],
+)
 def test_the_result_of_a_probe_is_judged_healthy(name: str, tmp_path: Path, runtime: Runtime) -> None:
     """The samples are compared with those of the same steps here, element by element."""
     model = EXPORTS / name
@@ -419,6 +475,38 @@ def test_the_trace_of_a_loop_is_accepted(
     report = step_test(str(program.model), Options(consumer="held", trace=str(trace)), runtime)
     assert [finding for finding in report.findings if finding.code in ("KV208", "KV420")] == []
     assert any("4 steps of" in note and "none breaks it" in note for note in report.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_a_decoder_gets_the_embeddings_of_the_graph_beside_it(name: str, tmp_path: Path, runtime: Runtime) -> None:
+    """Each call of the decoder is fed what the embedding graph returned just before it."""
+    model = text_fixtures.load_all()[name].write(tmp_path / "model")
+    assert_decodes("rust", model)
+    program, trace = Program(model, tmp_path / "loop"), tmp_path / "loop.jsonl"
+    done = program.run("--prompt", "5,6,7", "--follow", "9,4,2", KVDOCTOR_TRACE=str(trace))
+    assert done.returncode == 0, done.stderr
+    calls, plan = records(trace), plan_of(model)
+    assert [call["file"] for call in calls] == [EMBEDDINGS[name], plan.decode.file] * 4
+    for embed, decode in zip(calls[::2], calls[1::2], strict=True):
+        assert_sampled(embed)
+        for one in plan.decode.of_rule("embeddings"):
+            assert decode["fed"][one.name] == embed["got"][one.made]
+    report = step_test(str(model), Options(consumer="held", trace=str(trace)), runtime)
+    assert [finding for finding in report.findings if finding.code in ("KV208", "KV420")] == []
+    assert any("4 steps of" in note and "none breaks it" in note for note in report.notes)
+
+
+@pytest.mark.slow
+def test_features_of_no_image_are_fed_in_rc10(tmp_path: Path) -> None:
+    """A debug build, which checks for undefined behavior: a tensor without elements."""
+    model = text_fixtures.load_all()["layout-embedding-image-healthy"].write(tmp_path / "model")
+    loop, trace = with_rc10(plan_of(model), tmp_path / "loop"), tmp_path / "loop.jsonl"
+    prompts = ("--prompt", "5,6,7", "--prompt", "8,9", "--follow", "1,2", "--follow", "3,4")
+    program = ("--model", str(model), *prompts, "--self-test", "rewind,reorder")
+    done = cargo(loop, "run", *RC10, program=program, variables={"KVDOCTOR_TRACE": str(trace)})
+    assert done.returncode == 0, done.stderr
+    assert records(trace)[0]["fed"]["image_features"] == {"dtype": "f32", "shape": [0, 8], "data": []}
 
 
 @pytest.mark.slow

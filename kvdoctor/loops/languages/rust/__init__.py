@@ -29,6 +29,9 @@ LANGUAGE = Language(
         "shape": expressions.shape,
         "array": expressions.array,
         "inputs": expressions.inputs,
+        "makes": expressions.makes,
+        "takes_ids": expressions.takes_ids,
+        "push": expressions.push,
         "conversions": expressions.conversions,
         "makes_mask": expressions.makes_mask,
         "carries": expressions.carries,
@@ -42,4 +45,5 @@ LANGUAGE = Language(
     # A folder of its own: in a shared one, cargo takes another project of this name for the same one if it is newer.
     environment={"ORT_DYLIB_PATH": "{onnxruntime}", "CARGO_TARGET_DIR": "target"},
     refuses=expressions.refuses,
+    embeds=True,
 )

@@ -44,6 +44,8 @@ SIZES = {
     "total": "let total = self.length + ids.len() / self.batch;",
     "encoder": "let encoder = self.encoder_length();",
 }
+EMPTY = "// Up to 2.0.0-rc.12 there is no tensor without elements made of data."
+
 LINE = 100
 """What rustfmt puts on one line with the settings of the project."""
 
@@ -126,25 +128,54 @@ def shape(dims: Iterable[Dim]) -> str:
     return f"[{', '.join(sizes)}]" if sizes else "()"
 
 
+def _typed(sizes: str) -> str:
+    """Sizes as a shape takes them: numbers alone do not say their type."""
+    return re.sub(r"^\[(\d+)", r"[\1_usize", sizes)
+
+
 def _elements(dims: Iterable[Dim]) -> str:
     fixed = math.prod(dim for dim in dims if isinstance(dim, int))
     axes = [dim for dim in dims if isinstance(dim, str) and dim in KNOWN_AXES]
     return " * ".join([*axes, *([str(fixed)] if fixed != 1 or not axes else [])])
 
 
+def makes(call: CallPlan) -> tuple[Input, ...]:
+    """The inputs of a decoder's call that are made for it; the others are values that are there."""
+    return tuple(one for one in call.inputs if one.rule not in ("embeddings", "encoder-states", "encoder-input"))
+
+
 def inputs(call: CallPlan, plan: LoopPlan) -> str:
     """The statements that make the inputs of a call beside the cache, and the list of them with their names."""
+    made = call.inputs if plan.encode is call else makes(call)
+    entries = [_call([literal(one.name), f"{name}.into()"], 12) for one, name in zip(made, _locals(made), strict=True)]
+    before, closing = ("Ok(", "])") if call in (plan.prefill, plan.decode) else ("let feeds = ", "];")
+    lines = [*_statements(call, plan), array(entries, before, 8, "vec![", closing)]
+    return "\n".join(f"        {line}" for line in lines)
+
+
+def takes_ids(call: CallPlan, plan: LoopPlan) -> bool:
+    """Whether the inputs of a call depend on the new tokens: the compiler warns of a parameter that is not used."""
+    return any(re.search(r"\bids\b", line) for line in _statements(call, plan))
+
+
+def push(one: Input, indent: int) -> str:
+    """The statement, at an indent, that feeds a view of embeddings."""
+    items = [literal(one.name), f"(&embedded[{literal(str(one.made))}]).into()"]
+    line = f"feeds.push(({', '.join(items)}));"
+    if indent + len(line) <= LINE:
+        return line
+    return "\n".join(["feeds.push((", *(f"    {item}," for item in items), "));"])
+
+
+def _statements(call: CallPlan, plan: LoopPlan) -> list[str]:
+    """What makes the inputs of a call, each a local variable; the source of an encoder is one already."""
     encodes = plan.encode is call
-    made = [one for one in call.inputs if encodes or one.rule not in ("encoder-states", "encoder-input")]
-    names = _locals(made)
-    statements: list[str] = []
-    for name, one in zip(names, made, strict=True):
+    made = call.inputs if encodes else makes(call)
+    lines: list[str] = []
+    for name, one in zip(_locals(made), made, strict=True):
         if one.rule != "encoder-input":
-            statements += statements_of(name, one, plan)
-    needed = [] if encodes else _sizes("\n".join(statements), plan)
-    entries = [_call([literal(one.name), f"{name}.into()"], 12) for one, name in zip(made, names, strict=True)]
-    before, closing = ("let feeds = ", "];") if encodes else ("Ok(", "])")
-    return "\n".join(f"        {line}" for line in [*needed, *statements, array(entries, before, 8, "vec![", closing)])
+            lines += statements_of(name, one, plan)
+    return lines if encodes else [*_sizes("\n".join(lines), plan), *lines]
 
 
 def _locals(made: Iterable[Input]) -> list[str]:
@@ -181,6 +212,8 @@ def statements_of(local: str, one: Input, plan: LoopPlan) -> list[str]:
         lines, sizes = [f"let shape = {sizes};"], "shape"
     if one.rule == "causal-mask":
         lines, values = [*lines, f"let values = {values};"], "values"
+    if 0 in one.dims:
+        return [EMPTY, f"let {local} = Tensor::<{rust_type(one.dtype)}>::new(&Allocator::default(), {_typed(sizes)})?;"]
     if "past" not in one.dims:
         made = f"Tensor::from_array(({sizes}, {values}))?;"
         line = f"let {local} = {made}"
@@ -188,7 +221,7 @@ def statements_of(local: str, one: Input, plan: LoopPlan) -> list[str]:
     return [
         *lines,
         f"let {local} = if past == 0 {{",
-        "    // Up to 2.0.0-rc.12 there is no tensor without elements made of data.",
+        f"    {EMPTY}",
         f"    Tensor::new(&Allocator::default(), {sizes})?",
         "} else {",
         f"    Tensor::from_array(({sizes}, {values}))?",
