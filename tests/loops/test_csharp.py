@@ -1,6 +1,7 @@
 """C#: names as string literals, and the expressions that make values."""
 
 import json
+import re
 
 import pytest
 from support.isolated import EXPORTS
@@ -63,3 +64,19 @@ def test_braces_and_parentheses_of_a_program_are_even(name: str) -> None:
         assert text.count("{") == text.count("}")
         assert text.count("(") == text.count(")")
         assert text.count("[") == text.count("]")
+
+
+@pytest.mark.parametrize("name", ["marian-4.57.6", "llama-gqa", "whisper"])
+def test_a_trace_reads_every_element_type_of_the_plan(name: str) -> None:
+    plan = plan_of(name)
+    program = render(plan, LANGUAGE)["Decoder.cs"]
+    for dtype in plan.dtypes:
+        assert f"{expressions.element_type(dtype)} => Some<{expressions.element(dtype)}>(value, x => " in program
+
+
+@pytest.mark.parametrize("name", ["marian-4.57.6", "llama-gqa", "whisper"])
+def test_the_options_that_the_help_lists_are_those_that_are_known(name: str) -> None:
+    files = render(plan_of(name), LANGUAGE)
+    listed = set(re.findall(r"^ {10}(--[a-z-]+) ", files["Program.cs"], re.MULTILINE))
+    known = set(re.findall(r'"(--[a-z-]+)"[],]', files["Program.cs"] + files["Run.cs"])) - {"--help"}
+    assert listed == known

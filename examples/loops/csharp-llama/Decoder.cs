@@ -23,6 +23,12 @@ public sealed class Decoder : IDisposable
     /// <summary>The most tokens that a sequence may have.</summary>
     private const int MostTokens = 64;
 
+    /// <summary>Token ids are smaller than this.</summary>
+    private const int Vocabulary = 128;
+
+    /// <summary>A trace has so many elements of a tensor at most.</summary>
+    private const int MostData = 64;
+
     private static readonly Slot[] Cache =
     [
         new()
@@ -74,11 +80,18 @@ public sealed class Decoder : IDisposable
 
     private readonly RunOptions _runOptions = new();
     private readonly InferenceSession _decoder;
-    private readonly string? _trace = Environment.GetEnvironmentVariable("KVDOCTOR_TRACE");
 
     // In the order of the slots; null before the first call.
     private readonly OrtValue?[] _cache = new OrtValue?[Cache.Length];
     private long[] _padding = [];
+
+    // Takes a line for each call; null where calls are not written down.
+    private Action<string>? _trace = Environment.GetEnvironmentVariable("KVDOCTOR_TRACE") is { Length: > 0 } file
+        ? AppendTo(file)
+        : null;
+
+    // The run that the lines belong to.
+    private string? _run;
 
     /// <summary>Opens the files in a folder.</summary>
     public Decoder(string folder, SessionOptions? options = null)
@@ -90,6 +103,18 @@ public sealed class Decoder : IDisposable
 
     /// <summary>Tokens in the cache, padding counted.</summary>
     public int Length { get; private set; }
+
+    /// <summary>The most tokens that a sequence may have, padding counted.</summary>
+    public int Limit => MostTokens;
+
+    /// <summary>Gives each call from now on to <paramref name="lines"/>, as <c>kvdoctor step-test MODEL --trace</c> reads it.</summary>
+    /// <param name="run">What the lines belong to, or null.</param>
+    /// <param name="lines">Takes a line of JSON; null ends it.</param>
+    public void Trace(string? run, Action<string>? lines)
+    {
+        _run = run;
+        _trace = lines;
+    }
 
     /// <summary>Begins anew: no sequences.</summary>
     public void Reset()
@@ -111,11 +136,7 @@ public sealed class Decoder : IDisposable
     /// </remarks>
     public float[][] Prefill(long[][] prompts)
     {
-        if (prompts.Length == 0 || prompts.Any(prompt => prompt.Length == 0))
-        {
-            throw new ArgumentException("there is no prompt, or an empty one");
-        }
-
+        RequireIds(prompts);
         int longest = prompts.Max(prompt => prompt.Length);
         Clear();
         _padding = Array.ConvertAll(prompts, prompt => (long)(longest - prompt.Length));
@@ -131,9 +152,10 @@ public sealed class Decoder : IDisposable
             throw new InvalidOperationException("begin with Prefill()");
         }
 
-        if (tokens.Length != _padding.Length || tokens[0].Length == 0)
+        RequireIds(tokens);
+        if (tokens.Length != _padding.Length)
         {
-            throw new ArgumentException("a step takes new tokens of each sequence");
+            throw new ArgumentException($"a step takes new tokens of each of {_padding.Length} sequences");
         }
 
         return Advance(tokens);
@@ -161,7 +183,7 @@ public sealed class Decoder : IDisposable
     /// <summary>Makes row i of the batch a copy of what row <c>rows[i]</c> was, as a beam search needs it.</summary>
     public void Reorder(int[] rows)
     {
-        if (rows.Length == 0 || rows.Any(row => row < 0 || row >= _padding.Length))
+        if (Length == 0 || rows.Length == 0 || rows.Any(row => row < 0 || row >= _padding.Length))
         {
             throw new ArgumentException("there is no such row");
         }
@@ -179,7 +201,7 @@ public sealed class Decoder : IDisposable
 
     /// <summary>Decodes until every sequence has ended; returns the new tokens of each, the stop token not among them.</summary>
     /// <param name="prompts">What each sequence begins with.</param>
-    /// <param name="most">The most new tokens.</param>
+    /// <param name="most">The most new tokens; none are made beyond <see cref="Limit"/>.</param>
     /// <param name="stop">Tokens that end a sequence.</param>
     /// <param name="choose">Picks a token of the logits of a sequence; without it the likeliest is taken.</param>
     /// <param name="onToken">Called for each new token with the row and the token.</param>
@@ -190,6 +212,11 @@ public sealed class Decoder : IDisposable
         Func<float[], long>? choose = null,
         Action<int, long>? onToken = null)
     {
+        if (most < 1)
+        {
+            throw new ArgumentException("most is 1 or more");
+        }
+
         choose ??= Likeliest;
         List<long>[] made = Array.ConvertAll(prompts, _ => new List<long>());
         bool[] running = Array.ConvertAll(prompts, _ => true);
@@ -207,7 +234,7 @@ public sealed class Decoder : IDisposable
                 }
             }
 
-            if (!running.Contains(true) || made.Max(row => row.Count) >= most)
+            if (!running.Contains(true) || made.Max(row => row.Count) >= most || Length >= Limit)
             {
                 return Array.ConvertAll(made, row => row.ToArray());
             }
@@ -218,6 +245,19 @@ public sealed class Decoder : IDisposable
 
     /// <summary>The likeliest token.</summary>
     public static long Likeliest(float[] logits) => Array.IndexOf(logits, logits.Max());
+
+    private static void RequireIds(long[][] rows)
+    {
+        if (rows.Length == 0 || rows.Any(row => row.Length == 0))
+        {
+            throw new ArgumentException("each sequence needs at least one token");
+        }
+
+        if (rows.Any(row => row.Any(id => id < 0 || id >= Vocabulary)))
+        {
+            throw new ArgumentException($"token ids are 0 to {Vocabulary - 1}");
+        }
+    }
 
     private void Clear()
     {
@@ -244,9 +284,9 @@ public sealed class Decoder : IDisposable
             throw new ArgumentException("the rows of a batch have different lengths");
         }
 
-        if (Length + count > MostTokens)
+        if (Length + count > Limit)
         {
-            throw new ArgumentException($"a sequence has at most {MostTokens} tokens here");
+            throw new ArgumentException($"a sequence has at most {Limit} tokens here");
         }
 
         bool first = Length == 0;
@@ -329,9 +369,9 @@ public sealed class Decoder : IDisposable
         }
         finally
         {
-            if (!string.IsNullOrEmpty(_trace))
+            if (_trace is not null)
             {
-                Note(_trace, file, fed.Names.Zip(fed.Values), got.Select(one => (one.Key, one.Value)), error);
+                _trace(LineOf(file, fed.Names.Zip(fed.Values), got.Select(one => (one.Key, one.Value)), error));
             }
         }
     }
@@ -443,41 +483,68 @@ public sealed class Decoder : IDisposable
         return rows;
     }
 
-    /// <summary>
-    /// Adds a call to a trace for <c>kvdoctor step-test MODEL --trace FILE</c>: shapes, and the data of small tensors.
-    /// </summary>
-    private static void Note(
-        string trace,
+    /// <summary>Takes lines for the end of a file.</summary>
+    internal static Action<string> AppendTo(string file) => line => File.AppendAllText(file, line + "\n");
+
+    /// <summary>What a call was fed and returned, as a line of JSON.</summary>
+    private string LineOf(
         string file,
         IEnumerable<(string Name, OrtValue Value)> fed,
         IEnumerable<(string Name, OrtValue Value)> got,
         string? error)
     {
-        static Dictionary<string, object> Side(IEnumerable<(string Name, OrtValue Value)> values)
-            => values.ToDictionary(one => one.Name, one => Described(one.Value));
-
-        static object Described(OrtValue value)
+        Dictionary<string, object?> line = new();
+        if (_run is not null)
         {
-            OrtTensorTypeAndShapeInfo info = value.GetTensorTypeAndShape();
-            int dtype = (int)info.ElementDataType;
-            return info.ElementCount <= 64 ? new { dtype, shape = info.Shape, data = Data(value) } : new { dtype, shape = info.Shape };
+            line["run"] = _run;
         }
 
-        static object?[] Data(OrtValue value) => value.GetTensorTypeAndShape().ElementDataType switch
+        line["file"] = file;
+        line["fed"] = fed.ToDictionary(one => one.Name, one => Described(one.Value));
+        if (error is null)
         {
-            TensorElementType.Float => Array.ConvertAll(value.GetTensorDataAsSpan<float>().ToArray(), x => Finite((float)x)),
-            TensorElementType.Int64 => Array.ConvertAll(value.GetTensorDataAsSpan<long>().ToArray(), x => (object?)x),
-            _ => [],
-        };
+            line["got"] = got.ToDictionary(one => one.Name, one => Described(one.Value));
+        }
 
-        // JSON has no NaN and no infinity.
-        static object? Finite(float number) => float.IsFinite(number) ? number : null;
-
-        object line = error is null
-            ? new { file, fed = Side(fed), got = Side(got), error }
-            : new { file, fed = Side(fed), error };
-        File.AppendAllText(trace, JsonSerializer.Serialize(line) + "\n");
+        line["error"] = error;
+        return JsonSerializer.Serialize(line);
     }
+
+    private static Dictionary<string, object> Described(OrtValue value)
+    {
+        OrtTensorTypeAndShapeInfo info = value.GetTensorTypeAndShape();
+        return new()
+        {
+            ["dtype"] = (int)info.ElementDataType,
+            ["shape"] = info.Shape,
+            [info.ElementCount <= MostData ? "data" : "sample"] = Numbers(value),
+        };
+    }
+
+    private static object?[] Numbers(OrtValue value) => value.GetTensorTypeAndShape().ElementDataType switch
+    {
+        TensorElementType.Float => Some<float>(value, x => Finite(x)),
+        TensorElementType.Int64 => Some<long>(value, x => x),
+        var type => throw new NotSupportedException($"a tensor of element type {type} in a trace"),
+    };
+
+    /// <summary>All elements of a small tensor; of a larger one some, the first and the last among them.</summary>
+    private static object?[] Some<T>(OrtValue value, Converter<T, object?> convert)
+        where T : unmanaged
+    {
+        ReadOnlySpan<T> all = value.GetTensorDataAsSpan<T>();
+        object?[] some = new object?[Math.Min(all.Length, MostData)];
+        for (int k = 0; k < some.Length; k++)
+        {
+            int i = all.Length <= MostData ? k : (int)((long)k * (all.Length - 1) / (MostData - 1));
+            some[k] = convert(all[i]);
+        }
+
+        return some;
+    }
+
+    /// <summary>JSON has no NaN and no infinity.</summary>
+    private static object? Finite(float number) => float.IsFinite(number) ? number : null;
 
     /// <summary>One tensor of the cache.</summary>
     private sealed class Slot

@@ -2,7 +2,6 @@
 
 using System.Diagnostics;
 using System.Globalization;
-using System.Runtime.InteropServices;
 using Microsoft.ML.OnnxRuntime;
 
 namespace Decode;
@@ -22,20 +21,26 @@ internal static class Program
           --top-k K            sample from so many tokens (50)
           --seed N             of the sampling (0)
           --self-test TESTS    with --follow: also rewind,reorder, and compare
+          --provider NAME      where the graphs run: cpu, cuda, dml, coreml, ... (cpu)
+
+        or: decode --model FOLDER --probe FILE [--result FILE] [options of the model]
+          --probe FILE         the arguments of a run on each line
+          --result FILE        the file to write: all calls and the tokens (result.jsonl)
         """;
 
-    private static readonly string[] Known =
+    private static readonly string[] ModelOptions = ["--model", "--provider"];
+
+    private static readonly string[] ProbeOptions = [.. ModelOptions, "--probe", "--result"];
+
+    private static readonly string[] DecodeOptions =
     [
-        "--model",
-        "--prompt",
-        "--source",
+        .. ModelOptions,
+        .. Run.Options,
         "--most",
         "--stop",
-        "--follow",
         "--temperature",
         "--top-k",
         "--seed",
-        "--self-test",
     ];
 
     private static int Main(string[] arguments)
@@ -48,8 +53,7 @@ internal static class Program
 
         try
         {
-            Run(Parse(arguments));
-            return 0;
+            return Start(arguments) ? 0 : 1;
         }
         catch (FormatException error)
         {
@@ -61,6 +65,8 @@ internal static class Program
             is OnnxRuntimeException
             or ArgumentException
             or InvalidOperationException
+            or NotSupportedException
+            or OverflowException
             or IOException
             or UnauthorizedAccessException
             or DllNotFoundException)
@@ -70,29 +76,57 @@ internal static class Program
         }
     }
 
-    private static void Run(ILookup<string, string> options)
+    /// <summary>Returns whether a probe showed the expected tokens; decoding is always right.</summary>
+    private static bool Start(string[] arguments)
     {
-        long[][] prompts = options["--prompt"].Select(Ids).ToArray();
-        long[][] follow = options["--follow"].Select(Ids).ToArray();
-        int most = Integer(options["--most"].LastOrDefault("20"));
-        int topK = Integer(options["--top-k"].LastOrDefault("50"));
-        int seed = Integer(options["--seed"].LastOrDefault("0"));
-        float temperature = Number(options["--temperature"].LastOrDefault("0"));
-        using var decoder = new Decoder(Required(options, "--model"));
+        bool probes = arguments.Contains("--probe");
+        ILookup<string, string> given = Arguments.Parse(arguments, probes ? ProbeOptions : DecodeOptions);
+        using var options = new SessionOptions();
+        Providers.Add(options, given["--provider"].LastOrDefault("cpu"));
+        using var decoder = new Decoder(Arguments.Required(given, "--model"), options);
+        if (probes)
+        {
+            return DecodeProbe(decoder, given);
+        }
+
+        DecodeOnce(decoder, given);
+        return true;
+    }
+
+    private static bool DecodeProbe(Decoder decoder, ILookup<string, string> given)
+    {
+        string file = Arguments.Required(given, "--probe");
+        string result = given["--result"].LastOrDefault("result.jsonl");
+        string[] lines = File.ReadAllLines(file);
+        File.WriteAllText(result, string.Empty);
+        return new Probe(decoder, Decoder.AppendTo(result), Console.WriteLine).Decode(lines);
+    }
+
+    private static void DecodeOnce(Decoder decoder, ILookup<string, string> given)
+    {
+        int most = Arguments.Integer(given["--most"].LastOrDefault("20"));
+        int topK = Arguments.Integer(given["--top-k"].LastOrDefault("50"));
+        int seed = Arguments.Integer(given["--seed"].LastOrDefault("0"));
+        float temperature = Arguments.Number(given["--temperature"].LastOrDefault("0"));
+        if (topK < 1 || !(temperature >= 0))
+        {
+            throw new FormatException("--top-k is 1 or more, --temperature 0 or more");
+        }
+
+        var run = new Run(given);
         long began = Stopwatch.GetTimestamp();
-        decoder.Encode(ReadSource(options));
+        run.Encode(decoder);
         List<long> times = [];
         long[][] made;
-        if (follow.Length > 0)
+        if (given.Contains("--follow") || given.Contains("--self-test"))
         {
-            made = Follow(decoder, prompts, follow, times);
-            SelfTest(decoder, options["--self-test"].LastOrDefault("").Split(','), follow, made);
+            made = run.Follow(decoder, () => times.Add(Stopwatch.GetTimestamp()));
         }
         else
         {
             Func<float[], long>? choose = temperature > 0 ? Sampler(temperature, topK, seed) : null;
-            long[] stop = Ids(options["--stop"].LastOrDefault(""));
-            made = decoder.Generate(prompts, most, stop, choose, (_, _) => times.Add(Stopwatch.GetTimestamp()));
+            long[] stop = Arguments.Ids(given["--stop"].LastOrDefault(string.Empty));
+            made = decoder.Generate(run.Prompts, most, stop, choose, (_, _) => times.Add(Stopwatch.GetTimestamp()));
         }
 
         foreach (long[] row in made)
@@ -103,126 +137,6 @@ internal static class Program
         PrintMeasured(began, times);
     }
 
-    private static ILookup<string, string> Parse(string[] arguments)
-    {
-        List<(string Flag, string Value)> pairs = [];
-        for (int i = 0; i < arguments.Length; i += 2)
-        {
-            if (!Known.Contains(arguments[i]))
-            {
-                throw new FormatException($"unknown option {arguments[i]}");
-            }
-
-            if (i + 1 == arguments.Length)
-            {
-                throw new FormatException($"{arguments[i]} needs a value");
-            }
-
-            pairs.Add((arguments[i], arguments[i + 1]));
-        }
-
-        ILookup<string, string> options = pairs.ToLookup(pair => pair.Flag, pair => pair.Value);
-        Required(options, "--model");
-        Required(options, "--prompt");
-        return options;
-    }
-
-    private static string Required(ILookup<string, string> options, string flag)
-        => options[flag].LastOrDefault() ?? throw new FormatException($"{flag} is missing");
-
-    private static long[] Ids(string text)
-        => text.Split(',', StringSplitOptions.RemoveEmptyEntries)
-            .Select(part => long.TryParse(part, NumberStyles.AllowLeadingSign, CultureInfo.InvariantCulture, out long id)
-                ? id
-                : throw new FormatException($"'{part}' is no token id"))
-            .ToArray();
-
-    private static int Integer(string text)
-        => int.TryParse(text, NumberStyles.None, CultureInfo.InvariantCulture, out int number)
-            ? number
-            : throw new FormatException($"'{text}' is not a number that fits here");
-
-    private static float Number(string text)
-        => float.TryParse(text, NumberStyles.Float, CultureInfo.InvariantCulture, out float number)
-            ? number
-            : throw new FormatException($"'{text}' is not a number that fits here");
-
-    private static Source ReadSource(ILookup<string, string> options)
-    {
-        Required(options, "--source");
-        long[][] rows = options["--source"].Select(Ids).ToArray();
-        if (rows.Any(row => row.Length != rows[0].Length))
-        {
-            throw new FormatException("the sources have different lengths");
-        }
-
-        return new Source([rows.Length, rows[0].Length], rows.SelectMany(row => row).ToArray());
-    }
-
-    /// <summary>The likeliest token after the prompt and after each given one, whatever was likeliest before.</summary>
-    private static long[][] Follow(Decoder decoder, long[][] prompts, long[][] given, List<long> times)
-    {
-        if (given.Length != prompts.Length || given.Any(row => row.Length != given[0].Length))
-        {
-            throw new FormatException("--follow is given once for each prompt, always with as many ids");
-        }
-
-        long[][] made = Array.ConvertAll(prompts, _ => new long[given[0].Length + 1]);
-        for (int position = 0; position <= given[0].Length; position++)
-        {
-            float[][] logits = position == 0
-                ? decoder.Prefill(prompts)
-                : decoder.Step(Array.ConvertAll(given, row => new[] { row[position - 1] }));
-            times.Add(Stopwatch.GetTimestamp());
-            for (int row = 0; row < made.Length; row++)
-            {
-                made[row][position] = Decoder.Likeliest(logits[row]);
-            }
-        }
-
-        return made;
-    }
-
-    /// <summary>
-    /// Takes the last step again after going back, and after changing rows: the likeliest tokens must be the same.
-    /// </summary>
-    private static void SelfTest(Decoder decoder, string[] wanted, long[][] given, long[][] made)
-    {
-        if (given[0].Length == 0)
-        {
-            return;
-        }
-
-        long[][] last = Array.ConvertAll(given, row => new[] { row[^1] });
-        long[] expected = Array.ConvertAll(made, row => row[^1]);
-        if (wanted.Contains("rewind"))
-        {
-            decoder.Rewind(1);
-            Compare("rewind", decoder.Step(last), expected);
-        }
-
-        if (wanted.Contains("reorder"))
-        {
-            decoder.Rewind(1);
-
-            // The rows backwards, and the first one once more.
-            int[] order = [.. Enumerable.Range(0, given.Length).Reverse(), 0];
-            decoder.Reorder(order);
-            float[][] logits = decoder.Step(Array.ConvertAll(order, row => last[row]));
-            Compare("reorder", logits, Array.ConvertAll(order, row => expected[row]));
-        }
-    }
-
-    private static void Compare(string name, float[][] logits, long[] expected)
-    {
-        long[] got = Array.ConvertAll(logits, Decoder.Likeliest);
-        if (!got.SequenceEqual(expected))
-        {
-            throw new InvalidOperationException(
-                $"{name}: {string.Join(',', got)} in place of {string.Join(',', expected)}");
-        }
-    }
-
     /// <summary>Picks a token from the likeliest ones, by their probabilities at a temperature.</summary>
     private static Func<float[], long> Sampler(float temperature, int topK, int seed)
     {
@@ -231,7 +145,7 @@ internal static class Program
         {
             int[] likeliest = Enumerable.Range(0, logits.Length)
                 .OrderByDescending(token => logits[token])
-                .Take(Math.Max(topK, 1))
+                .Take(topK)
                 .ToArray();
             double[] weights = Array.ConvertAll(
                 likeliest,

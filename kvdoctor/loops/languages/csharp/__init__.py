@@ -4,14 +4,12 @@ from kvdoctor.loops import plan_questions
 from kvdoctor.loops.language import Language
 from kvdoctor.loops.languages.csharp import expressions
 
+CLASSES = ("Arguments", "Decoder", "Probe", "Program", "Providers", "Run")
+
 LANGUAGE = Language(
     name="csharp",
     title="C#",
-    files={
-        "Decoder.cs": "Decoder.cs.j2",
-        "Program.cs": "Program.cs.j2",
-        "decode.csproj": "decode.csproj.j2",
-    },
+    files={f"{name}.cs": f"{name}.cs.j2" for name in CLASSES} | {"decode.csproj": "decode.csproj.j2"},
     filters={
         "literal": expressions.literal,
         "element": expressions.element,
