@@ -1,13 +1,12 @@
 """The loop in TypeScript and JavaScript: literals, expressions, types; what is written compiles and is formatted."""
 
 import json
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.isolated import EXPORTS, give_up
+from support.isolated import EXPORTS
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
@@ -125,27 +124,20 @@ def test_types_are_in_the_program_or_in_its_comments() -> None:
     assert "@param {number[]} rows\n * @param {number} [count] - how many" in plain.doc("Takes.", 0, params)
 
 
-def test_the_loop_itself_does_without_node(llama: LoopPlan) -> None:
+def test_what_a_browser_has_too_does_without_node(llama: LoopPlan) -> None:
     for language in LANGUAGES:
-        files = render(llama, languages()[language])
-        loop = next(text for name, text in files.items() if "loop." in name)
-        assert "node:" not in loop
-        assert "process." not in loop
+        files = render(llama, languages()[language], probe=True)
+        modules = [text for name, text in files.items() if Path(name).stem in ("loop", "probe", "page")]
+        assert len(modules) == 3
+        assert not any("node:" in text or "process." in text for text in modules)
 
 
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the packages that check programs; projects below it find them."""
-    if shutil.which("npm") is None or shutil.which("node") is None:
-        give_up("neither node nor npm is on the path")
-    folder = tmp_path_factory.mktemp("modules")
-    (folder / "package.json").write_text('{"private": true}', encoding="utf-8")
-    packages = ("onnxruntime-node@1.30.0", "typescript@7.0.2", "@types/node@20.19.43", "prettier@3.10.1")
-    install = ("npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", *packages)
-    done = subprocess.run(install, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        give_up(f"npm cannot install here: {done.stderr.strip()[-200:]}")
-    return folder
+def test_only_a_probe_has_a_page(llama: LoopPlan) -> None:
+    for language in LANGUAGES:
+        plain, probe = (render(llama, languages()[language], probe=flag) for flag in (False, True))
+        assert {Path(name).name for name in set(probe) - set(plain)} >= {"index.html", "serve.mjs"}
+        assert "onnxruntime-web" not in plain["package.json"]
+        assert json.loads(probe["package.json"])["dependencies"].keys() == {"onnxruntime-node", "onnxruntime-web"}
 
 
 def printed(folder: Path, *command: str) -> str:
@@ -155,11 +147,12 @@ def printed(folder: Path, *command: str) -> str:
 
 
 def assert_compiles(plan: LoopPlan, language: str, modules: Path, folder: Path) -> None:
-    for name, text in render(plan, languages()[language]).items():
+    for name, text in render(plan, languages()[language], probe=True).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     strict = ("--strict", "--noEmit", "--noUnusedLocals", "--noUnusedParameters")
-    checked = ("--allowJs", "--checkJs", "--module", "nodenext", "--target", "es2022", "--types", "node", "main.js")
+    checked = ("--allowJs", "--checkJs", "--module", "nodenext", "--target", "es2022", "--types", "node")
+    checked += ("main.js", "page.js", "serve.mjs")
     compiler = str(modules / "node_modules" / ".bin" / "tsc")
     printed(folder, compiler, *strict, *(checked if language == "javascript" else ()))
 
@@ -171,7 +164,7 @@ def test_what_is_written_is_formatted_and_typed(language: str, model: str, modul
     folder = modules / language / model
     assert_compiles(plan_of(model), language, modules, folder)
     prettier = str(modules / "node_modules" / ".bin" / "prettier")
-    printed(folder, prettier, "--check", "**/*.{ts,js,json}", "!kvdoctor-loop.json")
+    printed(folder, prettier, "--check", "**/*.{ts,js,mjs,json,html}", "!kvdoctor-loop.json")
 
 
 @pytest.mark.slow

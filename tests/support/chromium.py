@@ -94,8 +94,8 @@ class Tab:
 
 
 @contextlib.contextmanager
-def tab(program: str) -> Iterator[Tab]:
-    """A browser with a profile of its own and one page, for as long as it is used."""
+def tab(program: str, *more: str) -> Iterator[Tab]:
+    """A browser with a profile of its own and one page, for as long as it is used; `more` are options for it."""
     near_in, to = os.pipe()
     back, near_out = os.pipe()
     # The protocol is spoken on the descriptors 3 and 4: what starts the browser puts them there from above them.
@@ -106,7 +106,7 @@ def tab(program: str) -> Iterator[Tab]:
 
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
         options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run")
-        options += ("--disable-background-networking", "--hide-scrollbars", f"--user-data-dir={profile}")
+        options += ("--disable-background-networking", "--hide-scrollbars", f"--user-data-dir={profile}", *more)
         with subprocess.Popen(
             [sys.executable, "-c", there, program, *options],
             pass_fds=theirs,

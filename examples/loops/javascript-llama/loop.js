@@ -19,6 +19,8 @@ import { InferenceSession, Tensor } from "onnxruntime-node";
 const DECODER = "model.onnx";
 /** The most tokens that a sequence may have. */
 const MOST_TOKENS = 64;
+/** Entries of the vocabulary: token ids are below it. */
+const VOCABULARY = 128;
 
 /**
  * One tensor of the cache.
@@ -71,11 +73,33 @@ const CACHE = [
 const OUTPUTS = ["logits", "present.0.key", "present.0.value", "present.1.key", "present.1.value"];
 
 /**
+ * A tensor in a trace.
+ *
+ * @typedef {object} TracedTensor
+ * @property {string} dtype - Its element type.
+ * @property {readonly number[]} shape - Its sizes.
+ * @property {readonly number[]} [data] - All of its numbers, where there are at most 64.
+ * @property {readonly number[]} [sample] - Of a larger one, 64 numbers from the first to the last.
+ */
+
+/**
+ * A call; as a line of JSON it is what `kvdoctor step-test MODEL --trace FILE` reads.
+ *
+ * @typedef {object} TracedCall
+ * @property {string} file - The file that was called.
+ * @property {Record<string, TracedTensor>} fed - What it was fed.
+ * @property {Record<string, TracedTensor>} got - What it returned.
+ * @property {string | null} error - The error, where it failed.
+ */
+
+/**
  * How to open a model.
  *
  * @typedef {object} OpenOptions
  * @property {InferenceSession.SessionOptions} [session] - How the runtime opens a file: execution providers, threads.
- * @property {(line: string) => void} [trace] - Takes a line of JSON for each call, see `kvdoctor step-test MODEL --trace FILE`.
+ * @property {Record<string, readonly string[]>} [external] - In a browser: the files beside a model file that hold its weights.
+ * @property {(call: TracedCall) => void} [trace] - Takes every call; tensors are read for it.
+ * @property {(value: Tensor) => Promise<Tensor.DataType>} [read] - How a trace reads; `getData` without it, which takes a tensor off its device.
  */
 
 /**
@@ -91,14 +115,18 @@ const OUTPUTS = ["logits", "present.0.key", "present.0.value", "present.1.key", 
 /**
  * The model, and the cache of one batch of sequences.
  *
- * Calls are awaited one after the other. The cache goes from call to call as the runtime returned it.
+ * Await each call before the next one: a call while another is under way is refused.
+ * The cache goes from call to call as the runtime returned it.
  * A value is disposed of as soon as the next call has replaced it.
  */
 export class Decoder {
   /** @type {InferenceSession} */
   #decoder;
-  /** @type {((line: string) => void) | undefined} */
+  /** @type {((call: TracedCall) => void) | undefined} */
   #trace;
+  /** @type {(value: Tensor) => Promise<Tensor.DataType>} */
+  #read;
+  #busy = false;
   #length = 0;
   /** @type {readonly number[]} */
   #padding = [];
@@ -113,6 +141,7 @@ export class Decoder {
   constructor(decoder, options) {
     this.#decoder = decoder;
     this.#trace = options.trace;
+    this.#read = options.read ?? ((value) => value.getData());
   }
 
   /**
@@ -124,7 +153,16 @@ export class Decoder {
    */
   static async open(folder, options = {}) {
     /** @param {string} file */
-    const opened = (file) => InferenceSession.create(`${folder}/${file}`, options.session);
+    const opened = (file) => {
+      const path = `${folder}/${file}`;
+      const beside = path.slice(0, path.lastIndexOf("/"));
+      const weights = options.external?.[file]?.map((name) => ({
+        path: name,
+        data: `${beside}/${name}`,
+      }));
+      const session = weights ? { ...options.session, externalData: weights } : options.session;
+      return InferenceSession.create(path, session);
+    };
     return new Decoder(await opened(DECODER), options);
   }
 
@@ -135,13 +173,43 @@ export class Decoder {
 
   /** Begin anew: no sequences. */
   reset() {
-    this.#clear([]);
+    this.#refuseWhileBusy();
+    this.#forget();
   }
 
   /** Give back the memory of the model; the decoder cannot be used afterwards. */
   async close() {
-    this.reset();
-    await this.#decoder.release();
+    await this.#alone(async () => {
+      this.#forget();
+      await this.#decoder.release();
+    });
+  }
+
+  #refuseWhileBusy() {
+    if (this.#busy) {
+      throw new Error("another call of this decoder is under way: await it first");
+    }
+  }
+
+  /**
+   * Run a call that no other call may interrupt: both would change the cache.
+   *
+   * @template T
+   * @param {() => Promise<T>} call
+   * @returns {Promise<T>}
+   */
+  async #alone(call) {
+    this.#refuseWhileBusy();
+    this.#busy = true;
+    try {
+      return await call();
+    } finally {
+      this.#busy = false;
+    }
+  }
+
+  #forget() {
+    this.#clear([]);
   }
 
   /**
@@ -178,10 +246,21 @@ export class Decoder {
    * @returns {Promise<Logits[]>}
    */
   async prefill(prompts) {
+    return this.#alone(() => this.#prefill(prompts));
+  }
+
+  /**
+   * Begin sequences, for `prefill` and `generate`.
+   *
+   * @param {Tokens} prompts
+   * @returns {Promise<Logits[]>}
+   */
+  async #prefill(prompts) {
     const longest = Math.max(...prompts.map((prompt) => prompt.length));
     if (prompts.length === 0 || prompts.some((prompt) => prompt.length === 0)) {
-      throw new Error("a prompt needs at least one token");
+      throw new RangeError("every sequence begins with at least one token");
     }
+    checkTokens(prompts);
     const padding = prompts.map((prompt) => longest - prompt.length);
     this.#clear(padding);
     const tokens = prompts.map((prompt, row) => [...Array(padding[row]).fill(0), ...prompt]);
@@ -195,13 +274,24 @@ export class Decoder {
    * @returns {Promise<Logits[]>}
    */
   async step(tokens) {
+    return this.#alone(() => this.#step(tokens));
+  }
+
+  /**
+   * Continue the sequences, for `step` and `generate`.
+   *
+   * @param {Tokens} tokens
+   * @returns {Promise<Logits[]>}
+   */
+  async #step(tokens) {
     if (this.#length === 0) {
       throw new Error("begin with prefill()");
     }
-    const count = tokens[0]?.length ?? 0;
-    if (tokens.length !== this.#padding.length || tokens.some((row) => row.length !== count)) {
-      throw new Error("give the same number of tokens for each sequence");
+    const [rows] = shapeOf(tokens, "the tokens of a step");
+    if (rows !== this.#padding.length) {
+      throw new RangeError(`a step takes tokens of each of ${this.#padding.length} sequences`);
     }
+    checkTokens(tokens);
     return this.#advance(tokens);
   }
 
@@ -213,7 +303,7 @@ export class Decoder {
    */
   async #advance(tokens) {
     if (this.#length + tokens[0].length > MOST_TOKENS) {
-      throw new Error(`a sequence has at most ${MOST_TOKENS} tokens here`);
+      throw new RangeError(`a sequence has at most ${MOST_TOKENS} tokens here`);
     }
     const first = this.#length === 0;
     if (first) {
@@ -270,17 +360,20 @@ export class Decoder {
    * @param {number} count
    */
   async rewind(count) {
+    this.#refuseWhileBusy();
     const shortest = this.#length - Math.max(...this.#padding);
     if (!Number.isInteger(count) || count < 0 || count >= shortest) {
       throw new RangeError(`cannot forget ${count} of ${shortest} tokens`);
     }
-    this.#length -= count;
-    for (const slot of CACHE) {
-      const value = this.#cache.get(slot.past);
-      if (value !== undefined) {
-        this.#keep(slot.past, await join(slot.lengthAxis, [[value, 0, this.#length]]));
+    await this.#alone(async () => {
+      this.#length -= count;
+      for (const slot of CACHE) {
+        const value = this.#cache.get(slot.past);
+        if (value !== undefined) {
+          this.#keep(slot.past, await join(slot.lengthAxis, [[value, 0, this.#length]]));
+        }
       }
-    }
+    });
   }
 
   /**
@@ -289,17 +382,19 @@ export class Decoder {
    * @param {readonly number[]} rows
    */
   async reorder(rows) {
+    this.#refuseWhileBusy();
     if (rows.length === 0 || rows.some((row) => !(row in this.#padding))) {
       throw new RangeError(`there are ${this.#padding.length} sequences, not all of: ${rows}`);
     }
-    for (const slot of CACHE) {
-      const value = this.#cache.get(slot.past);
-      if (value !== undefined) {
-        const chosen = await take(value, slot.batchAxis, rows);
-        this.#keep(slot.past, chosen);
+    await this.#alone(async () => {
+      for (const slot of CACHE) {
+        const value = this.#cache.get(slot.past);
+        if (value !== undefined) {
+          this.#keep(slot.past, await take(value, slot.batchAxis, rows));
+        }
       }
-    }
-    this.#padding = rows.map((row) => this.#padding[row]);
+      this.#padding = rows.map((row) => this.#padding[row]);
+    });
   }
 
   /**
@@ -312,11 +407,25 @@ export class Decoder {
    * @returns {Promise<number[][]>}
    */
   async generate(prompts, options = {}) {
+    return this.#alone(() => this.#generate(prompts, options));
+  }
+
+  /**
+   * Decode, for `generate`.
+   *
+   * @param {Tokens} prompts
+   * @param {GenerateOptions} options
+   * @returns {Promise<number[][]>}
+   */
+  async #generate(prompts, options) {
     const { most = 20, stop = [], choose = likeliest, onToken } = options;
+    if (!(most >= 1)) {
+      throw new RangeError(`most is 1 or more; got ${most}`);
+    }
     /** @type {number[][]} */
     const made = prompts.map(() => []);
     const running = prompts.map(() => true);
-    let logits = await this.prefill(prompts);
+    let logits = await this.#prefill(prompts);
     for (;;) {
       const chosen = logits.map((row) => choose(row));
       for (const [row, token] of chosen.entries()) {
@@ -326,10 +435,11 @@ export class Decoder {
           onToken?.(row, token);
         }
       }
-      if (!running.includes(true) || Math.max(...made.map((row) => row.length)) >= most) {
+      const longest = Math.max(...made.map((row) => row.length));
+      if (!running.includes(true) || longest >= most || this.#length >= MOST_TOKENS) {
         return made;
       }
-      logits = await this.step(chosen.map((token) => [token]));
+      logits = await this.#step(chosen.map((token) => [token]));
     }
   }
 
@@ -354,8 +464,29 @@ export class Decoder {
       error = String(raised);
       throw raised;
     } finally {
-      this.#trace?.(await traceLine(file, feeds, outputs, error));
+      if (this.#trace !== undefined) {
+        const [fed, got] = [await this.#traced(feeds), await this.#traced(outputs)];
+        this.#trace({ file, fed, got, error });
+      }
     }
+  }
+
+  /**
+   * Tensors as a trace has them.
+   *
+   * @param {Values} values
+   * @returns {Promise<Record<string, TracedTensor>>}
+   */
+  async #traced(values) {
+    /** @type {[string, TracedTensor][]} */
+    const entries = [];
+    for (const [name, value] of Object.entries(values)) {
+      const data = /** @type {ArrayLike<unknown>} */ (await this.#read(value));
+      const read = places(data.length).map((place) => Number(data[place]));
+      const part = data.length > 64 ? { sample: read } : { data: read };
+      entries.push([name, { dtype: value.type, shape: value.dims, ...part }]);
+    }
+    return Object.fromEntries(entries);
   }
 }
 
@@ -367,6 +498,32 @@ export class Decoder {
  */
 export function product(shape) {
   return shape.reduce((elements, size) => elements * size, 1);
+}
+
+/**
+ * The shape of rows of numbers: at least one in each, and the same number.
+ *
+ * @param {Tokens} rows
+ * @param {string} name
+ * @returns {[number, number]}
+ */
+function shapeOf(rows, name) {
+  const columns = rows[0]?.length ?? 0;
+  if (columns === 0 || rows.some((row) => row.length !== columns)) {
+    throw new RangeError(`${name}: give rows of the same length, at least 1`);
+  }
+  return [rows.length, columns];
+}
+
+/**
+ * Refuse what is no token id of this model.
+ *
+ * @param {Tokens} rows
+ */
+function checkTokens(rows) {
+  if (!rows.flat().every((id) => Number.isInteger(id) && id >= 0 && id < VOCABULARY)) {
+    throw new RangeError(`token ids are 0 to ${VOCABULARY - 1}`);
+  }
 }
 
 /**
@@ -460,13 +617,13 @@ async function take(value, axis, rows) {
  */
 async function join(axis, pieces) {
   const [{ type, dims }] = pieces[0];
-  const parts = await Promise.all(
-    pieces.map(async ([value, from, to]) => {
-      const data = /** @type {Uint8Array} */ (await value.getData()); // or another typed array
-      const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
-      return { bytes, from, to, size: value.dims[axis], of: data.constructor };
-    }),
-  );
+  const parts = [];
+  for (const [value, from, to] of pieces) {
+    // Not all at once: a tensor may be in several pieces, and is taken off a device only once.
+    const data = /** @type {Uint8Array} */ (await value.getData()); // or another typed array
+    const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
+    parts.push({ bytes, from, to, size: value.dims[axis], of: data.constructor });
+  }
   const size = parts.reduce((sum, { from, to }) => sum + Math.max(to - from, 0), 0);
   const blocks = product(dims.slice(0, axis));
   const shape = dims.map((dim, at) => (at === axis ? size : dim));
@@ -487,29 +644,13 @@ async function join(axis, pieces) {
 }
 
 /**
- * A call as a line of JSON: element types, shapes, and the data of small tensors.
+ * Where a trace reads a tensor of so many elements: all of it, or 64 places from the first to the last.
  *
- * @param {string} file
- * @param {Values} fed
- * @param {Values} got
- * @param {string | null} error
- * @returns {Promise<string>}
+ * @param {number} size
+ * @returns {number[]}
  */
-async function traceLine(file, fed, got, error) {
-  /** @param {Values} values */
-  const side = async (values) => {
-    /** @type {[string, object][]} */
-    const entries = [];
-    for (const [name, value] of Object.entries(values)) {
-      const entry = { dtype: value.type, shape: value.dims };
-      if (value.size > 64) {
-        entries.push([name, entry]);
-      } else {
-        const data = /** @type {ArrayLike<unknown>} */ (await value.getData());
-        entries.push([name, { ...entry, data: Array.from(data, Number) }]);
-      }
-    }
-    return Object.fromEntries(entries);
-  };
-  return JSON.stringify({ file, fed: await side(fed), got: await side(got), error });
+function places(size) {
+  return Array.from({ length: Math.min(size, 64) }, (_, place) =>
+    size > 64 ? Math.floor((place * (size - 1)) / 63) : place,
+  );
 }

@@ -1,10 +1,13 @@
 // Decodes from the command line: token ids in, token ids out. `--help` lists the options.
 
-import { appendFileSync, readFileSync } from "node:fs";
+import { appendFileSync, readFileSync, writeFileSync } from "node:fs";
 import { parseArgs } from "node:util";
+import { listSupportedBackends } from "onnxruntime-node";
 import { Decoder, likeliest } from "./loop.js";
+import { follow, probe, readIds, selfTest } from "./probe.js";
 
 /** @typedef {import("./loop.js").Logits} Logits */
+/** @typedef {import("./loop.js").TracedCall} TracedCall */
 
 const USAGE = `Token ids in, token ids out.
   --model FOLDER       folder of the model files
@@ -17,6 +20,9 @@ const USAGE = `Token ids in, token ids out.
   --seed N             of the sampling (0)
   --self-test rewind,reorder
                        with --follow: take the last step again, and compare
+  --provider NAME      what runs the model (cpu)
+  --probe FILE         make the runs that the file describes, in place of a prompt
+  --result FILE        with --probe: the file to write (result.jsonl)
 `;
 
 /**
@@ -34,28 +40,51 @@ async function main() {
       temperature: { type: "string", default: "0" },
       "top-k": { type: "string", default: "50" },
       seed: { type: "string", default: "0" },
-      "self-test": { type: "string", default: "" },
+      "self-test": { type: "string" },
+      provider: { type: "string", default: "cpu" },
+      probe: { type: "string" },
+      result: { type: "string", default: "result.jsonl" },
     },
   });
   if (given.help) {
     console.log(USAGE);
     return;
   }
-  const prompts = required(given.prompt, "prompt").map(ids);
+  const model = required(given.model, "model");
+  const session = { executionProviders: [provider(given.provider)] };
+  /** @param {((call: TracedCall) => void) | undefined} trace */
+  const open = (trace) => Decoder.open(model, { session, trace });
+
+  const { probe: runs, result } = given;
+  if (runs !== undefined) {
+    writeFileSync(result, "");
+    const good = await probe(readFileSync(runs, "utf8"), {
+      open,
+      write: (line) => appendFileSync(result, line + "\n"),
+      report: (name, outcome) => console.log(`${name}: ${outcome}`),
+    });
+    process.exitCode = good ? 0 : 1;
+    return;
+  }
+
+  const prompts = required(given.prompt, "prompt").map(readIds);
+  const follows = given.follow?.map(readIds);
+  const most = whole(given.most, "most");
+  const topK = whole(given["top-k"], "top-k");
   const temperature = number(given.temperature, "temperature");
+  if (temperature < 0) {
+    throw new Error("--temperature is 0 or more");
+  }
   const choose =
-    temperature > 0
-      ? sampler(temperature, number(given["top-k"], "top-k"), number(given.seed, "seed"))
-      : likeliest;
-  const most = number(given.most, "most");
-  const stop = ids(given.stop);
-  const follows = given.follow?.map(ids);
+    temperature > 0 ? sampler(temperature, topK, number(given.seed, "seed")) : likeliest;
+  if (given["self-test"] && !follows) {
+    throw new Error("--self-test needs tokens to --follow");
+  }
 
   const file = process.env["KVDOCTOR_TRACE"];
-  const trace = file
-    ? (/** @type {string} */ line) => appendFileSync(file, line + "\n")
-    : undefined;
-  const decoder = await Decoder.open(required(given.model, "model"), { trace });
+  /** @param {TracedCall} call */
+  const trace = (call) => file && appendFileSync(file, JSON.stringify(call) + "\n");
+  const decoder = await open(file ? trace : undefined);
   const began = performance.now();
   /** @type {number[]} */
   const times = [];
@@ -68,7 +97,7 @@ async function main() {
       await selfTest(decoder, given["self-test"].split(","), follows, made);
     }
   } else {
-    made = await decoder.generate(prompts, { most, stop, choose, onToken });
+    made = await decoder.generate(prompts, { most, stop: readIds(given.stop), choose, onToken });
   }
   for (const row of made) {
     console.log(row.join(","));
@@ -99,20 +128,6 @@ function required(value, option) {
 }
 
 /**
- * Integers with commas between them.
- *
- * @param {string} text
- * @returns {number[]}
- */
-function ids(text) {
-  const numbers = text.split(",").filter(Boolean).map(Number);
-  if (!numbers.every(Number.isSafeInteger)) {
-    throw new Error(`not integers with commas: ${text}`);
-  }
-  return numbers;
-}
-
-/**
  * The number given for an option.
  *
  * @param {string} text
@@ -128,73 +143,32 @@ function number(text, option) {
 }
 
 /**
- * The likeliest token after the prompt and after each given one, whatever was likeliest before.
+ * The whole number above 0 given for an option.
  *
- * @param {Decoder} decoder
- * @param {number[][]} prompts
- * @param {number[][]} follows
- * @param {() => void} onToken
- * @returns {Promise<number[][]>}
+ * @param {string} text
+ * @param {string} option
+ * @returns {number}
  */
-async function follow(decoder, prompts, follows, onToken) {
-  const count = follows[0].length;
-  if (follows.length !== prompts.length || follows.some((row) => row.length !== count)) {
-    throw new Error("--follow takes the same number of ids for each prompt");
+function whole(text, option) {
+  const value = number(text, option);
+  if (!Number.isInteger(value) || value < 1) {
+    throw new Error(`--${option} takes a whole number above 0, not ${text}`);
   }
-  const made = (await decoder.prefill(prompts)).map((logits) => [likeliest(logits)]);
-  onToken();
-  for (let position = 0; position < count; position++) {
-    const logits = await decoder.step(follows.map((row) => [row[position]]));
-    onToken();
-    logits.forEach((row, sequence) => made[sequence].push(likeliest(row)));
-  }
-  return made;
+  return value;
 }
 
 /**
- * Take the last step again after going back, and after changing rows: the tokens must be the same.
- *
- * @param {Decoder} decoder
- * @param {string[]} wanted
- * @param {number[][]} follows
- * @param {number[][]} made
- * @returns {Promise<void>}
- */
-async function selfTest(decoder, wanted, follows, made) {
-  if (follows[0].length === 0) {
-    throw new Error("--self-test needs tokens to --follow");
-  }
-  const last = follows.map((row) => row.slice(-1));
-  const expected = made.map((row) => row[row.length - 1]);
-  if (wanted.includes("rewind")) {
-    await decoder.rewind(1);
-    compare("rewind", await decoder.step(last), expected);
-  }
-  if (wanted.includes("reorder")) {
-    await decoder.rewind(1);
-    const order = [...follows.keys()].reverse().concat(0); // the rows backwards, and the first one once more
-    await decoder.reorder(order);
-    const logits = await decoder.step(order.map((row) => last[row]));
-    compare(
-      "reorder",
-      logits,
-      order.map((row) => expected[row]),
-    );
-  }
-}
-
-/**
- * End the program where other tokens are likeliest.
+ * An execution provider of this runtime.
  *
  * @param {string} name
- * @param {Logits[]} logits
- * @param {number[]} expected
+ * @returns {string}
  */
-function compare(name, logits, expected) {
-  const got = logits.map(likeliest);
-  if (String(got) !== String(expected)) {
-    throw new Error(`${name}: ${got} in place of ${expected}`);
+function provider(name) {
+  const known = listSupportedBackends().map((backend) => backend.name);
+  if (!known.includes(name)) {
+    throw new Error(`there is no provider ${name}; onnxruntime-node has ${known.join(", ")}`);
   }
+  return name;
 }
 
 /**
@@ -217,7 +191,7 @@ function sampler(temperature, topK, seed) {
   return (logits) => {
     const sorted = logits.slice().sort();
     const best = sorted[sorted.length - 1];
-    const least = sorted[Math.max(sorted.length - Math.max(topK, 1), 0)];
+    const least = sorted[Math.max(sorted.length - topK, 0)];
     const weights = Array.from(logits, (value) =>
       value >= least ? Math.exp((value - best) / temperature) : 0,
     );

@@ -25,6 +25,8 @@ const ENCODER = "encoder_model.onnx";
 const DECODER = "decoder_model_merged.onnx";
 /** The most tokens that a sequence may have. */
 const MOST_TOKENS = 64;
+/** Entries of the vocabulary: token ids are below it. */
+const VOCABULARY = 128;
 
 /** One tensor of the cache. */
 export interface Slot {
@@ -129,12 +131,40 @@ const OUTPUTS = [
   "present.1.decoder.value",
 ];
 
+/** A tensor in a trace. */
+export interface TracedTensor {
+  /** Its element type. */
+  readonly dtype: string;
+  /** Its sizes. */
+  readonly shape: readonly number[];
+  /** All of its numbers, where there are at most 64. */
+  readonly data?: readonly number[];
+  /** Of a larger one, 64 numbers from the first to the last. */
+  readonly sample?: readonly number[];
+}
+
+/** A call; as a line of JSON it is what `kvdoctor step-test MODEL --trace FILE` reads. */
+export interface TracedCall {
+  /** The file that was called. */
+  readonly file: string;
+  /** What it was fed. */
+  readonly fed: Record<string, TracedTensor>;
+  /** What it returned. */
+  readonly got: Record<string, TracedTensor>;
+  /** The error, where it failed. */
+  readonly error: string | null;
+}
+
 /** How to open a model. */
 export interface OpenOptions {
   /** How the runtime opens a file: execution providers, threads. */
   readonly session?: InferenceSession.SessionOptions;
-  /** Takes a line of JSON for each call, see `kvdoctor step-test MODEL --trace FILE`. */
-  readonly trace?: (line: string) => void;
+  /** In a browser: the files beside a model file that hold its weights. */
+  readonly external?: Record<string, readonly string[]>;
+  /** Takes every call; tensors are read for it. */
+  readonly trace?: (call: TracedCall) => void;
+  /** How a trace reads; `getData` without it, which takes a tensor off its device. */
+  readonly read?: (value: Tensor) => Promise<Tensor.DataType>;
 }
 
 /** How to decode. */
@@ -152,28 +182,42 @@ export interface GenerateOptions {
 /**
  * The model, and the cache of one batch of sequences.
  *
- * Calls are awaited one after the other. The cache goes from call to call as the runtime returned it.
+ * Await each call before the next one: a call while another is under way is refused.
+ * The cache goes from call to call as the runtime returned it.
  * A value is disposed of as soon as the next call has replaced it.
  */
 export class Decoder {
   readonly #encoder: InferenceSession;
   readonly #decoder: InferenceSession;
-  readonly #trace: ((line: string) => void) | undefined;
+  readonly #trace: ((call: TracedCall) => void) | undefined;
+  readonly #read: (value: Tensor) => Promise<Tensor.DataType>;
+  #busy = false;
   #length = 0;
   #padding: readonly number[] = [];
   #cache: Map<string, Tensor> = new Map();
   #encoded: Map<string, Tensor> = new Map();
   #sourceMask: Tokens | undefined = undefined;
+  #moved = false;
 
   private constructor(encoder: InferenceSession, decoder: InferenceSession, options: OpenOptions) {
     this.#encoder = encoder;
     this.#decoder = decoder;
     this.#trace = options.trace;
+    this.#read = options.read ?? ((value) => value.getData());
   }
 
   /** Open the files in `folder`: a path, or in a browser a URL. */
   static async open(folder: string, options: OpenOptions = {}): Promise<Decoder> {
-    const opened = (file: string) => InferenceSession.create(`${folder}/${file}`, options.session);
+    const opened = (file: string) => {
+      const path = `${folder}/${file}`;
+      const beside = path.slice(0, path.lastIndexOf("/"));
+      const weights = options.external?.[file]?.map((name) => ({
+        path: name,
+        data: `${beside}/${name}`,
+      }));
+      const session = weights ? { ...options.session, externalData: weights } : options.session;
+      return InferenceSession.create(path, session);
+    };
     return new Decoder(await opened(ENCODER), await opened(DECODER), options);
   }
 
@@ -184,19 +228,44 @@ export class Decoder {
 
   /** Begin anew: no sequences, and nothing encoded. */
   reset(): void {
+    this.#refuseWhileBusy();
+    this.#forget();
+  }
+
+  /** Give back the memory of the model; the decoder cannot be used afterwards. */
+  async close(): Promise<void> {
+    await this.#alone(async () => {
+      this.#forget();
+      await this.#encoder.release();
+      await this.#decoder.release();
+    });
+  }
+
+  #refuseWhileBusy(): void {
+    if (this.#busy) {
+      throw new Error("another call of this decoder is under way: await it first");
+    }
+  }
+
+  /** Run a call that no other call may interrupt: both would change the cache. */
+  async #alone<T>(call: () => Promise<T>): Promise<T> {
+    this.#refuseWhileBusy();
+    this.#busy = true;
+    try {
+      return await call();
+    } finally {
+      this.#busy = false;
+    }
+  }
+
+  #forget(): void {
     this.#clear([]);
     for (const value of this.#encoded.values()) {
       value.dispose();
     }
     this.#encoded.clear();
     this.#sourceMask = undefined;
-  }
-
-  /** Give back the memory of the model; the decoder cannot be used afterwards. */
-  async close(): Promise<void> {
-    this.reset();
-    await this.#encoder.release();
-    await this.#decoder.release();
+    this.#moved = false;
   }
 
   /** Forget the sequences; `padding` is that of the next ones. */
@@ -222,29 +291,47 @@ export class Decoder {
    * @param mask - 0 for padding on the right; without it all of the source is read.
    */
   async encode(source: Tokens, mask?: Tokens): Promise<void> {
-    this.reset();
-    this.#sourceMask = mask;
-    if (source.some((row) => row.length !== source[0].length)) {
-      throw new Error("the sources of a batch must have the same length");
+    const [batch, encoderInput] = shapeOf(source, "the source");
+    if (!source.flat().every(Number.isSafeInteger)) {
+      throw new RangeError("the ids of the source are whole numbers");
     }
-    const batch = source.length;
-    const encoderInput = source[0].length;
-    const feeds = {
-      input_ids: new Tensor("int64", source.flat(), [batch, encoderInput]),
-      attention_mask: this.#encoderMask([batch, encoderInput]),
-    };
-    const names = ["last_hidden_state"];
-    this.#encoded = new Map(Object.entries(await this.#run(this.#encoder, ENCODER, feeds, names)));
+    if (mask !== undefined) {
+      const expected = [batch, encoderInput];
+      const given = shapeOf(mask, "the mask");
+      if (String(given) !== String(expected)) {
+        throw new RangeError(`the mask has shape [${expected}]; got [${given}]`);
+      }
+    }
+    await this.#alone(async () => {
+      this.#forget();
+      this.#sourceMask = mask;
+      const feeds = {
+        input_ids: new Tensor("int64", source.flat(), [batch, encoderInput]),
+        attention_mask: this.#encoderMask([batch, encoderInput]),
+      };
+      const names = ["last_hidden_state"];
+      const outputs = await this.#run(this.#encoder, ENCODER, feeds, names);
+      this.#encoded = new Map(Object.entries(outputs));
+    });
   }
 
   /** Begin sequences with their prompts; returns the last logits of each. */
   async prefill(prompts: Tokens): Promise<Logits[]> {
+    return this.#alone(() => this.#prefill(prompts));
+  }
+
+  /** Begin sequences, for `prefill` and `generate`. */
+  async #prefill(prompts: Tokens): Promise<Logits[]> {
+    if (this.#encoded.size === 0 || this.#moved) {
+      throw new Error("begin with encode(), and again after reorder()");
+    }
     const longest = Math.max(...prompts.map((prompt) => prompt.length));
     if (prompts.length === 0 || prompts.some((prompt) => prompt.length === 0)) {
-      throw new Error("a prompt needs at least one token");
+      throw new RangeError("every sequence begins with at least one token");
     }
+    checkTokens(prompts);
     if (prompts.some((prompt) => prompt.length < longest)) {
-      throw new Error("this model takes no padding: all prompts must have the same length");
+      throw new RangeError("the prompts of a batch must have the same length");
     }
     this.#clear(prompts.map(() => 0));
     return this.#advance(prompts);
@@ -252,20 +339,26 @@ export class Decoder {
 
   /** Continue each sequence with its new tokens; returns logits as `prefill` does. */
   async step(tokens: Tokens): Promise<Logits[]> {
+    return this.#alone(() => this.#step(tokens));
+  }
+
+  /** Continue the sequences, for `step` and `generate`. */
+  async #step(tokens: Tokens): Promise<Logits[]> {
     if (this.#length === 0) {
       throw new Error("begin with prefill()");
     }
-    const count = tokens[0]?.length ?? 0;
-    if (tokens.length !== this.#padding.length || tokens.some((row) => row.length !== count)) {
-      throw new Error("give the same number of tokens for each sequence");
+    const [rows] = shapeOf(tokens, "the tokens of a step");
+    if (rows !== this.#padding.length) {
+      throw new RangeError(`a step takes tokens of each of ${this.#padding.length} sequences`);
     }
+    checkTokens(tokens);
     return this.#advance(tokens);
   }
 
   /** Run one call on new tokens, and keep what it returns of the cache. */
   async #advance(tokens: Tokens): Promise<Logits[]> {
     if (this.#length + tokens[0].length > MOST_TOKENS) {
-      throw new Error(`a sequence has at most ${MOST_TOKENS} tokens here`);
+      throw new RangeError(`a sequence has at most ${MOST_TOKENS} tokens here`);
     }
     const first = this.#length === 0;
     if (first) {
@@ -309,39 +402,45 @@ export class Decoder {
 
   /** Forget the last `count` tokens of every sequence. At least one token must stay. */
   async rewind(count: number): Promise<void> {
+    this.#refuseWhileBusy();
     const shortest = this.#length;
     if (!Number.isInteger(count) || count < 0 || count >= shortest) {
       throw new RangeError(`cannot forget ${count} of ${shortest} tokens`);
     }
-    this.#length -= count;
-    for (const slot of CACHE) {
-      const value = this.#cache.get(slot.past);
-      if (value !== undefined && slot.shape[slot.lengthAxis] === "past") {
-        this.#keep(slot.past, await join(slot.lengthAxis, [[value, 0, this.#length]]));
+    await this.#alone(async () => {
+      this.#length -= count;
+      for (const slot of CACHE) {
+        const value = this.#cache.get(slot.past);
+        if (value !== undefined && slot.shape[slot.lengthAxis] === "past") {
+          this.#keep(slot.past, await join(slot.lengthAxis, [[value, 0, this.#length]]));
+        }
       }
-    }
+    });
   }
 
   /** Make row i of the batch a copy of what row `rows[i]` was, as a beam search needs it. */
   async reorder(rows: readonly number[]): Promise<void> {
+    this.#refuseWhileBusy();
     if (rows.length === 0 || rows.some((row) => !(row in this.#padding))) {
       throw new RangeError(`there are ${this.#padding.length} sequences, not all of: ${rows}`);
     }
-    for (const slot of CACHE) {
-      const value = this.#cache.get(slot.past);
-      if (value !== undefined) {
-        const chosen = await take(value, slot.batchAxis, rows);
-        this.#keep(slot.past, chosen);
+    await this.#alone(async () => {
+      for (const slot of CACHE) {
+        const value = this.#cache.get(slot.past);
+        if (value !== undefined) {
+          this.#keep(slot.past, await take(value, slot.batchAxis, rows));
+        }
       }
-    }
-    this.#padding = rows.map((row) => this.#padding[row]);
-    const states = this.#encoded.get("last_hidden_state");
-    if (states !== undefined) {
-      this.#encoded.set("last_hidden_state", await take(states, 0, rows));
-      states.dispose();
-    }
-    const mask = this.#sourceMask;
-    this.#sourceMask = mask && rows.map((row) => mask[row]);
+      this.#padding = rows.map((row) => this.#padding[row]);
+      const states = this.#encoded.get("last_hidden_state");
+      if (states !== undefined) {
+        this.#encoded.set("last_hidden_state", await take(states, 0, rows));
+        states.dispose();
+      }
+      const mask = this.#sourceMask;
+      this.#sourceMask = mask && rows.map((row) => mask[row]);
+      this.#moved = true;
+    });
   }
 
   /**
@@ -350,10 +449,18 @@ export class Decoder {
    * Returns the new tokens of each, the stop token not among them.
    */
   async generate(prompts: Tokens, options: GenerateOptions = {}): Promise<number[][]> {
+    return this.#alone(() => this.#generate(prompts, options));
+  }
+
+  /** Decode, for `generate`. */
+  async #generate(prompts: Tokens, options: GenerateOptions): Promise<number[][]> {
     const { most = 20, stop = [], choose = likeliest, onToken } = options;
+    if (!(most >= 1)) {
+      throw new RangeError(`most is 1 or more; got ${most}`);
+    }
     const made: number[][] = prompts.map(() => []);
     const running = prompts.map(() => true);
-    let logits = await this.prefill(prompts);
+    let logits = await this.#prefill(prompts);
     for (;;) {
       const chosen = logits.map((row) => choose(row));
       for (const [row, token] of chosen.entries()) {
@@ -363,10 +470,11 @@ export class Decoder {
           onToken?.(row, token);
         }
       }
-      if (!running.includes(true) || Math.max(...made.map((row) => row.length)) >= most) {
+      const longest = Math.max(...made.map((row) => row.length));
+      if (!running.includes(true) || longest >= most || this.#length >= MOST_TOKENS) {
         return made;
       }
-      logits = await this.step(chosen.map((token) => [token]));
+      logits = await this.#step(chosen.map((token) => [token]));
     }
   }
 
@@ -404,14 +512,45 @@ export class Decoder {
       error = String(raised);
       throw raised;
     } finally {
-      this.#trace?.(await traceLine(file, feeds, outputs, error));
+      if (this.#trace !== undefined) {
+        const [fed, got] = [await this.#traced(feeds), await this.#traced(outputs)];
+        this.#trace({ file, fed, got, error });
+      }
     }
+  }
+
+  /** Tensors as a trace has them. */
+  async #traced(values: Values): Promise<Record<string, TracedTensor>> {
+    const entries: [string, TracedTensor][] = [];
+    for (const [name, value] of Object.entries(values)) {
+      const data = (await this.#read(value)) as ArrayLike<unknown>;
+      const read = places(data.length).map((place) => Number(data[place]));
+      const part = data.length > 64 ? { sample: read } : { data: read };
+      entries.push([name, { dtype: value.type, shape: value.dims, ...part }]);
+    }
+    return Object.fromEntries(entries);
   }
 }
 
 /** The number of elements of a shape. */
 export function product(shape: readonly number[]): number {
   return shape.reduce((elements, size) => elements * size, 1);
+}
+
+/** The shape of rows of numbers: at least one in each, and the same number. */
+function shapeOf(rows: Tokens, name: string): [number, number] {
+  const columns = rows[0]?.length ?? 0;
+  if (columns === 0 || rows.some((row) => row.length !== columns)) {
+    throw new RangeError(`${name}: give rows of the same length, at least 1`);
+  }
+  return [rows.length, columns];
+}
+
+/** Refuse what is no token id of this model. */
+function checkTokens(rows: Tokens): void {
+  if (!rows.flat().every((id) => Number.isInteger(id) && id >= 0 && id < VOCABULARY)) {
+    throw new RangeError(`token ids are 0 to ${VOCABULARY - 1}`);
+  }
 }
 
 /** The index of the largest value. */
@@ -454,13 +593,13 @@ async function take(value: Tensor, axis: number, rows: readonly number[]): Promi
  */
 async function join(axis: number, pieces: readonly Piece[]): Promise<Tensor> {
   const [{ type, dims }] = pieces[0];
-  const parts = await Promise.all(
-    pieces.map(async ([value, from, to]) => {
-      const data = (await value.getData()) as Uint8Array; // or another typed array
-      const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
-      return { bytes, from, to, size: value.dims[axis], of: data.constructor };
-    }),
-  );
+  const parts = [];
+  for (const [value, from, to] of pieces) {
+    // Not all at once: a tensor may be in several pieces, and is taken off a device only once.
+    const data = (await value.getData()) as Uint8Array; // or another typed array
+    const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
+    parts.push({ bytes, from, to, size: value.dims[axis], of: data.constructor });
+  }
   const size = parts.reduce((sum, { from, to }) => sum + Math.max(to - from, 0), 0);
   const blocks = product(dims.slice(0, axis));
   const shape = dims.map((dim, at) => (at === axis ? size : dim));
@@ -480,25 +619,11 @@ async function join(axis: number, pieces: readonly Piece[]): Promise<Tensor> {
   return new Tensor(type, joined, shape);
 }
 
-/** A call as a line of JSON: element types, shapes, and the data of small tensors. */
-async function traceLine(
-  file: string,
-  fed: Values,
-  got: Values,
-  error: string | null,
-): Promise<string> {
-  const side = async (values: Values) => {
-    const entries: [string, object][] = [];
-    for (const [name, value] of Object.entries(values)) {
-      const entry = { dtype: value.type, shape: value.dims };
-      if (value.size > 64) {
-        entries.push([name, entry]);
-      } else {
-        const data = (await value.getData()) as ArrayLike<unknown>;
-        entries.push([name, { ...entry, data: Array.from(data, Number) }]);
-      }
-    }
-    return Object.fromEntries(entries);
-  };
-  return JSON.stringify({ file, fed: await side(fed), got: await side(got), error });
+/**
+ * Where a trace reads a tensor of so many elements: all of it, or 64 places from the first to the last.
+ */
+function places(size: number): number[] {
+  return Array.from({ length: Math.min(size, 64) }, (_, place) =>
+    size > 64 ? Math.floor((place * (size - 1)) / 63) : place,
+  );
 }

@@ -1,9 +1,11 @@
 // Decodes from the command line: token ids in, token ids out. `--help` lists the options.
 
-import { appendFileSync, readFileSync } from "node:fs";
+import { appendFileSync, readFileSync, writeFileSync } from "node:fs";
 import { parseArgs } from "node:util";
+import { listSupportedBackends } from "onnxruntime-node";
 import { Decoder, likeliest } from "./loop.js";
-import type { Logits } from "./loop.js";
+import { encodeIds, follow, probe, readIds, selfTest } from "./probe.js";
+import type { Logits, TracedCall } from "./loop.js";
 
 const USAGE = `Token ids in, token ids out.
   --model FOLDER       folder of the model files
@@ -17,6 +19,9 @@ const USAGE = `Token ids in, token ids out.
   --seed N             of the sampling (0)
   --self-test rewind,reorder
                        with --follow: take the last step again, and compare
+  --provider NAME      what runs the model (cpu)
+  --probe FILE         make the runs that the file describes, in place of a prompt
+  --result FILE        with --probe: the file to write (result.jsonl)
 `;
 
 /**
@@ -35,28 +40,51 @@ async function main(): Promise<void> {
       temperature: { type: "string", default: "0" },
       "top-k": { type: "string", default: "50" },
       seed: { type: "string", default: "0" },
-      "self-test": { type: "string", default: "" },
+      "self-test": { type: "string" },
+      provider: { type: "string", default: "cpu" },
+      probe: { type: "string" },
+      result: { type: "string", default: "result.jsonl" },
     },
   });
   if (given.help) {
     console.log(USAGE);
     return;
   }
-  const prompts = required(given.prompt, "prompt").map(ids);
+  const model = required(given.model, "model");
+  const session = { executionProviders: [provider(given.provider)] };
+  const open = (trace?: (call: TracedCall) => void) => Decoder.open(model, { session, trace });
+
+  const { probe: runs, result } = given;
+  if (runs !== undefined) {
+    writeFileSync(result, "");
+    const good = await probe(readFileSync(runs, "utf8"), {
+      open,
+      write: (line) => appendFileSync(result, line + "\n"),
+      report: (name, outcome) => console.log(`${name}: ${outcome}`),
+    });
+    process.exitCode = good ? 0 : 1;
+    return;
+  }
+
+  const prompts = required(given.prompt, "prompt").map(readIds);
+  const follows = given.follow?.map(readIds);
+  const most = whole(given.most, "most");
+  const topK = whole(given["top-k"], "top-k");
   const temperature = number(given.temperature, "temperature");
+  if (temperature < 0) {
+    throw new Error("--temperature is 0 or more");
+  }
   const choose =
-    temperature > 0
-      ? sampler(temperature, number(given["top-k"], "top-k"), number(given.seed, "seed"))
-      : likeliest;
-  const most = number(given.most, "most");
-  const stop = ids(given.stop);
-  const follows = given.follow?.map(ids);
+    temperature > 0 ? sampler(temperature, topK, number(given.seed, "seed")) : likeliest;
+  if (given["self-test"] && !follows) {
+    throw new Error("--self-test needs tokens to --follow");
+  }
 
   const file = process.env["KVDOCTOR_TRACE"];
-  const trace = file ? (line: string) => appendFileSync(file, line + "\n") : undefined;
-  const decoder = await Decoder.open(required(given.model, "model"), { trace });
+  const trace = (call: TracedCall) => file && appendFileSync(file, JSON.stringify(call) + "\n");
+  const decoder = await open(file ? trace : undefined);
   const began = performance.now();
-  await decoder.encode(required(given.source, "source").map(ids));
+  await encodeIds(decoder, required(given.source, "source").map(readIds));
   const times: number[] = [];
   const onToken = () => times.push(performance.now());
   let made: number[][];
@@ -66,7 +94,7 @@ async function main(): Promise<void> {
       await selfTest(decoder, given["self-test"].split(","), follows, made);
     }
   } else {
-    made = await decoder.generate(prompts, { most, stop, choose, onToken });
+    made = await decoder.generate(prompts, { most, stop: readIds(given.stop), choose, onToken });
   }
   for (const row of made) {
     console.log(row.join(","));
@@ -89,15 +117,6 @@ function required<T>(value: T | undefined, option: string): T {
   return value;
 }
 
-/** Integers with commas between them. */
-function ids(text: string): number[] {
-  const numbers = text.split(",").filter(Boolean).map(Number);
-  if (!numbers.every(Number.isSafeInteger)) {
-    throw new Error(`not integers with commas: ${text}`);
-  }
-  return numbers;
-}
-
 /** The number given for an option. */
 function number(text: string, option: string): number {
   const value = Number(text);
@@ -107,64 +126,22 @@ function number(text: string, option: string): number {
   return value;
 }
 
-/** The likeliest token after the prompt and after each given one, whatever was likeliest before. */
-async function follow(
-  decoder: Decoder,
-  prompts: number[][],
-  follows: number[][],
-  onToken: () => void,
-): Promise<number[][]> {
-  const count = follows[0].length;
-  if (follows.length !== prompts.length || follows.some((row) => row.length !== count)) {
-    throw new Error("--follow takes the same number of ids for each prompt");
+/** The whole number above 0 given for an option. */
+function whole(text: string, option: string): number {
+  const value = number(text, option);
+  if (!Number.isInteger(value) || value < 1) {
+    throw new Error(`--${option} takes a whole number above 0, not ${text}`);
   }
-  const made = (await decoder.prefill(prompts)).map((logits) => [likeliest(logits)]);
-  onToken();
-  for (let position = 0; position < count; position++) {
-    const logits = await decoder.step(follows.map((row) => [row[position]]));
-    onToken();
-    logits.forEach((row, sequence) => made[sequence].push(likeliest(row)));
-  }
-  return made;
+  return value;
 }
 
-/**
- * Take the last step again after going back, and after changing rows: the tokens must be the same.
- */
-async function selfTest(
-  decoder: Decoder,
-  wanted: string[],
-  follows: number[][],
-  made: number[][],
-): Promise<void> {
-  if (follows[0].length === 0) {
-    throw new Error("--self-test needs tokens to --follow");
+/** An execution provider of this runtime. */
+function provider(name: string): string {
+  const known = listSupportedBackends().map((backend) => backend.name);
+  if (!known.includes(name)) {
+    throw new Error(`there is no provider ${name}; onnxruntime-node has ${known.join(", ")}`);
   }
-  const last = follows.map((row) => row.slice(-1));
-  const expected = made.map((row) => row[row.length - 1]);
-  if (wanted.includes("rewind")) {
-    await decoder.rewind(1);
-    compare("rewind", await decoder.step(last), expected);
-  }
-  if (wanted.includes("reorder")) {
-    await decoder.rewind(1);
-    const order = [...follows.keys()].reverse().concat(0); // the rows backwards, and the first one once more
-    await decoder.reorder(order);
-    const logits = await decoder.step(order.map((row) => last[row]));
-    compare(
-      "reorder",
-      logits,
-      order.map((row) => expected[row]),
-    );
-  }
-}
-
-/** End the program where other tokens are likeliest. */
-function compare(name: string, logits: Logits[], expected: number[]): void {
-  const got = logits.map(likeliest);
-  if (String(got) !== String(expected)) {
-    throw new Error(`${name}: ${got} in place of ${expected}`);
-  }
+  return name;
 }
 
 /**
@@ -182,7 +159,7 @@ function sampler(temperature: number, topK: number, seed: number): (logits: Logi
   return (logits) => {
     const sorted = logits.slice().sort();
     const best = sorted[sorted.length - 1];
-    const least = sorted[Math.max(sorted.length - Math.max(topK, 1), 0)];
+    const least = sorted[Math.max(sorted.length - topK, 0)];
     const weights = Array.from(logits, (value) =>
       value >= least ? Math.exp((value - best) / temperature) : 0,
     );

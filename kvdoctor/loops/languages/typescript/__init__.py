@@ -33,10 +33,16 @@ LANGUAGE = Language(
     title="TypeScript",
     files={
         "src/loop.ts": "_script/loop.j2",
+        "src/probe.ts": "_script/probe.j2",
         "src/main.ts": "_script/main.j2",
         "package.json": "_script/package.json.j2",
         "tsconfig.json": "tsconfig.json.j2",
         ".npmrc": "_script/npmrc.j2",
+    },
+    probe_files={
+        "index.html": "_script/index.html.j2",
+        "src/page.ts": "_script/page.j2",
+        "serve.mjs": "_script/serve.mjs.j2",
     },
     filters={**FILTERS, **Annotations(typed=True).filters},
     build=(("npm", "install", "--no-audit", "--no-fund", "--loglevel=error"), ("npx", "tsc")),

@@ -41,9 +41,9 @@ class Annotations(NamedTuple):
             return f"@param {name.rstrip('?')}{said}"
         return f"@param {{{kind}}} {_optional(name)}{said}"
 
-    def signature(self, name: str, params: Sequence[Described], returns: str) -> str:
+    def signature(self, name: str, params: Sequence[Described], returns: str, *, exported: bool = False) -> str:
         """The head of a function of the module: on one line where it fits, else a parameter a line."""
-        head = f"{'async ' * returns.startswith('Promise')}function {name}("
+        head = f"{'export ' * exported}{'async ' * returns.startswith('Promise')}function {name}("
         return fitted([self._declared(*one) for one in params], head, f"): {returns} {{" if self.typed else ") {")
 
     def _declared(self, name: str, kind: str, text: str = "", default: str = "") -> str:  # noqa: ARG002
