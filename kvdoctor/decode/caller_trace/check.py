@@ -184,10 +184,18 @@ def phase_of(step: TraceStep, contract: CacheContract, before: SequenceState | N
 
 
 def without_embedding_calls(trace: Trace, contract: CacheContract) -> Trace:
-    """The calls of a trace but those of an embedding graph: what that returned is in the feeds of the next one."""
+    """The calls of a trace but those of an embedding graph, which are part of the next one."""
     if "embed" not in contract.phases:
         return trace
-    return tuple(step for step in trace if phase_of(step, contract, None) != "embed")
+    steps: list[TraceStep] = []
+    embedded: Mapping[str, TraceTensor] = {}
+    for step in trace:
+        if phase_of(step, contract, None) == "embed":
+            embedded = step.fed
+        else:
+            steps.append(replace(step, embedded=embedded) if embedded else step)
+            embedded = {}
+    return tuple(steps)
 
 
 def _first_phase(phase: PhaseName, contract: CacheContract) -> PhaseName:

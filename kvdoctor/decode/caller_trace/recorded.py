@@ -92,7 +92,8 @@ class TraceStep:
 
     `number` counts calls from 0, when the trace is compared with a contract those of the decoder. `file` is the model
     that was called and `error` what the caller's runtime said, where the trace tells. In a probe, `run` names the run,
-    and `likeliest` has the token that the caller found likeliest after the step, for each sequence.
+    and `likeliest` has the token that the caller found likeliest after the step, for each sequence. `embedded` is what
+    an embedding graph was fed for the step.
     """
 
     number: int
@@ -103,6 +104,7 @@ class TraceStep:
     error: str | None = None
     run: str | None = None
     likeliest: tuple[int, ...] = ()
+    embedded: Mapping[str, TraceTensor] = field(default_factory=dict)
 
 
 Trace = tuple[TraceStep, ...]

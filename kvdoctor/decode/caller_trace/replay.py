@@ -20,7 +20,7 @@ from kvdoctor.decode.caller_trace.outputs import (
     is_fed_alike,
 )
 from kvdoctor.decode.caller_trace.recorded import Trace, TraceStep, TraceTensor, same_values
-from kvdoctor.decode.caller_trace.step import ContractViolation, StepContext
+from kvdoctor.decode.caller_trace.step import ContractViolation, StepContext, size_of
 from kvdoctor.decode.calls import (
     NUMPY_TYPES,
     Answer,
@@ -80,6 +80,7 @@ def make_replay(trace: Trace, contract: CacheContract) -> Experiment:
     total = max((entry.start + entry.new for entry in planned), default=1)
     first = planned[0] if planned else None
     batch, states = _sizes(first, contract) if first is not None else (1, None)
+    states = _read_source_length(encoded, contract) or states
     usual = Scenario()
     prompt = first.new if first is not None else usual.prompt
     return Experiment(
@@ -118,6 +119,15 @@ def _plan(trace: Trace, contract: CacheContract) -> Iterator[ReplayStep]:
 def _sizes(first: ReplayStep, contract: CacheContract) -> tuple[int, int | None]:
     moment = StepContext(contract, first.phase, first.step)
     return max(moment.batch, 1), moment.encoder
+
+
+def _read_source_length(encoded: TraceStep | None, contract: CacheContract) -> int | None:
+    """The length of what the encoder was fed; None where it was not called."""
+    for port in contract.graph("encode").inputs if encoded is not None else ():
+        fed = encoded.fed.get(port.name) if encoded is not None else None
+        if port.role == "encoder_input" and fed is not None:
+            return size_of(port.axes, fed.shape, "encoder_input")
+    return None
 
 
 @dataclass
@@ -284,9 +294,11 @@ def _read_tokens(builder: FeedBuilder, planned: tuple[ReplayStep, ...]) -> Array
     total = max(entry.start + entry.new for entry in planned) + AFTER
     scenario = replace(builder.scenario, steps=total - builder.scenario.prompt + 1)
     tokens: Array = FeedBuilder(builder.contract, scenario, builder.encoded).tokens.copy()
+    embedding = builder.contract.graph("embed").inputs if "embed" in builder.contract.phases else ()
     for entry in planned:
-        for port in builder.contract.graph(entry.phase).inputs:
-            tensor = entry.step.fed.get(port.name)
+        fed = {**entry.step.fed, **entry.step.embedded}
+        for port in (*builder.contract.graph(entry.phase).inputs, *embedding):
+            tensor = fed.get(port.name)
             if port.role == "token_ids" and tensor is not None and tensor.has_values and not tensor.empty:
                 ids = tensor.array().reshape(-1, tensor.shape[-1] if tensor.shape else 1)
                 if ids.shape == (len(tokens), entry.new):
