@@ -30,7 +30,7 @@ SAMPLE = ("marian-4.57.6", "whisper", "llama-gqa")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=() if m in SAMPLE else pytest.mark.exhaustive) for m in make_loops.TABLE]
+    "model", [pytest.param(m, marks=() if m in SAMPLE else pytest.mark.exhaustive) for m in make_loops.COMMITTED]
 )
 @pytest.mark.parametrize("language", COMPILED)
 def test_an_export_is_decoded(language: str, model: str) -> None:

@@ -1,5 +1,6 @@
 """Loops for exports of many architectures and layouts print the tokens of their models, in every language."""
 
+import make_loops
 import pytest
 from making import Maker
 from row import Row
@@ -11,18 +12,8 @@ from kvdoctor.loops.language import languages
 
 pytestmark = [pytest.mark.zoo, pytest.mark.slow]
 
-LAYOUTS = (
-    "transformers-llama",
-    "transformers-gpt2",
-    "transformers-t5",
-    "transformers-whisper",
-    "transformers-llama-static",
-    "transformers-marian-static",
-)
+CHOSEN = [row for row in ROWS if f"{row.exporter}/{row.architecture}" in make_loops.ZOO and row.variant == "exported"]
 """Exports whose loops differ."""
-
-CHOSEN = [row for row in ROWS if str(row).removesuffix("-exported") in LAYOUTS]
-
 
 SAMPLE = ("python", "rust")
 """Languages that every slow run builds; `-m exhaustive` builds all."""
@@ -41,4 +32,4 @@ def test_a_loop_decodes_an_export(language: str, row: Row, maker: Maker) -> None
 
 
 def test_every_chosen_export_is_in_the_zoo() -> None:
-    assert len(CHOSEN) == len(LAYOUTS)
+    assert len(CHOSEN) == len(make_loops.ZOO)
