@@ -9,6 +9,7 @@ import pytest
 from support import text_fixtures
 from support.isolated import EXPORTS
 from support.loop_programs import assert_decodes
+from support.sampling import spread
 
 from kvdoctor.loops.language import languages
 
@@ -24,22 +25,17 @@ LAYOUTS = (
 """Layouts whose loops differ: appended and written rows, buffers, an encoder within the first call, states."""
 
 
-SAMPLE = ("marian-4.57.6", "whisper", "llama-gqa")
-"""Exports that every slow run builds a loop for; `-m exhaustive` does it for all."""
-
-
+# The tests of each language build loops for three of the exports.
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=() if m in SAMPLE else pytest.mark.exhaustive) for m in make_loops.COMMITTED]
-)
+@pytest.mark.parametrize("model", make_loops.COMMITTED)
 @pytest.mark.parametrize("language", COMPILED)
 def test_an_export_is_decoded(language: str, model: str) -> None:
     assert_decodes(language, EXPORTS / model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("language", COMPILED)
+@pytest.mark.parametrize(("language", "layout"), spread(COMPILED, LAYOUTS, 3))
 def test_a_layout_is_decoded(language: str, layout: str, tmp_path: Path) -> None:
     assert_decodes(language, text_fixtures.load_all()[layout].write(tmp_path))
 

@@ -47,7 +47,8 @@ HEALTHY = [name for name, fixture in FIXTURES.items() if fixture.healthy and fix
 LOOPS = [name for name in HEALTHY if name not in NO_LOOP]
 
 
-@pytest.mark.parametrize("name", sampled(LOOPS, 6))
+# The slow tests of probes run the same programs of all layouts.
+@pytest.mark.parametrize("name", sampled(LOOPS, 6, pytest.mark.exhaustive))
 def test_a_layout_is_decoded(name: str, tmp_path: Path) -> None:
     made = written(FIXTURES[name].write(tmp_path))
     assert made.reason is None

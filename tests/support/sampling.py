@@ -6,11 +6,22 @@ from typing import Any
 import pytest
 
 
-def sampled(cases: Iterable[Any], every: int) -> list[Any]:
-    """One case in `every` for all runs, the first one among them; a tuple holds the values of several parameters."""
+def sampled(cases: Iterable[Any], every: int, rest: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
+    """One case in `every` for all runs, the first one among them; a tuple holds the values of several parameters.
+
+    `rest` marks the others.
+    """
     return [
-        case
-        if not index % every
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        case if not index % every else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=rest)
         for index, case in enumerate(cases)
+    ]
+
+
+def spread(rows: Iterable[Any], columns: Iterable[Any], every: int) -> list[Any]:
+    """All pairs; one in `every` for slow runs, so that each row and each column has some, the others for all tests."""
+    known = list(columns)
+    return [
+        pytest.param(row, column, marks=() if not (i + j) % every else pytest.mark.exhaustive)
+        for i, row in enumerate(rows)
+        for j, column in enumerate(known)
     ]

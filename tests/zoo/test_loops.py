@@ -6,6 +6,7 @@ from making import Maker
 from row import Row
 from support.isolated import give_up
 from support.loop_programs import assert_decodes
+from support.sampling import spread
 from tables import ROWS
 
 from kvdoctor.loops.language import languages
@@ -14,14 +15,11 @@ pytestmark = [pytest.mark.zoo, pytest.mark.slow]
 
 CHOSEN = [row for row in ROWS if f"{row.exporter}/{row.architecture}" in make_loops.ZOO and row.variant == "exported"]
 """Exports whose loops differ."""
-
-SAMPLE = ("python", "rust")
-"""Languages that every slow run builds; `-m exhaustive` builds all."""
+COMPILED = [name for name in languages() if name != "python"]
 
 
-@pytest.mark.parametrize("row", CHOSEN, ids=str)
 @pytest.mark.parametrize(
-    "language", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.exhaustive) for name in languages()]
+    ("language", "row"), [*(("python", row) for row in CHOSEN), *spread(COMPILED, CHOSEN, 5)], ids=str
 )
 def test_a_loop_decodes_an_export(language: str, row: Row, maker: Maker) -> None:
     made = maker.make(row)
