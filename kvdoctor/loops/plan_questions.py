@@ -37,7 +37,9 @@ def source_axis(plan: LoopPlan) -> int:
 
 def words_of(call: CallPlan, plan: LoopPlan, value: Value) -> frozenset[str]:
     """The words in the expressions of a call's inputs: a compiler warns of a local variable that none of them uses."""
-    made = [value(one, plan) for one in call.inputs if one.rule not in ("encoder-states", "encoder-input")]
+    made = [
+        value(one, plan) for one in call.inputs if one.rule not in ("encoder-states", "encoder-input", "embeddings")
+    ]
     return frozenset(re.findall(r"\w+", " ".join(made)))
 
 

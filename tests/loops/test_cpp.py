@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import text_fixtures
+from support.embedding_models import TWO_KINDS, pair_of_graphs, plan_of_layout
 from support.isolated import EXPORTS
 from support.probed_programs import (
     BuiltProgram,
@@ -176,18 +176,15 @@ def assert_no_warning(folder: Path) -> None:
 LAYOUTS = (
     "layout-aihub-whisper-healthy",
     "layout-delta-healthy",
+    "layout-embedding-image-healthy",
     "layout-ort-t5-init-healthy",
+    TWO_KINDS,
     "layout-rwkv-healthy",
     "layout-tensor-scatter-heads-healthy",
     "layout-transformersjs-healthy",
     "merged-healthy",
 )
-"""Layouts that need other code: fixed sizes, buffers, states, float16, one token a call, no encoder graph."""
-
-
-def plan_of_layout(name: str, folder: Path) -> LoopPlan:
-    opened = open_folder(text_fixtures.load_all()[name].write(folder))
-    return make_plan(read_contract(opened.stacks[0], opened.side_cars), name)
+"""Layouts with other code: fixed sizes, buffers, states, float16, one token a call, embeddings, no encoder graph."""
 
 
 @pytest.mark.parametrize("name", [*FIXTURES, *LAYOUTS])
@@ -206,6 +203,14 @@ def test_a_loop_is_formatted(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_loop_of_a_layout_compiles_without_a_warning(name: str, tmp_path: Path) -> None:
     write(render(plan_of_layout(name, tmp_path / "model"), LANGUAGE), tmp_path)
+    assert_no_warning(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("npm") is None, reason="no npm, which fetches the headers")
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_a_first_call_with_other_embeddings_compiles_without_a_warning(tmp_path: Path) -> None:
+    write(render(pair_of_graphs(tmp_path / "model"), LANGUAGE), tmp_path)
     assert_no_warning(tmp_path)
 
 

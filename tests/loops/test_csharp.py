@@ -2,8 +2,10 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
+from support.embedding_models import LAYOUTS, pair_of_graphs, plan_of_layout
 from support.isolated import EXPORTS
 
 from kvdoctor.analysis.contract_reader import read_contract
@@ -60,7 +62,16 @@ def test_values(one: Input, expected: str) -> None:
 
 @pytest.mark.parametrize("name", ["marian-4.57.6", "llama-gqa", "whisper", "gpt2", "t5"])
 def test_braces_and_parentheses_of_a_program_are_even(name: str) -> None:
-    for text in render(plan_of(name), LANGUAGE).values():
+    assert_even(plan_of(name))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_braces_and_parentheses_of_a_program_with_an_embedding_graph_are_even(name: str, tmp_path: Path) -> None:
+    assert_even(plan_of_layout(name, tmp_path))
+
+
+def assert_even(plan: LoopPlan) -> None:
+    for text in render(plan, LANGUAGE).values():
         assert text.count("{") == text.count("}")
         assert text.count("(") == text.count(")")
         assert text.count("[") == text.count("]")
@@ -80,3 +91,24 @@ def test_the_options_that_the_help_lists_are_those_that_are_known(name: str) -> 
     listed = set(re.findall(r"^ {10}(--[a-z-]+) ", files["Program.cs"], re.MULTILINE))
     known = set(re.findall(r'"(--[a-z-]+)"[],]', files["Program.cs"] + files["Run.cs"])) - {"--help"}
     assert listed == known
+
+
+def test_what_the_embedding_graph_makes_is_fed_and_the_rest_is_disposed(tmp_path: Path) -> None:
+    plan = pair_of_graphs(tmp_path)
+    text = render(plan, LANGUAGE)["Decoder.cs"]
+    first, later = (text.partition(f"Feeds {name}(long[][] tokens)")[2].partition("return fed;")[0] for name in NAMES)
+    for body in (first, later):
+        assert "Dictionary<string, OrtValue> embedded = Embed(tokens);" in body
+        assert 'fed.Add("inputs_embeds", embedded["inputs_embeds"]);' in body
+    assert 'embedded["per_layer_inputs"].Dispose();' in first
+    assert 'fed.Add("per_layer_inputs"' not in first
+    assert 'fed.Add("per_layer_inputs", embedded["per_layer_inputs"]);' in later
+    assert ".Dispose()" not in later
+    made = text.partition("OrtValue> Embed(long[][] tokens)")[2].partition("\n    }")[0]
+    assert 'fed.Add("input_ids", Tensor([batch, count], Flat(tokens), x => x));' in made
+    assert "Run(_embedding, EmbeddingFile, fed, EmbeddingOutputs)" in made
+    for statement in ("_embedding = new InferenceSession", "_embedding.Dispose()", '"embed_tokens.onnx"'):
+        assert text.count(statement) == 1
+
+
+NAMES = ("FirstFeedsOf", "FeedsOf")

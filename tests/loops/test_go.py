@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import text_fixtures
+from support.embedding_models import TWO_KINDS, pair_of_graphs, plan_of_layout, write_half
 from support.probed_programs import (
     BuiltProgram,
     assert_a_trace_is_accepted,
@@ -161,13 +162,14 @@ def test_the_project_is_formatted_and_clean(model: str, stack: int, tmp_path: Pa
 LAYOUTS = (
     "layout-aihub-whisper-healthy",
     "layout-delta-healthy",
+    "layout-embedding-image-healthy",
     "layout-ort-t5-init-healthy",
     "layout-rwkv-healthy",
     "layout-tensor-scatter-heads-healthy",
     "layout-transformersjs-healthy",
     "merged-healthy",
 )
-"""Layouts that need other code: fixed sizes, buffers, states, float16, one token a call, no encoder graph."""
+"""Layouts with other code: fixed sizes, buffers, states, float16, one token a call, embeddings, no encoder graph."""
 
 
 @needs_go
@@ -180,6 +182,37 @@ def test_the_project_of_a_layout_is_formatted_and_clean(name: str, tmp_path: Pat
     write(plan, tmp_path / "decode")
 
     assert_clean(tmp_path / "decode")
+
+
+@needs_go
+@pytest.mark.slow
+def test_a_first_call_with_other_embeddings_is_formatted_and_clean(tmp_path: Path) -> None:
+    write(pair_of_graphs(tmp_path / "model"), tmp_path / "decode")
+
+    assert_clean(tmp_path / "decode")
+
+
+def test_embeddings_of_float16_have_room_made_for_them(tmp_path: Path) -> None:
+    plan = plan_of_layout(TWO_KINDS, tmp_path)
+    half = tuple(replace(one, dtype="float16") if one.rule == "embeddings" else one for one in plan.decode.inputs)
+    plan = replace(plan, prefill=replace(plan.prefill, inputs=half), decode=replace(plan.decode, inputs=half))
+    rooms = [
+        'call.reserve("inputs_embeds", ort.TensorElementDataTypeFloat16, []int64{batch, count, 8})',
+        'call.reserve("per_layer_inputs", ort.TensorElementDataTypeFloat16, []int64{batch, count, 2, 6})',
+    ]
+    assert needs.embed_room(plan) == rooms
+    assert needs.refuses(plan) is None
+
+    unknown = (replace(half[0], dims=("batch", "new", "other")), *half[1:])  # type: ignore[arg-type]
+    assert "'inputs_embeds'" in str(needs.refuses(replace(plan, decode=replace(plan.decode, inputs=unknown))))
+
+
+@pytest.mark.slow
+def test_embeddings_of_float16_are_passed_on(tmp_path: Path) -> None:
+    program = built("go", write_half(tmp_path / "model"), tmp_path / "decode")
+    assert_clean(program.folder)
+    assert_the_probe_is_as_expected(program)
+    assert_the_readme_decodes(program, tmp_path / "loop.jsonl")
 
 
 def assert_clean(project: Path) -> None:

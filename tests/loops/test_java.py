@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support import text_fixtures
+from support.embedding_models import TWO_KINDS, pair_of_graphs, plan_of_layout
 from support.isolated import EXPORTS, kvdoctor
 
 from kvdoctor.analysis.contract_reader import read_contract
@@ -181,20 +182,33 @@ def test_a_loop_with_hostile_names_compiles(tmp_path: Path) -> None:
     assert not done.returncode, done.stderr[:2000]
 
 
+def test_what_the_embedding_graph_makes_is_fed_and_the_rest_is_closed(tmp_path: Path) -> None:
+    plan = pair_of_graphs(tmp_path)
+    text = render(plan, languages()["java"])["src/main/java/decodeloop/Decoder.java"]
+    assert text.count("embed(tokens);") == 2
+    assert text.count('inputs.put("inputs_embeds", embedded.get("inputs_embeds"));') == 2
+    assert text.count('inputs.put("per_layer_inputs", embedded.get("per_layer_inputs"));') == 1
+    assert text.count('embedded.get("per_layer_inputs").close();') == 1
+
+
 @pytest.mark.slow
 def test_the_loops_of_the_fixtures_are_formatted_and_free_of_warnings(tmp_path: Path) -> None:
     libraries = tmp_path / "library", tmp_path / "formatter"
     for folder in libraries:
         folder.mkdir()
     library, formatter = jar(ONNXRUNTIME, libraries[0]), jar(FORMATTER, libraries[1])
-    for model, stack in PLANS:
-        folder = tmp_path / f"{model}-{stack}"
-        files = programs(plan_of(model, stack), folder)
+    plans = {f"{model} {stack}": plan_of(model, stack) for model, stack in PLANS}
+    for layout in (TWO_KINDS, "layout-embedding-image-healthy"):
+        plans[layout] = plan_of_layout(layout, tmp_path / "models" / layout)
+    plans["two kinds of embeddings, one of them in the first call"] = pair_of_graphs(tmp_path / "models" / "pair")
+    for number, (name, plan) in enumerate(plans.items()):
+        folder = tmp_path / str(number)
+        files = programs(plan, folder)
         done = compiled(files, library, folder)
         assert not done.returncode, done.stderr
         command = ["java", "-jar", str(formatter), "--dry-run", *map(str, files)]
         unstable = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert not unstable, f"{model} {stack}: google-java-format changes {unstable}"
+        assert not unstable, f"{name}: google-java-format changes {unstable}"
 
 
 @dataclass

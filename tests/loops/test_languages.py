@@ -6,12 +6,18 @@ from pathlib import Path
 
 import make_loops
 import pytest
-from support import text_fixtures
+from support import embedding_models, text_fixtures
 from support.isolated import EXPORTS
 from support.loop_programs import assert_decodes
+from support.probed_programs import assert_a_trace_is_accepted, built
 from support.sampling import spread
 
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.loops.language import languages
+from kvdoctor.loops.plan import make_plan
+from kvdoctor.loops.vectors import Vector, differences
+from kvdoctor.model.output_folder import LOOP_MARK
 
 COMPILED = [name for name in languages() if name != "python"]
 LAYOUTS = (
@@ -38,6 +44,30 @@ def test_an_export_is_decoded(language: str, model: str) -> None:
 @pytest.mark.parametrize(("language", "layout"), spread(COMPILED, LAYOUTS, 3))
 def test_a_layout_is_decoded(language: str, layout: str, tmp_path: Path) -> None:
     assert_decodes(language, text_fixtures.load_all()[layout].write(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", embedding_models.LAYOUTS)
+@pytest.mark.parametrize("language", [name for name in COMPILED if languages()[name].embeds])
+def test_an_embedding_graph_is_run_before_each_call(language: str, layout: str, tmp_path: Path) -> None:
+    model = text_fixtures.load_all()[layout].write(tmp_path / "model")
+    program = built(language, model, tmp_path / "loop")
+    vectors = json.loads((program.folder / LOOP_MARK).read_text("utf-8"))["vectors"]
+    assert len(vectors) == 3
+    for one in vectors:
+        done = program.run(*one["arguments"])
+        assert done.returncode == 0, done.stderr
+        assert not list(differences(Vector(one["name"], (), tuple(map(tuple, one["expected"]))), done.stdout))
+
+    trace = tmp_path / "loop.jsonl"
+    done = program.run("--prompt", "5,6,7", "--most", "5", KVDOCTOR_TRACE=str(trace))
+    assert done.returncode == 0, done.stderr
+    folder = open_folder(model)
+    plan = make_plan(read_contract(folder.stacks[0], folder.side_cars), layout)
+    assert plan.embed is not None
+    files = [json.loads(line)["file"] for line in trace.read_text("utf-8").splitlines()]
+    assert files == [plan.embed.file, plan.decode.file] * 5
+    assert_a_trace_is_accepted(model, trace, steps=5)
 
 
 @pytest.mark.parametrize(("language", "model"), make_loops.examples())

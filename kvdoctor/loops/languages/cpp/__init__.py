@@ -49,4 +49,5 @@ LANGUAGE = Language(
     environment={"ONNXRUNTIME_LIB": "{onnxruntime}"},
     prepare=headers.prepare,
     refuses=expressions.refuses,
+    embeds=True,
 )

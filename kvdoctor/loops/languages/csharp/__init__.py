@@ -31,4 +31,5 @@ LANGUAGE = Language(
     run=("dotnet", "bin/Release/net8.0/decode.dll"),
     tools=("dotnet",),
     refuses=expressions.refuses,
+    embeds=True,
 )

@@ -42,6 +42,8 @@ LANGUAGE = Language(
                 needs.reserved_words,
                 needs.encoder_room,
                 needs.encoder_reads,
+                needs.embed_room,
+                needs.embed_reads,
                 needs.uses,
                 needs.by_length,
                 needs.types,
@@ -57,4 +59,5 @@ LANGUAGE = Language(
     tools=("go", "gcc"),
     environment={"ONNXRUNTIME_LIB": "{onnxruntime}"},
     refuses=needs.refuses,
+    embeds=True,
 )

@@ -125,4 +125,5 @@ def has(inputs: Iterable[Input], name: str, pads: bool = False) -> bool:
 
 def used(call: CallPlan, name: str, pads: bool = False) -> bool:
     """Whether the statements of a call read a local variable."""
-    return has((one for one in call.inputs if one.rule not in ("encoder-input", "encoder-states")), name, pads)
+    made = (one for one in call.inputs if one.rule not in ("encoder-input", "encoder-states", "embeddings"))
+    return has(made, name, pads)

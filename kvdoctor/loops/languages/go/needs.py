@@ -7,8 +7,8 @@ one list of outputs for all runs; and names are C strings.
 
 from itertools import chain
 
-from kvdoctor.loops.languages.go.expressions import AXES, LOCALS, element, go_type, has, literal
-from kvdoctor.loops.plan import FLOATS, CallPlan, Dim, LoopPlan, SlotPlan
+from kvdoctor.loops.languages.go.expressions import AXES, LOCALS, element, go_type, has, literal, shape, used
+from kvdoctor.loops.plan import FLOATS, CallPlan, Dim, Input, LoopPlan, SlotPlan
 
 WIDTHS = {"float": 4, "float16": 2, "int64": 8, "int32": 4}
 """Bytes of an element; others have one."""
@@ -43,6 +43,7 @@ def refuses(plan: LoopPlan) -> str | None:
     unknown = [slot.past for slot in plan.slots if _needs_room(slot, plan) and not _is_known(slot)]
     unknown += [str(call.logits) for call in _calls_with_room(plan) if not _has_known_logits(call)]
     unknown += [name for name, dims in _halves_of_encoder(plan) if not _encoder_shape(dims, plan)]
+    unknown += [str(one.made) for one in _halves_of_embedding(plan) if not _is_counted(one.dims)]
     if unknown:
         reason = "one file is asked for other outputs in its first call" if bound(plan) else "it is float16"
         return f"onnxruntime_go (v1.27.0) must know the size of the output for {unknown[0]!r} before the call: {reason}"
@@ -145,10 +146,24 @@ def encoder_reads(plan: LoopPlan, name: str) -> bool:
     return has(made, name) or any(name in line.split("[]int64", 1)[-1] for line in encoder_room(plan))
 
 
+def embed_room(plan: LoopPlan) -> list[str]:
+    """The statements that allocate what an embedding graph returns as float16."""
+    return [
+        f"call.reserve({literal(one.made)}, {element('float16')}, {shape(one.dims)})"
+        for one in _halves_of_embedding(plan)
+    ]
+
+
+def embed_reads(plan: LoopPlan, name: str) -> bool:
+    """Whether the function that runs the embedding graph reads a local variable."""
+    sized = {LOCALS[dim] for one in _halves_of_embedding(plan) for dim in one.dims if isinstance(dim, str)}
+    return name in sized or (plan.embed is not None and used(plan.embed, name, plan.pads))
+
+
 def uses(plan: LoopPlan, name: str) -> bool:
     """Whether some input is made with a function."""
     source = [plan.source] if plan.source is not None else []
-    made = [one for one in plan.inputs if one.rule not in ("encoder-input", "encoder-states")]
+    made = [one for one in plan.inputs if one.rule not in ("encoder-input", "encoder-states", "embeddings")]
     return has([*made, *source], name, plan.pads)
 
 
@@ -205,7 +220,17 @@ def _calls_with_room(plan: LoopPlan) -> list[CallPlan]:
 
 
 def _has_known_logits(call: CallPlan) -> bool:
-    return bool(call.logits_dims) and all(isinstance(dim, int) or dim in ("batch", "new") for dim in call.logits_dims)
+    return bool(call.logits_dims) and _is_counted(call.logits_dims)
+
+
+def _is_counted(dims: tuple[Dim, ...]) -> bool:
+    return all(isinstance(dim, int) or dim in ("batch", "new") for dim in dims)
+
+
+def _halves_of_embedding(plan: LoopPlan) -> list[Input]:
+    """The inputs of float16 that an embedding graph makes, each output once."""
+    taken = [one for call in (plan.prefill, plan.decode) for one in call.of_rule("embeddings")]
+    return list({one.made: one for one in taken if one.dtype == "float16"}.values())
 
 
 def _halves_of_encoder(plan: LoopPlan) -> list[tuple[str, tuple[Dim, ...]]]:

@@ -18,6 +18,8 @@ LANGUAGE = Language(
         "assigned": expressions.assigned,
         "put": expressions.put,
         "encoder_run": expressions.encoder_run,
+        "embed_run": expressions.embed_run,
+        "embedded": expressions.embedded,
         "kept": expressions.kept,
         "value": expressions.value,
         "javadoc": expressions.javadoc,
@@ -31,4 +33,5 @@ LANGUAGE = Language(
     run=("java", "-jar", "target/decode-loop.jar"),
     tools=("java", "mvn"),
     refuses=refuses,
+    embeds=True,
 )

@@ -140,6 +140,17 @@ def encoder_run(outputs: Iterable[str], several: bool) -> str:
     return "\n".join(Call("encoded.putAll", (run,)).lines(4, ";"))
 
 
+def embed_run(outputs: Iterable[str]) -> str:
+    """The statement that runs the embedding graph and returns what it makes."""
+    run = Call("return run", ("EMBEDDING", "inputs", "Map.of()", Call("Set.of", tuple(outputs))))
+    return "\n".join(run.lines(4, ";"))
+
+
+def embedded(name: str, output: str) -> str:
+    """The statement that feeds what the embedding graph made."""
+    return "\n".join(Call("inputs.put", (literal(name), f"embedded.get({literal(output)})")).lines(4, ";"))
+
+
 def kept(name: str, source: str, key: str) -> str:
     """The statement that adds an entry of another map to the map `kept`."""
     return "\n".join(Call("kept.put", (literal(name), f"{source}.get({literal(key)})")).lines(4, ";"))
@@ -191,7 +202,7 @@ def readers(plan: LoopPlan) -> list[tuple[str, str]]:
 
 def local_variables(call: CallPlan, plan: LoopPlan) -> frozenset[str]:
     """The names of the local variables that a call's values use, beside `tokens`."""
-    made = [one for one in call.inputs if one.rule not in ("encoder-states", "encoder-input")]
+    made = [one for one in call.inputs if one.rule not in ("encoder-states", "encoder-input", "embeddings")]
     words = " ".join(value(one, plan).flat for one in made)
     for sign in "()[],.?:+-":
         words = words.replace(sign, " ")
