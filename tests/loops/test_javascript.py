@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import text_fixtures
 from support.isolated import EXPORTS
 
 from kvdoctor.analysis.contract_reader import read_contract
@@ -18,6 +19,14 @@ from kvdoctor.loops.project import render
 
 LANGUAGES = ("typescript", "javascript")
 MODELS = ("marian-4.57.6", "llama-gqa", "whisper", "gpt2", "t5")
+EMBEDDINGS = (
+    "layout-embed-tokens-healthy",
+    "layout-embedding-image-healthy",
+    "layout-per-layer-embeddings-healthy",
+    "embeddings of float16",
+    "embeddings alone",
+)
+"""Decoders that take embeddings; the last two are put together here."""
 HOSTILE = (
     'quote"',
     "back\\slash\\n",
@@ -36,8 +45,25 @@ HOSTILE = (
 
 
 def plan_of(model: str) -> LoopPlan:
-    folder = open_folder(EXPORTS / model)
-    return make_plan(read_contract(folder.stacks[0], folder.side_cars), model)
+    return plan_in(EXPORTS / model)
+
+
+def plan_in(path: Path) -> LoopPlan:
+    folder = open_folder(path)
+    return make_plan(read_contract(folder.stacks[0], folder.side_cars), path.name)
+
+
+def embedding_plan(name: str, folder: Path) -> LoopPlan:
+    texts = text_fixtures.load_all()
+    if name in texts:
+        return plan_in(texts[name].write(folder))
+    plan = plan_in(texts["layout-per-layer-embeddings-healthy"].write(folder))
+    assert plan.embed is not None
+    if name == "embeddings alone":  # of the later calls; the first one takes token ids
+        first = replace(plan.prefill, file="first.onnx", inputs=plan.embed.inputs)
+        return replace(plan, prefill=first, decode=replace(plan.decode, inputs=plan.decode.of_rule("embeddings")))
+    inputs = tuple(replace(one, dtype="float16") if one.rule == "embeddings" else one for one in plan.decode.inputs)
+    return replace(plan, prefill=replace(plan.prefill, inputs=inputs), decode=replace(plan.decode, inputs=inputs))
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +112,7 @@ def test_a_list_breaks_where_it_is_too_long() -> None:
         (Input("c", "int64", (1,), "number", "last"), 'new Tensor("int64", [total - 1], [1])'),
         (Input("c", "int64", ("batch",), "number", "past"), "filled([batch], () => past)"),
         (Input("c", "float", (), "number", value=0.5), 'new Tensor("float32", [0.5], [])'),
+        (Input("e", "float", ("batch", "new", 8), "embeddings", made='"x"'), 'embedded["\\"x\\""]'),
         (
             Input("s", "float16", ("batch", 80, 3000), "encoder-input"),
             'new Tensor("float16", Uint16Array.from(source.data, toHalf), source.shape)',
@@ -113,6 +140,13 @@ def test_a_name_that_the_binding_loses_is_refused(name: str, llama: LoopPlan) ->
     refused = replace(llama, decode=replace(llama.decode, outputs=(*llama.decode.outputs, name)))
     assert expressions.refuses(llama) is None
     assert repr(name) in str(expressions.refuses(refused))
+
+
+def test_only_a_call_that_takes_embeddings_has_them_made(tmp_path: Path) -> None:
+    program = render(embedding_plan("embeddings alone", tmp_path), languages()["typescript"])["src/loop.ts"]
+    assert "this.#run(this.#first, PREFILL, this.#firstFeeds(tokens), " in program
+    assert "this.#run(this.#decoder, DECODER, this.#feeds(embedded), " in program
+    assert program.count("this.#withEmbeddings(") == 1
 
 
 def test_types_are_in_the_program_or_in_its_comments() -> None:
@@ -158,11 +192,12 @@ def assert_compiles(plan: LoopPlan, language: str, modules: Path, folder: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *EMBEDDINGS])
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_what_is_written_is_formatted_and_typed(language: str, model: str, modules: Path) -> None:
+def test_what_is_written_is_formatted_and_typed(language: str, model: str, modules: Path, tmp_path: Path) -> None:
     folder = modules / language / model
-    assert_compiles(plan_of(model), language, modules, folder)
+    plan = plan_of(model) if model in MODELS else embedding_plan(model, tmp_path)
+    assert_compiles(plan, language, modules, folder)
     prettier = str(modules / "node_modules" / ".bin" / "prettier")
     printed(folder, prettier, "--check", "**/*.{ts,js,mjs,json,html}", "!kvdoctor-loop.json")
 

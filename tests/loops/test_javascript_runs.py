@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import onnxruntime as ort
 import pytest
 from support import chromium, text_fixtures
 from support.isolated import EXPORTS, kvdoctor
+from support.loop_programs import assert_decodes
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +29,16 @@ BROWSER = chromium.found()
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here (apt-get install chromium)")
 SWIFTSHADER = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
 MARIAN, LLAMA, WHISPER = EXPORTS / "marian-4.57.6", EXPORTS / "llama-gqa", EXPORTS / "whisper"
+EMBEDDINGS = {
+    "layout-embed-tokens-healthy": ("embed_tokens.onnx", "decoder_model_merged.onnx", ("inputs_embeds",)),
+    "layout-embedding-image-healthy": ("embedding.onnx", "model.onnx", ("inputs_embeds",)),
+    "layout-per-layer-embeddings-healthy": (
+        "embed_tokens.onnx",
+        "decoder_model_merged.onnx",
+        ("inputs_embeds", "per_layer_inputs"),
+    ),
+}
+"""Decoders that take embeddings: the graph that makes these, the decoder, and what it takes."""
 NEWEST = {MARIAN: "present.1.decoder.key", LLAMA: "present.1.key"}
 """One tensor of the cache, whose axis 2 counts the tokens."""
 
@@ -52,6 +64,13 @@ class Projects:
         """A copy of a project, to change it."""
         shutil.copytree(project, out, symlinks=True)
         return out
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder that takes embeddings, and the graph that makes them, of the features of images as well."""
+    name = "layout-embedding-image-healthy"
+    return text_fixtures.load_all()[name].write(tmp_path_factory.mktemp("image") / name)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +125,107 @@ def test_a_probe_of_float16_is_as_expected(projects: Projects, tmp_path: Path) -
     _, result = made_runs(project, model, "javascript")
     assert "float16" in result.read_text("utf-8")
     assert_judged_right(model, result)
+
+
+@pytest.mark.parametrize("language", ["javascript", "typescript"])
+def test_a_probe_of_an_embedding_graph_is_as_expected(language: str, projects: Projects, image: Path) -> None:
+    project = projects.make("probe", language, image)
+    printed, result = made_runs(project, image, language)
+    assert printed == [f"{name}: as expected" for name in names(project)]
+    assert_judged_right(image, result)
+
+
+def test_a_probe_of_embeddings_of_float16_is_as_expected(projects: Projects, tmp_path: Path) -> None:
+    usual = text_fixtures.load_all()["layout-embed-tokens-healthy"]
+    wide, half = (
+        "float[batch_size, sequence_length, 8] inputs_embeds",
+        "float16[batch_size, sequence_length, 8] inputs_embeds",
+    )
+    changes = (
+        (wide, half),
+        (
+            "inputs_embeds = Gather (w_tokens, input_ids)",
+            "e = Gather (w_tokens, input_ids) inputs_embeds = Cast <to = 10> (e)",
+        ),
+        ("x0 = Add (inputs_embeds, places)", "e = Cast <to = 1> (inputs_embeds) x0 = Add (e, places)"),
+    )
+    files = dict(usual.files)
+    for old, new in changes:
+        assert any(old in text for text in files.values())
+        files = {name: text.replace(old, new) for name, text in files.items()}
+    model = replace(usual, files=files).write(tmp_path / "half-embeddings")
+    project = projects.make("probe", "javascript", model)
+    _, result = made_runs(project, model, "javascript")
+    embed = lines(result)[0]
+    assert (embed["file"], embed["got"]["inputs_embeds"]["dtype"]) == ("embed_tokens.onnx", "float16")
+    assert_judged_right(model, result)
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+@pytest.mark.parametrize("language", ["javascript", "typescript"])
+def test_a_decoder_that_takes_embeddings_is_decoded(language: str, name: str, tmp_path: Path) -> None:
+    assert_decodes(language, text_fixtures.load_all()[name].write(tmp_path))
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_a_decoder_gets_the_embeddings_of_the_graph_beside_it(name: str, projects: Projects, tmp_path: Path) -> None:
+    """Each call of the decoder is fed what the embedding graph returned just before it."""
+    model, trace = text_fixtures.load_all()[name].write(tmp_path / name), tmp_path / "loop.jsonl"
+    project = projects.make("loop", "javascript", model)
+    words = ("--prompt", "5,6,7", "--prompt", "8,9", "--follow", "9,4,2", "--follow", "1,2,3")
+    node(project, "main.js", "--model", str(model), *words, trace=trace)
+    calls, (embedding, decoder, taken) = lines(trace), EMBEDDINGS[name]
+    assert [call["file"] for call in calls] == [embedding, decoder] * 4
+    for embed, decode in zip(calls[::2], calls[1::2], strict=True):
+        assert embed["fed"]["input_ids"]["shape"] == decode["fed"]["inputs_embeds"]["shape"][:2]
+        assert {one: decode["fed"][one] for one in taken} == embed["got"]
+    done = kvdoctor("step-test", model, "--consumer", "held", "--trace", trace, "--format", "json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["findings"]) == (0, [])
+    assert any("4 steps of" in note and "none breaks it" in note for note in report["notes"])
+
+
+def test_there_are_no_features_without_an_image(projects: Projects, image: Path, tmp_path: Path) -> None:
+    project, trace = projects.make("loop", "javascript", image), tmp_path / "loop.jsonl"
+    node(project, "main.js", "--model", str(image), "--prompt", "5,6", "--most", "1", trace=trace)
+    assert lines(trace)[0]["fed"]["image_features"] == {"dtype": "float32", "shape": [0, 8], "data": []}
+
+
+DISPOSED = """
+import { InferenceSession } from "onnxruntime-node";
+import { Decoder } from "./loop.js";
+
+const create = InferenceSession.create.bind(InferenceSession);
+const embedded = [];
+let broken = false;
+InferenceSession.create = async (path, options) => {
+  const session = await create(path, options);
+  const run = session.run.bind(session);
+  session.run = async (...given) => {
+    if (!path.endsWith("embedding.onnx")) {
+      if (broken) throw new Error("broken");
+      return run(...given);
+    }
+    const got = await run(...given);
+    embedded.push(...Object.values(got));
+    return got;
+  };
+  return session;
+};
+const decoder = await Decoder.open(process.argv[2]);
+await decoder.prefill([[5, 6]]);
+await decoder.step([[7]]);
+broken = true;
+const said = await decoder.step([[7]]).catch((error) => error.message);
+console.log(JSON.stringify([said, embedded.map((value) => value.location), decoder.length]));
+"""
+
+
+def test_embeddings_are_disposed_of_after_each_call_and_after_one_that_fails(projects: Projects, image: Path) -> None:
+    project = projects.make("loop", "javascript", image)
+    (project / "disposed.mjs").write_text(DISPOSED, encoding="utf-8")
+    said = json.loads(node(project, "disposed.mjs", str(image)).stdout)
+    assert said == ["broken", ["none", "none", "none"], 3]
 
 
 def test_samples_are_the_values_at_their_places(projects: Projects) -> None:
@@ -254,6 +374,18 @@ def test_a_probe_in_a_browser_is_as_expected(language: str, model: Path, project
     assert tab.evaluate(f"[{offered}.download, {offered}.hidden]") == ["result.jsonl", False]
     assert tab.evaluate("crossOriginIsolated"), "WebAssembly may have threads"
     assert_judged_right(model, result)
+
+
+@needs_browser
+def test_a_probe_of_an_embedding_graph_in_a_browser_is_as_expected(
+    projects: Projects, tab: chromium.Tab, image: Path
+) -> None:
+    project = projects.make("probe", "javascript", image)
+    with served(project, image) as address:
+        state, rows = shown(tab, address)
+    assert (state, rows) == ("good", [[name, "as expected"] for name in names(project)]), status(tab)
+    assert [line["file"] for line in lines(project / "web.jsonl")[:2]] == ["embedding.onnx", "model.onnx"]
+    assert_judged_right(image, project / "web.jsonl")
 
 
 @needs_browser

@@ -24,4 +24,5 @@ LANGUAGE = Language(
     run=("node", "main.js"),
     tools=("node", "npm"),
     refuses=expressions.refuses,
+    embeds=True,
 )

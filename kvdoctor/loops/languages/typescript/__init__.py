@@ -17,6 +17,7 @@ FILTERS: Mapping[str, Callable[..., Any]] = {
     "array_type": expressions.array_type,
     "shape": expressions.shape,
     "local_names": expressions.local_names,
+    "feeds_params": expressions.feeds_params,
     "has_mask": expressions.has_mask,
     "bounds_mask": expressions.bounds_mask,
     "made_types": expressions.made_types,
@@ -49,4 +50,5 @@ LANGUAGE = Language(
     run=("node", "dist/main.js"),
     tools=("node", "npm"),
     refuses=expressions.refuses,
+    embeds=True,
 )

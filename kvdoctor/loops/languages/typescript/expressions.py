@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from kvdoctor.loops.plan import Dim, Input, LoopPlan
+from kvdoctor.loops.plan import CallPlan, Dim, Input, LoopPlan
 from kvdoctor.loops.plan_questions import nul_in
 
 TYPES = {"float": "float32"}
@@ -93,6 +93,14 @@ def local_names(inputs: Iterable[Input], plan: LoopPlan) -> list[str]:
     return sorted(set(re.findall(r"(?<![.\w])(?:batch|count|past|total|encoder|encoderInput|capacity)\b", made)))
 
 
+def feeds_params(call: CallPlan, plan: LoopPlan) -> list[tuple[str, str]]:
+    """The parameters of the method that makes what a call is fed, each with its type."""
+    made = [one for one in call.inputs if one.rule != "embeddings"]
+    sized = {"batch", "count", "total"} & set(local_names(made, plan))
+    tokens = [("tokens", "Tokens")] if sized or call.of_rule("tokens") else []
+    return tokens + [("embedded", "Values")] * (len(made) < len(call.inputs))
+
+
 def made_types(plan: LoopPlan) -> list[str]:
     """The element types of the values that the function `filled` makes."""
     return sorted({element_type(one.dtype) for one in plan.inputs if _is_filled(one)})
@@ -143,6 +151,8 @@ def value(one: Input, plan: LoopPlan) -> str:
         case "number":
             entry = _number(one)
             return f"filled({made}, () => {entry})" if _is_filled(one) else f"new Tensor({kind}, [{entry}], {sizes})"
+        case "embeddings":
+            return f"embedded[{literal(one.made)}]"
         case _:
             return _source(one)
 
