@@ -18,7 +18,6 @@ from kvdoctor.contract import CacheContract, Phase
 from kvdoctor.decode.embeddings import embedded_inputs, pair_embeddings
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import UsageError
-from kvdoctor.loops.language import languages
 from kvdoctor.model.view import Declared
 from kvdoctor.options import Options
 from kvdoctor.records import to_plain
@@ -246,13 +245,6 @@ def test_a_loop_runs_the_embedding_graph(tmp_path: Path) -> None:
     made = written(fixture(USUAL, tmp_path))
     assert (made.reason, [result.problem for result in made.results if result.problem]) == (None, [])
     assert made.results
-
-
-@pytest.mark.parametrize("name", [name for name, language in languages().items() if not language.embeds])
-def test_a_language_whose_loop_runs_no_embedding_graph_says_so(name: str, tmp_path: Path) -> None:
-    made = written(fixture(USUAL, tmp_path), name)
-    assert made.exit_code == 3
-    assert "for a model with an embedding graph yet" in str(made.reason)
 
 
 def test_a_trace_with_the_calls_of_the_embedding_graph_is_checked(

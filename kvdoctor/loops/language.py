@@ -44,7 +44,6 @@ class Language:
         prepare: Fetches what the tools of the language do not, into that folder; returns further variables.
         refuses: Says why there is no loop for a plan in this language, or None.
         probe_files: Files that only a project with a probe has, each with its template.
-        embeds: Whether its templates run an embedding graph.
     """
 
     name: str
@@ -58,13 +57,6 @@ class Language:
     prepare: Callable[[Path], Mapping[str, str]] = needs_nothing
     refuses: Callable[[LoopPlan], str | None] = takes_all
     probe_files: Mapping[str, str] = field(default_factory=dict)
-    embeds: bool = False
-
-    def refusal(self, plan: LoopPlan) -> str | None:
-        """Why there is no loop for a plan in this language, or None."""
-        if plan.embed is not None and not self.embeds:
-            return f"there is no loop in {self.title} for a model with an embedding graph yet"
-        return self.refuses(plan)
 
 
 @cache

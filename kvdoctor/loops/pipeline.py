@@ -208,7 +208,7 @@ def _choose(folder: ModelFolder, name: str | None, language: Language) -> LoopTa
             unmet = None if contract.missing else next(find_unmet_preconditions(stack, contract), None)
             try:
                 plan = make_plan(contract, folder.root.name)
-                unmet = unmet or language.refusal(plan)
+                unmet = unmet or language.refuses(plan)
             except NoLoop as error:
                 unmet = unmet or "; ".join((str(error), *stack.remarks))
             if unmet is None:

@@ -49,5 +49,4 @@ LANGUAGE = Language(
     environment={"ONNXRUNTIME_LIB": "{onnxruntime}"},
     prepare=headers.prepare,
     refuses=expressions.refuses,
-    embeds=True,
 )

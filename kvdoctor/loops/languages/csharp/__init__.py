@@ -31,5 +31,4 @@ LANGUAGE = Language(
     run=("dotnet", "bin/Release/net8.0/decode.dll"),
     tools=("dotnet",),
     refuses=expressions.refuses,
-    embeds=True,
 )

@@ -59,5 +59,4 @@ LANGUAGE = Language(
     tools=("go", "gcc"),
     environment={"ONNXRUNTIME_LIB": "{onnxruntime}"},
     refuses=needs.refuses,
-    embeds=True,
 )

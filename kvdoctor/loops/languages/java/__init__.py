@@ -33,5 +33,4 @@ LANGUAGE = Language(
     run=("java", "-jar", "target/decode-loop.jar"),
     tools=("java", "mvn"),
     refuses=refuses,
-    embeds=True,
 )

@@ -24,5 +24,4 @@ LANGUAGE = Language(
     run=("node", "main.js"),
     tools=("node", "npm"),
     refuses=expressions.refuses,
-    embeds=True,
 )

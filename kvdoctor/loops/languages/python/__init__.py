@@ -23,5 +23,4 @@ LANGUAGE = Language(
     build=(),
     run=(sys.executable, "main.py"),  # where kvdoctor is installed, so are the packages that the program needs
     tools=(),
-    embeds=True,
 )

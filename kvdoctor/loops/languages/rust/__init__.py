@@ -45,5 +45,4 @@ LANGUAGE = Language(
     # A folder of its own: in a shared one, cargo takes another project of this name for the same one if it is newer.
     environment={"ORT_DYLIB_PATH": "{onnxruntime}", "CARGO_TARGET_DIR": "target"},
     refuses=expressions.refuses,
-    embeds=True,
 )

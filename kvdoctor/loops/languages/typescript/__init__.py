@@ -50,5 +50,4 @@ LANGUAGE = Language(
     run=("node", "dist/main.js"),
     tools=("node", "npm"),
     refuses=expressions.refuses,
-    embeds=True,
 )
