@@ -403,10 +403,7 @@ def test_a_wrong_runtime_shows_in_a_browser(model: Path, projects: Projects, tab
     assert_found(model, project / "web.jsonl")
 
 
-@needs_browser
-@pytest.mark.parametrize("outputs", ["cpu", "gpu-buffer"])
-@pytest.mark.parametrize("model", NEWEST, ids=["marian", "llama"])
-def test_webgpu_is_used_where_there_is_some(model: Path, outputs: str, projects: Projects) -> None:
+def assert_runs_with_webgpu(model: Path, outputs: str, projects: Projects) -> None:
     """The software adapter of Chromium stands for a graphics card."""
     assert BROWSER is not None
     project = projects.make("probe", "javascript", model)
@@ -420,6 +417,42 @@ def test_webgpu_is_used_where_there_is_some(model: Path, outputs: str, projects:
     code, report = judged(model, project / "web.jsonl")
     severities = {finding["severity"] for finding in report["findings"]}
     assert (code, severities <= {"warning", "note"}) == (0, True), "it may round otherwise than the CPU"
+
+
+@needs_browser
+@pytest.mark.parametrize("outputs", ["cpu", "gpu-buffer"])
+@pytest.mark.parametrize("model", NEWEST, ids=["marian", "llama"])
+def test_webgpu_is_used_where_there_is_some(model: Path, outputs: str, projects: Projects) -> None:
+    assert_runs_with_webgpu(model, outputs, projects)
+
+
+def with_embeddings_apart(model: Path, out: Path) -> Path:
+    """A model whose embedding of tokens is in a graph of its own, as transformers.js has it."""
+    import onnx
+
+    decoder, embedding = onnx.load(model), onnx.load(model)
+    (gather,) = (node for node in decoder.graph.node if "input_ids" in node.input)
+    (table,) = (weight for weight in decoder.graph.initializer if weight.name == gather.input[0])
+    (ids,) = (one for one in decoder.graph.input if one.name == "input_ids")
+    dims = ["batch_size", "sequence_length", table.dims[1]]
+    made = onnx.helper.make_tensor_value_info("inputs_embeds", table.data_type, dims)
+    node = onnx.helper.make_node("Gather", [table.name, "input_ids"], ["inputs_embeds"])
+    embedding.graph.CopyFrom(onnx.helper.make_graph([node], "embedding", [ids], [made], [table]))
+    for one in decoder.graph.node:
+        one.input[:] = ["inputs_embeds" if name == gather.output[0] else name for name in one.input]
+    decoder.graph.node.remove(gather)
+    decoder.graph.input.remove(ids)
+    decoder.graph.input.append(made)
+    out.mkdir()
+    onnx.save_model(embedding, out / "embed_tokens.onnx")
+    onnx.save_model(decoder, out / "decoder_model_merged.onnx")
+    return out
+
+
+@needs_browser
+def test_embeddings_go_from_graph_to_graph_with_webgpu(projects: Projects, tmp_path: Path) -> None:
+    model = with_embeddings_apart(LLAMA / "model.onnx", tmp_path / "embeddings-apart")
+    assert_runs_with_webgpu(model, "gpu-buffer", projects)
 
 
 class Plain(http.server.SimpleHTTPRequestHandler):
