@@ -35,8 +35,11 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
     if trace.step is not None or run is None:
         return
     if probe is not None and probe.error is not None and trace.failed is None and run.outcome != "differs":
-        cause = "the program of the probe fails there, and none of its steps does"
-        yield _fault(context, "probe", "a run that ends with the expected tokens", _quote(probe.error), cause)
+        call = next((step for step in probe.trace if step.error is not None), None)
+        name = "the program of the probe" if call is None else f"the call of {call.file}"
+        where = "probe" if call is None else f"trace ({call.place})"
+        cause = f"{name} fails there"
+        yield _fault(context, where, "a run that ends with the expected tokens", _quote(probe.error), cause)
         return
     if trace.also:
         others = ", ".join(trace.also)
