@@ -24,6 +24,7 @@ from support.probed_programs import (
     built,
     snippet,
 )
+from support.sampling import first
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
@@ -159,7 +160,7 @@ def test_hostile_names_are_equal_in_a_compiled_program(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("npm") is None, reason="no npm, which fetches the headers")
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize("name", [*FIXTURES, "hostile names"])
+@pytest.mark.parametrize("name", first(["hostile names", *FIXTURES], 2))
 def test_a_loop_compiles_without_a_warning(name: str, tmp_path: Path) -> None:
     write(render(hostile_plan() if name == "hostile names" else plan_of(name), LANGUAGE), tmp_path)
     assert_no_warning(tmp_path)
@@ -200,7 +201,7 @@ def test_a_loop_is_formatted(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("npm") is None, reason="no npm, which fetches the headers")
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", first(LAYOUTS, 2))
 def test_a_loop_of_a_layout_compiles_without_a_warning(name: str, tmp_path: Path) -> None:
     write(render(plan_of_layout(name, tmp_path / "model"), LANGUAGE), tmp_path)
     assert_no_warning(tmp_path)

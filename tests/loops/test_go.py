@@ -23,6 +23,7 @@ from support.probed_programs import (
     built,
     snippet,
 )
+from support.sampling import first
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
@@ -174,7 +175,7 @@ LAYOUTS = (
 
 @needs_go
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", first(LAYOUTS, 3))
 def test_the_project_of_a_layout_is_formatted_and_clean(name: str, tmp_path: Path) -> None:
     folder = open_folder(text_fixtures.load_all()[name].write(tmp_path / "model"))
     plan = make_plan(read_contract(folder.stacks[0], folder.side_cars), name)

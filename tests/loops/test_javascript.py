@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support import text_fixtures
 from support.isolated import EXPORTS
+from support.sampling import first
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
@@ -192,7 +193,7 @@ def assert_compiles(plan: LoopPlan, language: str, modules: Path, folder: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [*MODELS, *EMBEDDINGS])
+@pytest.mark.parametrize("model", first([*MODELS, *EMBEDDINGS], 3))
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_what_is_written_is_formatted_and_typed(language: str, model: str, modules: Path, tmp_path: Path) -> None:
     folder = modules / language / model

@@ -16,6 +16,7 @@ import pytest
 from support import text_fixtures
 from support.isolated import EXPORTS, give_up, re_export
 from support.loop_programs import assert_decodes
+from support.sampling import first
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
@@ -248,7 +249,7 @@ def test_hostile_names_are_equal_in_a_compiled_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FIXTURES, "hostile names", "embeddings"])
+@pytest.mark.parametrize("name", first(["hostile names", "embeddings", *FIXTURES], 3))
 def test_a_loop_is_clean_under_clippy(name: str, tmp_path: Path) -> None:
     loop = write(render(any_plan(name, tmp_path / "model"), LANGUAGE), tmp_path / "loop")
     done = cargo(loop, "clippy", "--release", *DYNAMIC, program=("-D", "warnings"))
@@ -435,13 +436,16 @@ def test_a_line_of_a_probe_that_is_none_is_named(line: str, reason: str, llama: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "marian-4.57.6",
-        "llama-gqa",
-        "whisper",
-        "decoder-only-half-cache-healthy",
-        "layout-embedding-image-healthy",
-    ],
+    first(
+        [
+            "marian-4.57.6",
+            "decoder-only-half-cache-healthy",
+            "llama-gqa",
+            "whisper",
+            "layout-embedding-image-healthy",
+        ],
+        2,
+    ),
 )
 def test_the_result_of_a_probe_is_judged_healthy(name: str, tmp_path: Path, runtime: Runtime) -> None:
     """The samples are compared with those of the same steps here, element by element."""
@@ -478,7 +482,7 @@ def test_the_trace_of_a_loop_is_accepted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EMBEDDINGS)
+@pytest.mark.parametrize("name", first(EMBEDDINGS, 1))
 def test_a_decoder_gets_the_embeddings_of_the_graph_beside_it(name: str, tmp_path: Path, runtime: Runtime) -> None:
     """Each call of the decoder is fed what the embedding graph returned just before it."""
     model = text_fixtures.load_all()[name].write(tmp_path / "model")

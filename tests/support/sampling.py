@@ -25,3 +25,10 @@ def spread(rows: Iterable[Any], columns: Iterable[Any], every: int) -> list[Any]
         for i, row in enumerate(rows)
         for j, column in enumerate(known)
     ]
+
+
+def first(cases: Iterable[Any], count: int) -> list[Any]:
+    """The first cases for slow runs, the others for all tests."""
+    return [
+        case if index < count else pytest.param(case, marks=pytest.mark.exhaustive) for index, case in enumerate(cases)
+    ]
