@@ -67,8 +67,7 @@ def loop(path: str, language: str, out: str | None, quiet: bool, **given: Any) -
     chosen = {"stack": given["stack"], "check": given["check"], "force": given["force"]}
     with progress_line(quiet=quiet) as progress:
         written = api.loop(path, out, language=language, progress=progress, **chosen, **given_options())
-    if not quiet:
-        _print(written)
+    _print(written, quiet=quiet)
     end(written.exit_code)
 
 
@@ -104,8 +103,7 @@ def probe(path: str, language: str, out: str, quiet: bool, **given: Any) -> NoRe
             progress=progress,
             **given_options(),
         )
-    if not quiet:
-        _print(written)
+    _print(written, quiet=quiet)
     end(written.exit_code)
 
 
@@ -131,7 +129,19 @@ def judge(path: str, result: str, **given: Any) -> NoReturn:
     finish(report, output)
 
 
-def _print(written: "WrittenLoop") -> None:
+def _print(written: "WrittenLoop", *, quiet: bool) -> None:
+    """Say what was written, and why not; only the latter where `quiet`."""
+    from kvdoctor.report.safe import printable
+
+    if not quiet:
+        _print_done(written)
+    if written.unchecked is not None:
+        click.echo(f"not checked: {printable(written.unchecked)}")
+    if written.reason is not None:
+        click.echo(f"no loop: {printable(written.reason)}")
+
+
+def _print_done(written: "WrittenLoop") -> None:
     from kvdoctor.report.safe import printable
 
     if written.out is not None:
@@ -146,7 +156,3 @@ def _print(written: "WrittenLoop") -> None:
             click.echo(f"  ok     {result.vector}: {result.tokens} tokens as expected ({printable(result.measured)})")
         else:
             click.echo(f"  wrong  {result.vector}: {printable(result.problem)}")
-    if written.unchecked is not None:
-        click.echo(f"not checked: {printable(written.unchecked)}")
-    if written.reason is not None:
-        click.echo(f"no loop: {printable(written.reason)}")

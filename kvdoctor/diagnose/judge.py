@@ -9,7 +9,7 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.decode.caller_trace.check import TraceCheck, compare_trace, find_stacks
 from kvdoctor.decode.caller_trace.describe import describe_replay
-from kvdoctor.decode.caller_trace.probe import ProbeRun, read_probe, with_likeliest
+from kvdoctor.decode.caller_trace.probe import SELF_TESTS, ProbeRun, read_probe, with_likeliest
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import REPLAY, Run
 from kvdoctor.diagnose.context import CallerContext, ContractContext, extend_context
@@ -23,8 +23,8 @@ from kvdoctor.options import Options
 from kvdoctor.report.document import TOTAL_SECONDS, Report
 from kvdoctor.runtime.client import Runtime
 
-DECIDES = ("KV208", "KV420")
-"""The checks that a probe is judged by."""
+LAST = "-again"
+"""How the name of the run ends that is the last of every probe. Source: `loops/probe.py`."""
 
 
 def judge(path: str, result: str, options: Options, runtime: Runtime) -> Report:
@@ -43,6 +43,9 @@ def judge(path: str, result: str, options: Options, runtime: Runtime) -> Report:
         results, run, note = _judge_run(context, probe, result, options, runtime)
         found, notes = found + results, [*notes, note]
         seen += [run] if run is not None else []
+    if not any(probe.finished and probe.name.endswith(LAST) for probe in runs):
+        reason = f"the program ended before its last run, whose name ends with {LAST}"
+        found += CheckResults(not_checked=(NotChecked(context.stack.name, "KV420", reason, essential=True),))
     facts = stack_facts(context.stack, context.contract, folder.side_cars)
     report = build_report("judge", folder, options, _name_once(found), [facts])
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "?"), **report.environment}
@@ -108,6 +111,8 @@ def _find_open(probe: ProbeRun, run: Run | None) -> Iterator[str]:
     """Why a run decides nothing."""
     if not probe.finished:
         yield "the program ended before it did"
+    elif probe.error is None and not all(probe.tokens or ((),)):
+        yield "the program found no tokens"
     if run is None or run.outcome in ("skipped", "died", "inconclusive"):
         yield f"it could not be run again here: {(run.reason if run is not None else None) or 'no result'}"
     elif run.outcome == "ambiguous":
@@ -121,7 +126,8 @@ def _describe(probe: ProbeRun, held: TraceCheck, run: Run | None, findings: tupl
     if findings:
         return f"{steps}, {findings[0].name}"
     likeliest = f", the same {len(probe.tokens[0])} tokens" if probe.tokens else ""
-    return "; ".join([f"{steps} as the contract asks{likeliest}", *describe_replay(run, None, None)])
+    alone = ["the step after that was compared by the program alone"] if probe.name in SELF_TESTS else []
+    return "; ".join([f"{steps} as the contract asks{likeliest}", *describe_replay(run, None, None), *alone])
 
 
 def _name_once(found: CheckResults) -> CheckResults:

@@ -173,6 +173,90 @@ def test_a_program_that_ended_too_early_is_not_judged_healthy(marian: tuple[Path
     assert "the program ended before it did" in report["not_checked"][0]["reason"]
 
 
+def test_runs_that_are_not_there_are_no_pass(marian: tuple[Path, Path], tmp_path: Path) -> None:
+    """The program ended, for example in the provider, before it began them."""
+    model, result = marian
+    done = changed(result, tmp_path / "one.jsonl", lambda line: line if line["run"] == "one-sequence" else None)
+    code, report = judged(model, done)
+    assert code == 3
+    assert "before its last run" in report["not_checked"][0]["reason"]
+
+
+def test_a_cache_that_comes_back_cut_is_named(marian: tuple[Path, Path], tmp_path: Path) -> None:
+    """The next step fails there, and here too from what came back there."""
+    model, result = marian
+    steps: dict[str, int] = {}
+
+    def cut(line: Line) -> Line | None:
+        if "tokens" in line:
+            return line | {"tokens": [], "error": "a node failed"}
+        number = steps[line["run"]] = steps.get(line["run"], -1) + 1
+        if number > 2:
+            return None
+        if number == 1 and "got" in line:
+            entry = line["got"]["present.0.decoder.key"]
+            entry["shape"][2] -= 1
+            entry.pop("data", None)
+            entry.pop("sample", None)
+        if number == 2:
+            entry = line["fed"]["past_key_values.0.decoder.key"]
+            entry["shape"][2] -= 1
+            entry.pop("data", None)
+            entry.pop("sample", None)
+            return line | {"got": {}, "error": "a node failed"}
+        return line
+
+    code, report = judged(model, changed(result, tmp_path / "cut.jsonl", cut))
+    assert code == 1
+    assert "present.0.decoder.key was returned as" in report["findings"][0]["observed"]
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        (lambda line: line | {"tokens": []} if "tokens" in line else line, 3, "the program found no tokens"),
+        (lambda line: line | {"tokens": line["tokens"][:1]} if "tokens" in line else line, 1, "for 2 sequences"),
+    ],
+)
+def test_tokens_that_are_missing_are_no_pass(
+    change: Callable[[Line], Line], code: int, said: str, marian: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, result = marian
+    found, report = judged(model, changed(result, tmp_path / "missing.jsonl", change))
+    assert found == code
+    assert said in json.dumps([report["findings"], report["not_checked"]])
+
+
+def test_another_element_type_is_found(marian: tuple[Path, Path], tmp_path: Path) -> None:
+    model, result = marian
+
+    def half(line: Line) -> Line:
+        for name, entry in line.get("got", {}).items():
+            if name == "logits":
+                entry["dtype"] = "float16"
+        return line
+
+    code, report = judged(model, changed(result, tmp_path / "half.jsonl", half))
+    assert (code, report["findings"][0]["code"]) == (1, "KV420")
+    assert "declared as float" in report["findings"][0]["observed"]
+
+
+def test_a_tensor_that_no_machine_has_is_not_made(marian: tuple[Path, Path], tmp_path: Path) -> None:
+    model, result = marian
+
+    def huge(line: Line) -> Line:
+        for name, entry in line.get("fed", {}).items():
+            if name.startswith("past"):
+                entry["shape"] = [1048576, 262144, 1, 1]
+                entry.pop("data", None)
+                entry.pop("sample", None)
+        return line
+
+    code, report = judged(model, changed(result, tmp_path / "huge.jsonl", huge))
+    assert code in (1, 3)
+    assert "Traceback" not in json.dumps(report)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -204,7 +288,7 @@ def test_a_trace_with_several_runs_belongs_to_judge(marian: tuple[Path, Path]) -
 
 
 def test_a_model_without_a_loop_has_no_probe(tmp_path: Path) -> None:
-    folder = text_fixtures.load_all()["cached-differs"].write(tmp_path / "model")
+    folder = text_fixtures.load_all()["past-ignored"].write(tmp_path / "model")
     done = kvdoctor("probe", folder, "-l", "python", "-o", tmp_path / "probe")
     assert done.returncode == 1
     assert not (tmp_path / "probe").exists()

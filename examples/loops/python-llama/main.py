@@ -64,13 +64,16 @@ def probe(decoder: Decoder, file: Path, result: str) -> int:
     options = argparse.ArgumentParser(parents=[RUN], allow_abbrev=False)
     options.add_argument("--run", required=True)
     options.add_argument("--expect", action="append", default=[])
+    runs = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not runs or Path(result).resolve() == file.resolve():
+        raise ValueError(f"{file} has no run" if not runs else "--result is the file of --probe itself")
     wrong = 0
     with Path(result).open("w", encoding="utf-8") as lines:
 
         def write(entry: Mapping[str, Any]) -> None:
             print(json.dumps(entry), file=lines, flush=True)
 
-        for line in filter(None, map(str.strip, file.read_text(encoding="utf-8").splitlines())):
+        for line in runs:
             words = line.split(" ")
             # A value may begin with a minus sign, which looks like an option.
             given = options.parse_args([f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)])

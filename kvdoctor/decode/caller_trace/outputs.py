@@ -59,10 +59,15 @@ def find_different_output(
     )
     whole = {*_filled_presents(phase, contract), answer.logits_name}
     where = f"step {step.number} ({step.place})"
+    declared = {port.name: port.dtype for port in contract.graph(phase).outputs}
     # In the order of the graph: the first layer that differs is named.
     for name in answer.outputs if decided else ():
         got, local = step.got.get(name), answer.outputs[name]
-        if got is None or (name == answer.logits_name and len(got.shape) != len(local.shape)):
+        if got is None:
+            continue
+        if name in declared and got.dtype != declared[name]:
+            return Cause(DIFFERS, f"{where}: {name} was returned as {got}, and is declared as {declared[name]}")
+        if name == answer.logits_name and len(got.shape) != len(local.shape):
             continue
         if tuple(local.shape) != got.shape:
             return Cause(DIFFERS, f"{where}: {name} was returned as {got}, and locally as {list(local.shape)}")
@@ -101,8 +106,10 @@ def _compare_outputs(
 def _compare_likeliest(step: TraceStep, where: str, answer: Answer, builder: FeedBuilder) -> Cause | None:
     """A sequence whose likeliest token is another one than the caller found, where no rounding can be the reason."""
     found = step.likeliest
-    if not found or len(found) != len(answer.logits):
+    if not found:
         return None
+    if len(found) != len(answer.logits):
+        return Cause(DIFFERS, f"{where}: {len(found)} likeliest tokens were found for {len(answer.logits)} sequences")
     for row, (token, logits) in enumerate(zip(found, answer.logits[:, -1].astype(np.float64), strict=True)):
         best = int(logits.argmax())
         given = logits[token] if 0 <= token < logits.size else -np.inf

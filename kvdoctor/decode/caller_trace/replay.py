@@ -4,6 +4,7 @@ What the trace has values of is fed as it was. The rest is made by the contract,
 encoder states from the seed, pasts from the local outputs.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,6 +42,8 @@ from kvdoctor.records import record
 
 MOST_REPLAYED = 64
 """Steps without a fault that are run again: what goes wrong goes wrong early, and a step costs as much as any."""
+MOST_FED = 1 << 28
+"""Elements that the feeds of a step may have together to be run again: a gigabyte of float32."""
 AFTER = 4
 """Steps behind a broken one that are run again: a mistake may fail later than it is made."""
 
@@ -68,6 +71,8 @@ def make_replay(trace: Trace, contract: CacheContract) -> Experiment:
     trace = without_embedding_calls(trace, contract)
     planned = tuple(_plan(trace, contract))
     encoded = next((step for step in trace if phase_of(step, contract, None) == "encode"), None)
+    fed = [sum(math.prod(tensor.shape) for tensor in entry.step.fed.values()) for entry in planned]
+    large = [count for count in fed if count > MOST_FED]
     strange = [
         f"{n} is {t.dtype}" for entry in planned for n, t in entry.step.fed.items() if t.dtype not in NUMPY_TYPES
     ]
@@ -75,6 +80,8 @@ def make_replay(trace: Trace, contract: CacheContract) -> Experiment:
     def applies(_: CacheContract) -> str | None:
         if not planned:
             return "the trace has no step of the decoder"
+        if large:
+            return f"a step of it is fed {large[0]} numbers, more than {MOST_FED}"
         return f"{strange[0]}, of which no feed can be made" if strange else None
 
     total = max((entry.start + entry.new for entry in planned), default=1)
@@ -88,7 +95,7 @@ def make_replay(trace: Trace, contract: CacheContract) -> Experiment:
         question="the steps of the trace, run again",
         calls=partial(_replay, planned=planned, source=encoded),
         scenario=Scenario(batch, prompt, max(total - prompt + 1, 2), states or usual.encoder),
-        applies=applies if (not planned or strange) else always,
+        applies=applies if (not planned or strange or large) else always,
     )
 
 

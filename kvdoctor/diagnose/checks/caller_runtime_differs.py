@@ -13,11 +13,15 @@ their own shape.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvdoctor.decode.caller_trace import describe
 from kvdoctor.decode.runs import CALLER_ROUNDS, REPLAY, Run
 from kvdoctor.diagnose.context import CallerContext
 from kvdoctor.findings import Advice, CannotCheck, Fault, check
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.caller_trace.check import TraceCheck
 
 OTHER = "the caller's runtime gives other outputs"
 ROUNDED = "the caller's runtime rounds more: no likeliest token changes in these steps"
@@ -46,6 +50,9 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
         raise CannotCheck(
             f"the trace fits {others} as well, with other weights: name the file in the trace, or as PATH"
         )
+    if probe is not None and trace.failed is not None and run.outcome == "failed":
+        yield _fails_everywhere(context, trace)
+        return
     failed = trace.failed.number if trace.failed is not None else None
     if run.outcome == "differs":
         at = f"trace step {run.failed_step}" if run.failed_step is not None else "trace"
@@ -67,6 +74,18 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
             run.error or "",
             cause,
         )
+
+
+def _fails_everywhere(context: CallerContext, trace: "TraceCheck") -> Fault:
+    """A run of a probe that fails there, and here as well where it is fed what came back there."""
+    if trace.untrue is not None:
+        wrong = trace.untrue
+        observed = f"step {wrong.step}: {wrong.output} was returned as {wrong.observed}"
+        return _fault(context, f"trace step {wrong.step}", wrong.declared, observed, OTHER)
+    error = describe.quote_error(trace.failed) if trace.failed is not None else ""
+    number = trace.failed.number if trace.failed is not None else None
+    cause = "a step of the probe fails in the caller's runtime, and from what came back there in the local one as well"
+    return _fault(context, f"trace step {number}", "a run that ends with the expected tokens", error, cause)
 
 
 def _quote(error: str) -> str:
