@@ -75,7 +75,7 @@ def loop(path: str, language: str, out: str | None, quiet: bool, **given: Any) -
     "Write a program that tries the model on another machine.",
     epilog=examples(
         ("kvdoctor probe exports/llama -l javascript -o probe", "for a browser, or Node"),
-        ("kvdoctor judge exports/llama result.jsonl", "with what the program wrote there"),
+        ("kvdoctor probe exports/marian -l java -o probe", "for an app"),
     ),
 )
 @click.argument("path", type=click.Path())
