@@ -324,7 +324,7 @@ def probe(
     force: bool = False,
     **options: "Unpack[ProbeOptions]",
 ) -> "WrittenLoop":
-    """Write a loop as `loop` does, with runs for a machine where kvdoctor is not; `judge` reads what it writes there.
+    """Write a loop as `loop` does, with runs for a machine without kvdoctor; `judge` reads what it writes there.
 
     Raises:
         UsageError: as `loop`.

@@ -43,7 +43,7 @@ class LoopRequest:
         stack: The stack to write a loop for; None for the first one that there is a loop for.
         force: Replace a folder that kvdoctor wrote.
         check: Build the project and run it.
-        probe: Add the runs of a probe, for a machine where kvdoctor is not.
+        probe: Add the runs of a probe, for a machine without kvdoctor.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""The runs of a probe: what a program is called with on a machine where kvdoctor is not (docs/probe.md)."""
+"""The runs of a probe: how a program is called on a machine without kvdoctor (docs/probe.md)."""
 
 from collections.abc import Iterator
 

@@ -24,10 +24,10 @@ def render(  # noqa: PLR0913 - one for each thing that a template sees
     """The files of a project, by their paths in it. `contract` is the contract in words, each part with its label.
 
     With `probe` they have what only a probe needs. `external` are the files that hold the weights of a file, as the
-    file names them: a page cannot look for them. `example` are arguments of the program that its README shows.
+    file names them: a browser cannot list a folder. `example` are arguments of the program that its README shows.
 
     A template sees the plan and the language's filters. Names of a model reach a program as string literals and as
-    text of comments, by the filters `literal` and `comment`, and in no other way.
+    text of comments, by the filters `literal` and `comment`, and a README by `code` and `markdown`.
     """
     folder = Path(__file__).parent / "languages"
     environment = jinja2.Environment(

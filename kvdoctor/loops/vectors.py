@@ -59,7 +59,7 @@ class Vector:
 
     @property
     def decided(self) -> int:
-        """How many tokens are compared. Where all are the same, a program that prints one token for ever would pass."""
+        """How many tokens are compared. Where all are the same, a program that always prints one token would pass."""
         tokens = [token for row in self.expected for token in row if token is not None]
         return len(tokens) if len(set(tokens)) > 1 else 0
 

@@ -243,7 +243,7 @@ class Decoder:
             self._cache = {slot.past: self._first_value(slot, len(tokens)) for slot in CACHE}
         first, feeds = not self.length, self._feeds(tokens)
         outputs = self._run(self._decoder, DECODER, feeds, FIRST_OUTPUTS if first else OUTPUTS)
-        del feeds  # with it go the values that are replaced below
+        del feeds  # the values that are replaced below are released with it
         for slot in CACHE:
             name = slot.made if first else slot.present
             if name in outputs:
