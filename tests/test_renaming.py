@@ -33,6 +33,7 @@ ONLY_NAMES_TELL = {
     "layout-moonshine-v1-healthy": "which number is the length",
     "layout-ort-t5-init-healthy": "that a file called encoder decodes the first token as well",
     "layout-paged-healthy": "the tables of a paged cache",
+    "layout-per-layer-embeddings-healthy": "that a second input is made of the tokens as well",
     "layout-qnn-window-healthy": "which stage of a pipeline gives logits",
     "layout-rwkv-healthy": "states of rank 1",
     "layout-rwkv-mobile-healthy": "which output of a graph without batch holds the logits",
