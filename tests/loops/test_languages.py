@@ -41,7 +41,7 @@ def test_an_export_is_decoded(language: str, model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("language", "layout"), spread(COMPILED, LAYOUTS, 3))
+@pytest.mark.parametrize(("language", "layout"), spread(COMPILED, LAYOUTS, 6))
 def test_a_layout_is_decoded(language: str, layout: str, tmp_path: Path) -> None:
     assert_decodes(language, text_fixtures.load_all()[layout].write(tmp_path))
 

@@ -86,7 +86,7 @@ def problems(observed: ObservedLoop, folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", sampled(LOOPS, 3))
+@pytest.mark.parametrize("name", sampled(LOOPS, 3, pytest.mark.exhaustive))
 def test_a_plan_is_all_that_a_loop_needs(name: str, tmp_path: Path, runtime: Runtime) -> None:
     target = target_of(FIXTURES[name].write(tmp_path))
     observed = observe(target, Options(), runtime)
