@@ -237,6 +237,12 @@ class LoopPlan:
         return frozenset(made | {call.logits_type for call in (self.prefill, self.decode)})
 
     @property
+    def source_rows(self) -> int | None:
+        """The axis of the source that has a place for each sequence, where there is one."""
+        dims = self.source.dims if self.source else ()
+        return dims.index("batch") if "batch" in dims else None
+
+    @property
     def one_graph(self) -> bool:
         """Whether the first call is fed like all others."""
         first, later = self.prefill, self.decode

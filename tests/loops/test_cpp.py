@@ -286,6 +286,7 @@ int main(int, char** argv) {
   said([&] { decoder.encode({.shape = {1, 0}, .entries = {}}); });
   said([&] { decoder.encode(two, {{1, 1}}); });
   said([&] { decoder.encode(two, {{1, 1, 0}, {1, 1, 1}}); });
+  said([&] { decoder.prefill({{1}}); });
   said([&] { decoder.prefill({{1}, {}}); });
   said([&] { decoder.prefill({{1}, {128}}); });
   said([&] { decoder.prefill({{1}, {-1}}); });
@@ -306,6 +307,7 @@ encode() first, and again after reorder()
 the source has 2 axes and is not empty; got shape [1, 0]
 the mask has shape [2, 3]; got [1, 2]
 nothing
+1 prompts for 2 sources
 same length
 the model has no token 128
 the model has no token -1

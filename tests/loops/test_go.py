@@ -304,6 +304,7 @@ func main() {
 	fmt.Println(d.Encode([][]int64{{}}, nil))
 	fmt.Println(d.Encode(two, [][]int64{{1, 1}}))
 	fmt.Println(d.Encode(two, [][]int64{{1, 1, 0}, {1, 1, 1}}))
+	said(d.Prefill([][]int64{{1}}))
 	said(d.Prefill([][]int64{{1}, {}}))
 	said(d.Prefill([][]int64{{1}, {128}}))
 	said(d.Prefill([][]int64{{1}, {-1}}))
@@ -325,6 +326,7 @@ call Encode before Prefill, and again after Reorder
 source: there is nothing in it
 the mask has shape [2 3]; got [1 2]
 <nil>
+1 prompts for 2 sources
 must have the same length
 token ids are 0 to 127; got 128
 token ids are 0 to 127; got -1

@@ -336,6 +336,9 @@ def test_a_probe_with_a_wrong_line_runs_nothing(marian: Program, tmp_path: Path)
         probe.write_text(text, encoding="utf-8")
         assert said in marian.error("--probe", probe, "--result", result)
         assert not result.read_text(encoding="utf-8")
+    probe.write_text("--run a --prompt 5 --source 5 --expect -1\n", encoding="utf-8")
+    assert "--result is the file of --probe itself" in marian.error("--probe", probe, "--result", probe)
+    assert probe.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -371,6 +374,7 @@ def test_a_trace_holds_samples_that_step_test_accepts(built: Program, tmp_path: 
         ("--prompt 5 --source 5 --provider cuda", "it has CPUExecutionProvider"),
         ("--prompt 5 --source 5 --expect 5", "unknown option --expect"),
         ("--prompt 5 --probe probe.txt", "unknown option --prompt"),
+        ("--probe no.txt", "NoSuchFileException: no.txt"),
     ],
 )
 def test_wrong_arguments_are_refused(marian: Program, arguments: str, said: str) -> None:
@@ -397,6 +401,7 @@ public class Uses {
       refused(() -> decoder.encode(new int[][] {{}}));
       decoder.encode(source);
       refused(() -> decoder.reorder(new int[] {0}));
+      refused(() -> decoder.prefill(new int[][] {{5}}));
       decoder.prefill(prompts);
       refused(() -> decoder.step(new int[][] {{5}}));
       decoder.reorder(new int[] {1, 0});
@@ -443,6 +448,7 @@ def test_a_decoder_refuses_what_does_not_fit(marian: Program) -> None:
         "the mask of this source has the shape [2, 3]; got 2 rows of [2] numbers",
         "the source is empty",
         "there are no rows to take",
+        "1 prompts for 2 sources",
         "a step takes tokens for each of 2 sequences",
         "begin with encode(), also after reorder()",
     ]

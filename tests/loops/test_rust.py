@@ -413,6 +413,9 @@ def test_a_probe_is_run(name: str, tmp_path: Path, request: pytest.FixtureReques
     right = tmp_path / "right.txt"
     right.write_text("\n".join(lines[:2]), encoding="utf-8")
     assert program.run("--probe", str(right), "--result", str(result)).returncode == 0
+    same = program.run("--probe", str(right), "--result", str(right))
+    assert (same.returncode, same.stderr) == (1, "error: --result is the file of --probe itself\n")
+    assert right.read_text(encoding="utf-8").splitlines() == lines[:2]
 
 
 @pytest.mark.slow
@@ -622,6 +625,7 @@ fn calls_are_refused() -> Result<()> {
     refused(decoder.reorder(&[0]), "begin with prefill()");
     refused(decoder.prefill(&[vec![1], vec![1, 2]]), "the same length");
     refused(decoder.prefill(&[[1], [128]]), "token ids are 0 to 127, not 128");
+    refused(decoder.prefill(&[[1]]), "1 prompts for 2 sources");
     let first = decoder.prefill(&[[1], [1]])?;
     refused(decoder.step(&[[1]]), "tokens for 1 of 2");
     refused(decoder.step(&[vec![1], vec![]]), "the same length");

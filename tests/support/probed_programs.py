@@ -178,6 +178,10 @@ def assert_requests_that_cannot_be_right_are_refused(program: BuiltProgram, argu
         done = program.run("--probe", "bad.txt", "--result", "bad.jsonl")
         assert done.returncode in (1, 2)
         assert said in done.stderr, (line, done.stderr)
+    before = (program.folder / "probe.txt").read_bytes()
+    done = program.run("--probe", "probe.txt", "--result", "./probe.txt")
+    assert "--result is the file of --probe itself" in done.stderr
+    assert (program.folder / "probe.txt").read_bytes() == before
 
 
 def assert_the_readme_decodes(program: BuiltProgram, trace: Path) -> None:

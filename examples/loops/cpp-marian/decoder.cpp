@@ -348,6 +348,7 @@ void Decoder::encode(const Source& source, const Tokens& mask) {
   if (source.shape.size() != 2 || source.entries.empty()) {
     throw std::invalid_argument("the source has 2 axes and is not empty; got shape " + in_words(source.shape));
   }
+  sources_ = static_cast<std::size_t>(source.shape[0]);
   const std::int64_t batch = source.shape[0];
   const std::int64_t source_length = source.shape[1];
   const Shape expected{batch, source_length};
@@ -363,6 +364,10 @@ void Decoder::encode(const Source& source, const Tokens& mask) {
 
 Logits Decoder::prefill(const Tokens& prompts) {
   if (made_.empty() || moved_) throw std::logic_error("encode() first, and again after reorder()");
+  if (prompts.size() != sources_) {
+    const std::string sources = std::to_string(sources_);
+    throw std::invalid_argument(std::to_string(prompts.size()) + " prompts for " + sources + " sources");
+  }
   if (prompts.empty()) throw std::invalid_argument("there is no prompt");
   if (std::ranges::any_of(prompts, [&](const auto& prompt) { return prompt.size() != prompts.front().size(); })) {
     throw std::invalid_argument("the loop does not pad for this model: all prompts must have the same length");

@@ -113,6 +113,8 @@ class Decoder {
   // Of the encoder, for all sequences until the next encode().
   Values made_;
   Tokens source_mask_;
+  // How many sequences the source is for.
+  std::size_t sources_ = 0;
   bool moved_ = false;  // whether the sequences changed places after encode()
 };
 

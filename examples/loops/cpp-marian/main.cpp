@@ -200,6 +200,9 @@ void decode(const Options& options) {
 
 bool probe(const Options& options) {
   const std::vector<ProbeRun> runs = read_probe(options.probe);
+  if (std::error_code none; std::filesystem::equivalent(options.probe, options.result, none)) {
+    throw UsageError("--result is the file of --probe itself");
+  }
   // Emptied before the model is opened: nothing of an earlier probe remains where that fails.
   if (!std::ofstream(options.result)) throw UsageError("cannot write " + options.result.string());
   Decoder decoder = open(options);

@@ -97,6 +97,11 @@ internal static class Program
         string file = Arguments.Required(given, "--probe");
         string result = given["--result"].LastOrDefault("result.jsonl");
         string[] lines = File.ReadAllLines(file);
+        if (Path.GetFullPath(file) == Path.GetFullPath(result))
+        {
+            throw new FormatException("--result is the file of --probe itself");
+        }
+
         File.WriteAllText(result, string.Empty);
         return new Probe(decoder, Decoder.AppendTo(result), Console.WriteLine).Decode(lines);
     }

@@ -150,6 +150,9 @@ public sealed class Decoder : IDisposable
 
     // Whether the source is no longer that of the caller, row by row.
     private bool _moved;
+
+    // How many sequences the source is for.
+    private long _sources;
     private int _batch;
 
     // Takes a line for each call; null where calls are not written down.
@@ -239,6 +242,7 @@ public sealed class Decoder : IDisposable
         }
 
         Reset();
+        _sources = source.Shape[0];
         _sourceMask = mask;
         using var fed = new Feeds();
         fed.Add("input_ids", Tensor(source.Shape, source.Entries, x => x));
@@ -252,6 +256,11 @@ public sealed class Decoder : IDisposable
         if (_made.Count == 0 || _moved)
         {
             throw new InvalidOperationException("begin with Encode(), also after Reorder()");
+        }
+
+        if (prompts.Length != _sources)
+        {
+            throw new ArgumentException($"{prompts.Length} prompts for {_sources} sources");
         }
 
         RequireIds(prompts);

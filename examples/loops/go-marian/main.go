@@ -96,6 +96,9 @@ func (given *options) runProbe() error {
 	if err != nil {
 		return err
 	}
+	if same(given.probe, given.result) {
+		return errors.New("--result is the file of --probe itself")
+	}
 	// Emptied before the model is opened: nothing of an earlier probe remains where that fails.
 	if err := os.WriteFile(given.result, nil, 0o644); err != nil {
 		return err
@@ -110,6 +113,16 @@ func (given *options) runProbe() error {
 		err = errors.New("not all tokens are the expected ones")
 	}
 	return err
+}
+
+// same tells whether two paths are those of one file.
+func same(one, other string) bool {
+	first, err := os.Stat(one)
+	if err != nil {
+		return false
+	}
+	second, err := os.Stat(other)
+	return err == nil && os.SameFile(first, second)
 }
 
 // decode decodes: tokens go to standard output, a line for each sequence, measurements to standard error.

@@ -1,6 +1,6 @@
 // Decodes from the command line: token ids in, token ids out. `--help` lists the options.
 
-import { appendFileSync, readFileSync, writeFileSync } from "node:fs";
+import { appendFileSync, existsSync, readFileSync, realpathSync, writeFileSync } from "node:fs";
 import { parseArgs } from "node:util";
 import { listSupportedBackends } from "onnxruntime-node";
 import { Decoder, likeliest } from "./loop.js";
@@ -57,8 +57,12 @@ async function main() {
 
   const { probe: runs, result } = given;
   if (runs !== undefined) {
+    const lines = readFileSync(runs, "utf8");
+    if (existsSync(result) && realpathSync(result) === realpathSync(runs)) {
+      throw new Error("--result is the file of --probe itself");
+    }
     writeFileSync(result, "");
-    const good = await probe(readFileSync(runs, "utf8"), {
+    const good = await probe(lines, {
       open,
       write: (line) => appendFileSync(result, line + "\n"),
       report: (name, outcome) => console.log(`${name}: ${outcome}`),

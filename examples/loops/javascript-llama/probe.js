@@ -36,6 +36,9 @@ import { likeliest } from "./loop.js";
 export async function probe(text, host) {
   const lines = text.split("\n").filter((line) => line.trim());
   const runs = lines.map(readRun);
+  if (runs.length === 0) {
+    throw new Error("the probe has no runs");
+  }
   let name = "";
   let good = true;
   /** @type {Promise<Decoder> | undefined} */
@@ -142,8 +145,10 @@ function difference(tokens, expected) {
  * @returns {number[]}
  */
 export function readIds(text) {
-  const numbers = text.split(",").filter(Boolean).map(Number);
-  if (!numbers.every(Number.isSafeInteger)) {
+  const parts = text.split(",").filter(Boolean);
+  const numbers = parts.map(Number);
+  // Number takes 5.0, 0x5 and 1e1 as well, which are no ids.
+  if (!parts.every((part) => /^\s*-?\d+\s*$/.test(part)) || !numbers.every(Number.isSafeInteger)) {
     throw new Error(`not integers with commas: ${text}`);
   }
   return numbers;

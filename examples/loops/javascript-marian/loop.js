@@ -191,6 +191,7 @@ export class Decoder {
   /** @type {Tokens | undefined} */
   #sourceMask = undefined;
   #moved = false;
+  #sources = 0;
 
   /**
    * @private Use {@link Decoder.open}.
@@ -325,6 +326,7 @@ export class Decoder {
     }
     await this.#alone(async () => {
       this.#forget();
+      this.#sources = source.length;
       this.#sourceMask = mask;
       const feeds = {
         input_ids: new Tensor("int64", source.flat(), [batch, encoderInput]),
@@ -361,6 +363,9 @@ export class Decoder {
       throw new RangeError("every sequence begins with at least one token");
     }
     checkTokens(prompts);
+    if (prompts.length !== this.#sources) {
+      throw new RangeError(`${prompts.length} prompts for ${this.#sources} sources`);
+    }
     if (prompts.some((prompt) => prompt.length < longest)) {
       throw new RangeError("the prompts of a batch must have the same length");
     }

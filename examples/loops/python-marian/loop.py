@@ -180,6 +180,7 @@ class Decoder:
         self._made: dict[str, ort.OrtValue] = {}
         self._source_mask: Array | None = None
         self._moved = False
+        self._sources = 0
         self._clear([])
 
     def _clear(self, padding: list[int]) -> None:
@@ -198,6 +199,7 @@ class Decoder:
         source = np.ascontiguousarray(source, np.int64)
         if source.ndim != 2 or not source.size:
             raise ValueError(f"the source has 2 axes and is not empty; got shape {list(source.shape)}")
+        self._sources = source.shape[0]
         batch = source.shape[0]
         encoder_input = source.shape[1]
         expected = (batch, encoder_input)
@@ -220,6 +222,8 @@ class Decoder:
         longest = max(map(len, prompts), default=0)
         if not longest or not min(map(len, prompts)):
             raise ValueError("every sequence begins with at least one token")
+        if len(prompts) != self._sources:
+            raise ValueError(f"there are {self._sources} sources: give a prompt for each; got {len(prompts)}")
         if min(map(len, prompts)) < longest:
             raise ValueError("the prompts of a batch must have the same length: the loop does not pad for this model")
         self._clear([0] * len(prompts))

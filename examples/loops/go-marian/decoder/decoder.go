@@ -106,6 +106,7 @@ type Decoder struct {
 	cache   map[string]ort.Value // by the names of the pasts
 	made    map[string]ort.Value // what the encoder returned; it outlives the sequences
 	moved   bool                 // whether the sequences changed places after Encode
+	sources int64                // how many sequences the source is for
 
 	sourceMask *array[int64]
 }
@@ -176,6 +177,7 @@ func (d *Decoder) Encode(source, mask [][]int64) error {
 	if err != nil {
 		return fmt.Errorf("source: %w", err)
 	}
+	d.sources = input.shape[0]
 	if mask != nil {
 		given, err := table(mask)
 		if err != nil {
@@ -203,6 +205,9 @@ func (d *Decoder) Encode(source, mask [][]int64) error {
 func (d *Decoder) Prefill(prompts [][]int64) ([][]float32, error) {
 	if len(d.made) == 0 || d.moved {
 		return nil, errors.New("call Encode before Prefill, and again after Reorder")
+	}
+	if int64(len(prompts)) != d.sources {
+		return nil, fmt.Errorf("%d prompts for %d sources", len(prompts), d.sources)
 	}
 	tokens, err := ids(prompts)
 	if err != nil {

@@ -191,6 +191,8 @@ pub struct Decoder {
     batch: usize,
     /// What belongs to the source. It outlives the sequences: `prefill` may follow more than once.
     encoded: Tensors,
+    /// How many sequences the source is for.
+    sources: usize,
     source_mask: Option<Vec<Vec<i64>>>,
     /// Whether what belongs to the source has been reordered.
     moved: bool,
@@ -215,6 +217,7 @@ impl Decoder {
             length: 0,
             batch: 0,
             encoded: Tensors::new(),
+            sources: 0,
             source_mask: None,
             moved: false,
             cache: Tensors::new(),
@@ -258,6 +261,7 @@ impl Decoder {
         self.reset();
         let (ids, encoder_input) = joined(source)?;
         let batch = source.len();
+        self.sources = batch;
         let source = Tensor::from_array(([batch, encoder_input], ids))?;
         if let Some(mask) = mask {
             check_mask(mask, &[batch, encoder_input])?;
@@ -277,6 +281,10 @@ impl Decoder {
         }
         let (ids, _) = joined(prompts)?; // this model takes no padding
         check_ids(&ids)?;
+        if prompts.len() != self.sources {
+            let sources = self.sources;
+            return Err(format!("{} prompts for {sources} sources", prompts.len()).into());
+        }
         self.length = 0;
         self.batch = prompts.len();
         self.cache.clear();

@@ -30,6 +30,13 @@ pub fn run(decoder: &mut Decoder, probe: &Path, result: &Path) -> Result<bool> {
         let place = |error| format!("{}, line {}: {error}", probe.display(), number + 1);
         runs.push(run.map_err(place)?);
     }
+    if runs.is_empty() {
+        return Err(format!("{}: there is no run", probe.display()).into());
+    }
+    let place = |file: &Path| fs::canonicalize(file).ok();
+    if place(result).is_some_and(|result| Some(result) == place(probe)) {
+        return Err("--result is the file of --probe itself".into());
+    }
     let lines = File::create(result);
     let mut lines = lines.map_err(|error| format!("{}: {error}", result.display()))?;
     let mut all = true;

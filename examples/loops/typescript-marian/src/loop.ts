@@ -198,6 +198,7 @@ export class Decoder {
   #encoded: Map<string, Tensor> = new Map();
   #sourceMask: Tokens | undefined = undefined;
   #moved = false;
+  #sources = 0;
 
   private constructor(encoder: InferenceSession, decoder: InferenceSession, options: OpenOptions) {
     this.#encoder = encoder;
@@ -304,6 +305,7 @@ export class Decoder {
     }
     await this.#alone(async () => {
       this.#forget();
+      this.#sources = source.length;
       this.#sourceMask = mask;
       const feeds = {
         input_ids: new Tensor("int64", source.flat(), [batch, encoderInput]),
@@ -330,6 +332,9 @@ export class Decoder {
       throw new RangeError("every sequence begins with at least one token");
     }
     checkTokens(prompts);
+    if (prompts.length !== this.#sources) {
+      throw new RangeError(`${prompts.length} prompts for ${this.#sources} sources`);
+    }
     if (prompts.some((prompt) => prompt.length < longest)) {
       throw new RangeError("the prompts of a batch must have the same length");
     }

@@ -33,6 +33,9 @@ export interface Run {
 export async function probe(text: string, host: Host): Promise<boolean> {
   const lines = text.split("\n").filter((line) => line.trim());
   const runs = lines.map(readRun);
+  if (runs.length === 0) {
+    throw new Error("the probe has no runs");
+  }
   let name = "";
   let good = true;
   let decoder: Promise<Decoder> | undefined;
@@ -114,8 +117,10 @@ function difference(tokens: number[][], expected: number[][]): string | null {
 
 /** Integers with commas between them. */
 export function readIds(text: string): number[] {
-  const numbers = text.split(",").filter(Boolean).map(Number);
-  if (!numbers.every(Number.isSafeInteger)) {
+  const parts = text.split(",").filter(Boolean);
+  const numbers = parts.map(Number);
+  // Number takes 5.0, 0x5 and 1e1 as well, which are no ids.
+  if (!parts.every((part) => /^\s*-?\d+\s*$/.test(part)) || !numbers.every(Number.isSafeInteger)) {
     throw new Error(`not integers with commas: ${text}`);
   }
   return numbers;

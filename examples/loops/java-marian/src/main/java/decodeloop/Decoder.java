@@ -129,6 +129,9 @@ public final class Decoder implements AutoCloseable {
 
   private int[][] sourceMask;
 
+  /** How many sequences the source is for. */
+  private int sources;
+
   /** Whether the source is no longer that of the caller, row by row. */
   private boolean moved;
 
@@ -232,6 +235,7 @@ public final class Decoder implements AutoCloseable {
     int sourceLength = source[0].length;
     requireMask(mask, batch, sourceLength);
     reset();
+    sources = source.length;
     sourceMask = mask;
     Map<String, OnnxTensor> inputs = new HashMap<>();
     inputs.put(
@@ -250,6 +254,9 @@ public final class Decoder implements AutoCloseable {
   public float[][] prefill(int[][] prompts) throws OrtException {
     if (encoded.isEmpty() || moved) {
       throw new IllegalStateException("begin with encode(), also after reorder()");
+    }
+    if (prompts.length != sources) {
+      throw new IllegalArgumentException(prompts.length + " prompts for " + sources + " sources");
     }
     requireIds(prompts);
     requireRectangle(prompts);

@@ -3,14 +3,12 @@ package decodeloop;
 import ai.onnxruntime.OrtException;
 import ai.onnxruntime.OrtSession;
 import java.io.IOException;
-import java.io.UncheckedIOException;
 import java.nio.file.Files;
 import java.nio.file.Path;
 import java.util.ArrayList;
 import java.util.Comparator;
 import java.util.List;
 import java.util.Locale;
-import java.util.Objects;
 import java.util.PriorityQueue;
 import java.util.Random;
 import java.util.Set;
@@ -62,8 +60,9 @@ public final class Main {
         System.exit(1);
       }
     } catch (OrtException | IOException | RuntimeException failed) {
-      System.err.println(
-          "error: " + Objects.requireNonNullElse(failed.getMessage(), failed.toString()));
+      // Of a file that is not there, the message is its name alone.
+      boolean named = failed.getMessage() == null || failed instanceof IOException;
+      System.err.println("error: " + (named ? failed.toString() : failed.getMessage()));
       System.exit(1);
     }
   }
@@ -92,16 +91,14 @@ public final class Main {
     }
   }
 
-  private static boolean probe(Decoder decoder, Arguments given) {
+  private static boolean probe(Decoder decoder, Arguments given) throws IOException {
     Path file = Path.of(given.one("--probe"));
     Path result = Path.of(given.one("--result", "result.jsonl"));
-    List<String> lines;
-    try {
-      lines = Files.readAllLines(file);
-      Files.writeString(result, "");
-    } catch (IOException failed) {
-      throw new UncheckedIOException("cannot read %s or write %s".formatted(file, result), failed);
+    List<String> lines = Files.readAllLines(file);
+    if (Files.exists(result) && Files.isSameFile(file, result)) {
+      throw new IllegalArgumentException("--result is the file of --probe itself");
     }
+    Files.writeString(result, "");
     return new Probe(decoder, Decoder.appendTo(result), System.out::println).run(lines);
   }
 
