@@ -37,7 +37,7 @@ class BuiltProgram:
         return self.start(*command, **variables)
 
     def start(self, *command: str, **variables: str) -> Done:
-        environment = os.environ | {"ONNXRUNTIME_LIB": str(find_library())} | variables
+        environment = os.environ | dict.fromkeys(("ONNXRUNTIME_LIB", "ORT_DYLIB_PATH"), str(find_library())) | variables
         return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
 
     @property
