@@ -16,6 +16,7 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.contract import CacheContract, Phase
 from kvdoctor.decode.embeddings import embedded_inputs, pair_embeddings
+from kvdoctor.decode.inputs import synthetic_embeddings
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.model.view import Declared
@@ -263,3 +264,20 @@ def test_a_trace_with_the_calls_of_the_embedding_graph_is_checked(
     assert report.verdict == "healthy"
     assert "5 steps of decoder compared with the contract, none breaks it" in notes_of(report)
     assert "5 of 5 steps give the logits of the trace" in notes_of(report)
+
+
+def test_synthetic_embeddings_are_rows_of_their_tokens() -> None:
+    """Without an embedding graph a token has one row, whatever the call, and the rows of two tokens differ."""
+    ids = np.array([[7, 250_000, 7], [8, 3, 2**40]])
+    made = synthetic_embeddings(ids, (2, 3, 64))
+    assert made.shape == (2, 3, 64)
+    assert np.array_equal(made[0, 0], made[0, 2])
+    assert len(np.unique(made.reshape(6, 64), axis=0)) == 5
+    assert np.array_equal(synthetic_embeddings(ids[1:, 1:], (1, 2, 64)), made[1:, 1:])
+    assert synthetic_embeddings(ids, (2, 3, 4, 16)).shape == (2, 3, 4, 16)
+    assert synthetic_embeddings(ids[:, :0], (2, 0, 64)).shape == (2, 0, 64)
+    assert np.isfinite(synthetic_embeddings(np.array([[-1]]), (1, 1, 64))).all()
+    many = synthetic_embeddings(np.arange(1000)[None], (1, 1000, 64))
+    assert abs(many.mean()) < 0.02
+    assert abs(many.std() - 1) < 0.02
+    assert np.abs(np.corrcoef(many[0, :50]) - np.eye(50)).max() < 0.6

@@ -3,6 +3,7 @@
 One function for each role. Standard library and numpy only.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import field
 
@@ -28,12 +29,24 @@ def random_tokens(contract: CacheContract, shape: tuple[int, ...], seed: int) ->
     return np.random.default_rng(seed).integers(*plain_token_ids(contract), shape)
 
 
-def synthetic_embeddings(contract: CacheContract, tokens: Array, shape: tuple[int, ...]) -> Array:
-    """Embeddings in the shape of an input, by the token ids, where no graph makes any."""
-    widths = shape[2:]
-    rows = max(contract.vocabulary or 16, 4)
-    table = np.random.default_rng(7).standard_normal((rows, int(np.prod(widths))))
-    return table[tokens].reshape(*tokens.shape, *widths)
+EMBEDDING_SEED = 7
+
+
+def synthetic_embeddings(tokens: Array, shape: tuple[int, ...]) -> Array:
+    """Embeddings in the shape of an input, by the token ids, where no graph makes any: float64[batch, new, ...].
+
+    A token has the same row in every call, standard normal, drawn from its id alone: a table of the whole vocabulary
+    would have a thousand times the numbers of a call.
+    """
+    width = math.prod(shape[2:])
+    ids, places = np.unique(tokens.reshape(-1), return_inverse=True)
+    rows = np.array([_embedding_row(int(token), width) for token in ids]).reshape(len(ids), width)
+    return rows[places].reshape(*tokens.shape, *shape[2:])
+
+
+def _embedding_row(token: int, width: int) -> Array:
+    """The row of a token, float64[width]. A seed has no sign, and a trace may hold negative ids."""
+    return np.random.default_rng([EMBEDDING_SEED, token % (1 << 64)]).standard_normal(width)
 
 
 HIDDEN = -1e4
@@ -109,7 +122,7 @@ def _token_and_position(want: InputRequest) -> Array:
 
 def _embeddings(want: InputRequest) -> Array:
     made = want.step.embedded.get(want.port.name)
-    return synthetic_embeddings(want.step.contract, want.step.tokens, want.shape) if made is None else made
+    return synthetic_embeddings(want.step.tokens, want.shape) if made is None else made
 
 
 def _attention_mask(want: InputRequest) -> Array:
