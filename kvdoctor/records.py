@@ -28,6 +28,9 @@ else:
 
 T = TypeVar("T")
 
+PLAIN = frozenset({str, int, float, bool, type(None)})
+"""The types of which JSON has values."""
+
 
 @overload
 def record(cls: type[T]) -> type[T]: ...
@@ -74,13 +77,19 @@ def to_plain(value: Any) -> Any:
     """Turn dataclasses, tuples and mappings into what `json.dumps` takes. Fields keep their order."""
     if value is None or isinstance(value, (str, int, float)):
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: to_plain(getattr(value, name)) for name in _hints(type(value))}
-    if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
+    # What is plain already is not asked for by a call: a report on hundreds of slots holds hundreds of thousands.
     if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
-    return str(value) if isinstance(value, pathlib.PurePath) else value
+        return [item if type(item) in PLAIN else to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: item if type(item) in PLAIN else to_plain(item) for key, item in value.items()}
+    names = _field_names(value.__class__)
+    if names is None:
+        return str(value) if isinstance(value, pathlib.PurePath) else value
+    made = {}
+    for name in names:
+        item = getattr(value, name)
+        made[name] = item if type(item) in PLAIN else to_plain(item)
+    return made
 
 
 def from_plain(kind: type[T], data: Any, *, newer: bool = False) -> T:
@@ -151,6 +160,8 @@ def _list_reviver(item: Any, newer: bool) -> Callable[[Any], Any]:
     def revive(data: Any) -> tuple[Any, ...]:
         if not isinstance(data, list):
             raise _mismatch("a list", data)
+        if item in (int, str) and all(type(one) is item for one in data):
+            return tuple(data)  # the shape of a tensor: most lists of a report
         made: list[Any] = []
         try:
             for one in data:
@@ -231,6 +242,12 @@ def _build(kind: Any, given: dict[str, Any]) -> Any:
     except TypeError as error:
         lacking = [f.name for f in dataclasses.fields(kind) if f.name not in given and _has_no_default(f)]
         raise _Unfit(f"field {', '.join(lacking)} is missing" if lacking else str(error)) from None
+
+
+@functools.cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """The fields of a dataclass in their order; None for another type."""
+    return tuple(_hints(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 @functools.cache

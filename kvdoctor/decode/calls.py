@@ -1,5 +1,6 @@
 """What an experiment wants run, and what came back: tensors, the sizes of a scenario, calls and answers. numpy only."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -120,11 +121,16 @@ class Answer:
 
     @property
     def logits(self) -> Array:
-        """float[batch, new, vocabulary]; where a graph gives only the last token's it may leave their axis out."""
-        logits = self.outputs[self.logits_name].array()
-        if logits.ndim == 1:
-            return logits.reshape(1, 1, -1)
-        return logits.reshape(logits.shape[0], 1, -1) if logits.ndim in (2, 4) else logits
+        """A copy, float[batch, new, vocabulary], or in another shape if the graph returns one of no such meaning."""
+        return self.outputs[self.logits_name].array().reshape(self.logits_shape)
+
+    @property
+    def logits_shape(self) -> tuple[int, ...]:
+        """The shape of the logits; where a graph gives only the last token's it may leave their axis out."""
+        shape = self.outputs[self.logits_name].shape
+        if len(shape) == 1:
+            return (1, 1, *shape)
+        return (shape[0], 1, math.prod(shape[1:])) if len(shape) in (2, 4) else shape
 
 
 @record

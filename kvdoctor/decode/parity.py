@@ -103,6 +103,9 @@ def _find_masked(logits: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     deviation and hide every difference.
     """
     masked = np.zeros(logits.shape, bool)
+    # Between the highest and the lowest there must be more than a mask is deep: one look spares most models the rest.
+    if (logits.max(-1).astype(np.float64) - logits.min(-1) <= LEAST_DEPTH).all():
+        return masked
     for _ in range(2):
         open_logits = np.where(masked, np.nan, logits.astype(np.float64))
         top, low = np.nanmax(open_logits, axis=-1, keepdims=True), np.nanmin(open_logits, axis=-1, keepdims=True)
@@ -118,7 +121,11 @@ def _find_masked(logits: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
 
 def measurable(logits: "np.ndarray[Any, Any]") -> bool:
     """Whether logits, float[..., vocabulary], can be compared: no NaN, no inf, and not all tokens are -inf."""
-    return bool((logits < np.inf).all() and np.isfinite(logits).any(-1).all())
+    if not logits.shape[-1]:
+        return 0 in logits.shape[:-1]
+    with np.errstate(invalid="ignore"):
+        # The largest tells both in one pass: it is NaN where any is, and -inf where all are.
+        return bool(np.isfinite(logits.max(-1)).all())
 
 
 def _measure_positions(got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":

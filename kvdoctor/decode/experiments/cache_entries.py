@@ -29,9 +29,9 @@ def by_position(contract: CacheContract) -> tuple[Slot, ...]:
     Besides those that come back longer: caches to which the loop appends what comes back, and buffers of fixed size.
     A ring is one until it is full.
     """
-    whole = growing(contract)
+    whole = {slot.past for slot in growing(contract)}
     found = (s for s in contract.of_kind("self-attention") if s.present is not None)
-    return tuple(slot for slot in found if slot in whole or _keeps_places(slot))
+    return tuple(slot for slot in found if slot.past in whole or _keeps_places(slot))
 
 
 def _keeps_places(slot: Slot) -> bool:

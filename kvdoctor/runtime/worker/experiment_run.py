@@ -393,7 +393,7 @@ def _compare_slots(call: Call, answer: Answer) -> dict[str, float]:
 
 def _describe(value: Value | Array) -> ObservedTensor:
     if isinstance(value, OrtTensor):
-        return ObservedTensor(value.dtype, value.shape, value.null)
+        return value.observed
     array = as_array(value)
     return ObservedTensor(_name_dtype(array.dtype), tuple(array.shape))
 

@@ -1,5 +1,6 @@
 """Runs the calls of one stack in the worker process; sessions, encoder states and reference runs are shared."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,6 +38,10 @@ from kvdoctor.runtime.worker.sessions import (
 ENCODER_FACTORS = (1, 40, 400)
 """Longer inputs are tried where an encoder refuses a short one: speech is sampled many times for each state."""
 
+MOST_KEPT = 1 << 24
+"""Numbers in the answers to reference calls that are kept for equal calls. Sixty tokens have as many logits with a
+vocabulary of 262,144: the answers of all experiments together would take more memory than many a model."""
+
 
 @record
 class UnusableLogits:
@@ -68,18 +73,31 @@ class StackRunner:
         """
         key = _digest(call.feeds)
         if key in self.references:
+            self.references[key] = self.references.pop(key)  # the last one in the order of use
             return self.references[key]
         answer = self.run_session(call)
         shape = answer.outputs[self.logits_name("prefill")].shape
-        if len(shape) == 0 or len(answer.logits.shape) != 3:
+        if len(answer.logits_shape) != 3:
             return UnusableLogits(f"logits have shape {list(shape)}, not [batch, new, vocabulary]")
-        if call.new > 1 and answer.logits.shape[1] == 1 and not self.contract.last_logits_only:
+        if call.new > 1 and answer.logits_shape[1] == 1 and not self.contract.last_logits_only:
             text = "only the last token's logits are returned, where the graph declares those of every new token"
             return UnusableLogits(text, last_only=True)
         names = {self.logits_name("prefill"), *(slot.filled_by for slot in growing(self.contract))}
         kept = {name: value for name, value in answer.outputs.items() if name in names}
         self.references[key] = replace(answer, outputs=kept)
+        self._forget_references()
         return self.references[key]
+
+    def _forget_references(self) -> None:
+        """Drop the answers that were not used for longest, down to the size that may be kept; never the last one."""
+        answers = self.references.values()
+        sizes = [sum(math.prod(value.shape) for value in answer.outputs.values()) for answer in answers]
+        excess = sum(sizes) - MOST_KEPT
+        for key, size in list(zip(self.references, sizes, strict=True))[:-1]:
+            if excess <= 0:
+                return
+            del self.references[key]
+            excess -= size
 
     def expect_last_logits_only(self, reason: str) -> None:
         """Correct the contract: a call returns the logits of its last token alone, whatever the graph declares."""

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +16,7 @@ import onnxruntime as ort
 
 from kvdoctor.decode.calls import NUMPY_TYPES, Array, Value, as_array
 from kvdoctor.decode.messages import Event, FileOpening, FileRefused
+from kvdoctor.decode.runs import ObservedTensor
 from kvdoctor.records import record
 
 LEVELS = {
@@ -46,13 +48,18 @@ class StepFailed(Exception):
     """The runtime failed while it ran a call."""
 
 
-@record
+@record(slots=False)
 class OrtTensor:
     """A tensor in the runtime's memory. `dtype` as ONNX spells it."""
 
     ort_value: Any
 
-    @property
+    @cached_property
+    def observed(self) -> ObservedTensor:
+        """What a step records of it. Kept, since a present is fed again, and a model may have hundreds of them."""
+        return ObservedTensor(self.dtype, self.shape, self.null)
+
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Sizes of its axes."""
         return tuple(self.ort_value.shape())
