@@ -121,7 +121,7 @@ class Answer:
 
     @property
     def logits(self) -> Array:
-        """A copy, float[batch, new, vocabulary], or in another shape if the graph returns one of no such meaning."""
+        """float[batch, new, vocabulary], or in another shape if the graph returns one of no such meaning."""
         return self.outputs[self.logits_name].array().reshape(self.logits_shape)
 
     @property

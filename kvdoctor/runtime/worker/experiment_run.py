@@ -30,7 +30,7 @@ from kvdoctor.decode.runs import Cause, Control, ErrorGrowth, LogitsDifference, 
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.records import record
 from kvdoctor.runtime.worker.runner import StackRunner, UnusableLogits
-from kvdoctor.runtime.worker.sessions import OrtTensor, Refused, StepFailed, mentioned, runtime_version
+from kvdoctor.runtime.worker.sessions import LogitsTensor, OrtTensor, Refused, StepFailed, mentioned, runtime_version
 
 TIMING_REPEATS = 5
 TIMING_SECONDS = 0.1
@@ -220,7 +220,6 @@ class _ExperimentRun:
         """Compare the logits of the last positions with those that the call expects, if it expects any."""
         if call.expected is None:
             return None
-        # Each request for the logits copies them out of the runtime.
         if call.sampled:
             return compare(take_sample(answer.logits).reshape(1, 1, -1), call.expected, self.tolerance)
         logits, returned = answer.logits, 1 if self.contract.last_logits_only else call.new
@@ -392,7 +391,7 @@ def _compare_slots(call: Call, answer: Answer) -> dict[str, float]:
 
 
 def _describe(value: Value | Array) -> ObservedTensor:
-    if isinstance(value, OrtTensor):
+    if isinstance(value, (OrtTensor, LogitsTensor)):
         return value.observed
     array = as_array(value)
     return ObservedTensor(_name_dtype(array.dtype), tuple(array.shape))

@@ -26,6 +26,7 @@ from kvdoctor.records import record
 from kvdoctor.runtime.worker.sessions import (
     LEVELS,
     Announce,
+    LogitsTensor,
     OrtTensor,
     Refused,
     Sessions,
@@ -121,7 +122,10 @@ class StackRunner:
         except Exception as error:  # the bindings raise many types, and all of them are a failed step
             raise StepFailed(self.sessions.clean(error)) from error
         outputs: dict[str, Value] = {name: OrtTensor(v) for name, v in zip(names, values, strict=True)}
-        return Answer(outputs, self.logits_name(call.phase), call.past, call.new)
+        logits = self.logits_name(call.phase)
+        if isinstance(tensor := outputs.get(logits), OrtTensor):
+            outputs[logits] = LogitsTensor(tensor)
+        return Answer(outputs, logits, call.past, call.new)
 
     def logits_name(self, phase: str) -> str:
         """The name of the logits output; an encoder has none."""

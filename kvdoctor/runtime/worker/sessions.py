@@ -59,7 +59,7 @@ class OrtTensor:
         """What a step records of it. Kept, since a present is fed again, and a model may have hundreds of them."""
         return ObservedTensor(self.dtype, self.shape, self.null)
 
-    @cached_property
+    @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of its axes."""
         return tuple(self.ort_value.shape())
@@ -77,6 +77,37 @@ class OrtTensor:
     def array(self) -> Array:
         """A numpy copy; nothing is read from a tensor without elements."""
         return np.zeros(self.shape, NUMPY_TYPES.get(self.dtype)) if 0 in self.shape else self.ort_value.numpy()
+
+
+@dataclass
+class LogitsTensor:
+    """Logits: copied out of the runtime once, at the first request, and then no longer held there.
+
+    Nothing feeds them, many look at them, and with a wide vocabulary no other tensor of a call is as large.
+    """
+
+    tensor: OrtTensor | None
+    copy: Array | None = None
+
+    @cached_property
+    def observed(self) -> ObservedTensor:
+        """What a step records of them."""
+        assert self.tensor is not None  # noqa: S101 - asked for before they are copied
+        return self.tensor.observed
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of their axes."""
+        return self.observed.shape
+
+    def array(self) -> Array:
+        """The copy, which is not to be written to."""
+        if self.copy is None:
+            assert self.tensor is not None  # noqa: S101 - it is there until it is copied
+            self.copy, self.observed = self.tensor.array(), self.tensor.observed
+            self.copy.flags.writeable = False
+            self.tensor = None
+        return self.copy
 
 
 @dataclass
