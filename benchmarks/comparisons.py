@@ -46,6 +46,8 @@ class Scale:
 
     `layers` are those of the graphs of `contract` by kind: 500 nodes each, or 1,000 where a second branch or graph
     has them too, so that they have 25,000, 50,000 and 100,000 nodes.
+
+    `extremes` are models that are large in one way, `growing` ways in which a model grows.
     """
 
     short_repeats: int = 15
@@ -56,6 +58,8 @@ class Scale:
     loop_blocks: int = 8
     loop_steps: tuple[int, int] = (200, 2_000)
     layers: tuple[int, int, int] = (50, 100, 200)
+    extremes: tuple[str, ...] = ("embeds-262k", "words-262k", "slots-400", "1.2b-beside")
+    growing: tuple[str, ...] = ("words", "layers", "steps")
     large: str = "1.8gb"
     medium: str = "100m"
     thin: str = "thin"
@@ -69,7 +73,10 @@ class Scale:
 
 
 FULL = Scale()
-SMALLEST = Scale(1, 1, 1, 1, 2, 2, (2, 4), (1, 2, 4), "tiny", "tiny", "tiny", 1_000_000, warm=False)
+SMALLEST = Scale(
+    *(1, 1, 1, 1, 2, 2, (2, 4), (1, 2, 4), ("tiny-embeds",), ("tiny-embeds",), "tiny", "tiny", "tiny", 1_000_000),
+    warm=False,
+)
 """For a test that every benchmark runs. Its figures mean nothing."""
 
 
@@ -176,6 +183,44 @@ def step_test(scratch: Path, scale: Scale) -> Iterator[Row]:
         figures = (f"{pair.ours:.0f} MiB", "bare script, same runs", f"{pair.theirs:.0f} MiB", f"{pair.ratio:.2f}")
         yield Row(f"{what}: memory", *figures, "1.30", pair.ratio > 1.3)
         shutil.rmtree(folder)
+
+
+EXTREMES = {
+    "embeds-262k": "embeddings of 2,560, 262,144 words, 750 million parameters",
+    "words-262k": "262,144 words, 270 million parameters",
+    "slots-400": "400 slots, 170 million parameters",
+    "1.2b-beside": "1.2 billion parameters",
+}
+GROWING = {
+    "words": ("words", 65_536, ()),
+    "layers": ("layers", 25, ()),
+    "steps": ("tokens, every length of the context", 256, ("--thorough",)),
+}
+
+
+def extremes(scratch: Path, scale: Scale) -> Iterator[Row]:
+    """A step-test costs in proportion to what is run, in whatever way a model is large."""
+    for name in scale.extremes:
+        folder = _make_model(name, scratch)
+        ours, bare = kvdoctor("step-test", "--format", "json", str(folder)), _record_bare(folder, scratch)
+        what = f"step-test, {EXTREMES.get(name, name)}"
+        pair = interleaved(ours, bare, scale.memory_repeats, warm=scale.warm)
+        yield _time_row(what, pair, "bare script, same runs", 1.3)
+        pair = interleaved(ours, bare, 1, peak_mib, warm=False)
+        figures = (f"{pair.ours:.0f} MiB", "bare script, same runs", f"{pair.theirs:.0f} MiB", f"{pair.ratio:.2f}")
+        yield Row(f"{what}: memory", *figures, "1.30", pair.ratio > 1.3)
+        shutil.rmtree(folder)
+    for name in scale.growing:
+        noun, count, options = GROWING.get(name, (name, 1, ()))
+        commands = []
+        for times in (1, 2, 4):
+            (scratch / f"{times}").mkdir(exist_ok=True)
+            model = f"{name}-{times}" if name in GROWING else name
+            folder = _make_model(model, scratch / f"{times}")
+            commands.append(kvdoctor("step-test", "--format", "json", *options, str(folder)))
+        for times, command, limit in ((2, commands[1], 2.2), (4, commands[2], 4.4)):
+            pair = interleaved(command, commands[0], scale.memory_repeats, warm=scale.warm)
+            yield _time_row(f"step-test, {count * times:,} {noun}", pair, f"{count:,} {noun.partition(',')[0]}", limit)
 
 
 def locate(scratch: Path, scale: Scale) -> Iterator[Row]:
@@ -324,6 +369,7 @@ BENCHMARKS: dict[str, Callable[[Path, Scale], Iterator[Row]]] = {
     "inspect": inspect,
     "contract": contract,
     "step-test": step_test,
+    "extremes": extremes,
     "locate": locate,
     "polygraphy": polygraphy,
     "fixture": fixture,

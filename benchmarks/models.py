@@ -30,6 +30,8 @@ class Sizes:
     fault: `fails`, the past of a layer in the middle has a constant length of 3; `differs`, the new tokens attend only
     to as many of the first entries of that layer's cache as there are new tokens; `crossed`, the key and the value of
     that layer are returned under each other's names.
+
+    embedded: the decoder takes embeddings, and no file makes them of token ids.
     """
 
     layers: int
@@ -38,10 +40,16 @@ class Sizes:
     inside: bool
     fault: str = ""
     positions: int = POSITIONS
+    embedded: bool = False
 
     @property
     def hidden(self) -> int:
         return self.heads * HEAD_DIM
+
+    @property
+    def fed(self) -> str:
+        """The input that has the tokens."""
+        return "inputs_embeds" if self.embedded else "input_ids"
 
 
 MODELS = {
@@ -58,12 +66,22 @@ MODELS = {
     "1.8gb-inside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=True),
     "1.8gb-beside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=False),
     "1.8gb-crossed": Sizes(layers=14, heads=24, vocabulary=20_000, inside=True, fault="crossed"),
+    # Large in one way: in words, and fed by embeddings; in words; in slots; in parameters.
+    "embeds-262k": Sizes(layers=1, heads=40, vocabulary=262_144, inside=False, embedded=True),
+    "words-262k": Sizes(layers=1, heads=8, vocabulary=262_144, inside=False),
+    "slots-400": Sizes(layers=200, heads=4, vocabulary=20_000, inside=False),
+    "1.2b-beside": Sizes(layers=22, heads=32, vocabulary=20_000, inside=False),
+    # Twice and four times as large in one way.
+    **{f"layers-{n}": Sizes(layers=25 * n, heads=2, vocabulary=1_000, inside=True) for n in (1, 2, 4)},
+    **{f"words-{n}": Sizes(layers=2, heads=2, vocabulary=65_536 * n, inside=True) for n in (1, 2, 4)},
+    **{f"steps-{n}": Sizes(layers=2, heads=2, vocabulary=1_000, inside=True, positions=256 * n) for n in (1, 2, 4)},
     # For the test of the benchmarks: 2 layers of 128, in files of 2 MB.
     "tiny-beside": Sizes(layers=2, heads=2, vocabulary=100, inside=False),
     "tiny-inside": Sizes(layers=2, heads=2, vocabulary=100, inside=True),
     "tiny-fails": Sizes(layers=2, heads=2, vocabulary=100, inside=True, fault="fails"),
     "tiny-differs": Sizes(layers=2, heads=2, vocabulary=100, inside=True, fault="differs"),
     "tiny-crossed": Sizes(layers=2, heads=2, vocabulary=100, inside=True, fault="crossed"),
+    "tiny-embeds": Sizes(layers=2, heads=2, vocabulary=100, inside=True, positions=64, embedded=True),
     "tiny-long": Sizes(layers=2, heads=2, vocabulary=100, inside=True, positions=4096),
 }
 
@@ -117,9 +135,11 @@ class _Builder:
 def _graph(sizes: Sizes) -> tuple[GraphProto, dict[str, tuple[int, ...]]]:
     """The graph without its weights, and their shapes."""
     b = _Builder()
-    embedding = b.op("Gather", b.weight("wte.weight", sizes.vocabulary, sizes.hidden), "input_ids")
+    x = sizes.fed
+    if not sizes.embedded:
+        x = b.op("Gather", b.weight("wte.weight", sizes.vocabulary, sizes.hidden), x)
     positions = b.op("Gather", b.weight("wpe.weight", sizes.positions, sizes.hidden), "position_ids")
-    x, mask = b.op("Add", embedding, positions), _mask(b)
+    x, mask = b.op("Add", x, positions), _mask(b, sizes)
     for layer in range(sizes.layers):
         x = _layer(b, x, mask, layer, sizes)
     x = b.norm(x, "ln_f", sizes.hidden)
@@ -131,8 +151,10 @@ def _graph(sizes: Sizes) -> tuple[GraphProto, dict[str, tuple[int, ...]]]:
 def _ports(sizes: Sizes) -> tuple[list[ValueInfoProto], list[ValueInfoProto]]:
     total = "past_sequence_length + sequence_length"
     tokens = ["batch_size", "sequence_length"]
+    ids = helper.make_tensor_value_info(sizes.fed, TensorProto.INT64, tokens)
+    embeddings = helper.make_tensor_value_info(sizes.fed, TensorProto.FLOAT, [*tokens, sizes.hidden])
     inputs = [
-        helper.make_tensor_value_info("input_ids", TensorProto.INT64, tokens),
+        embeddings if sizes.embedded else ids,
         helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["batch_size", total]),
         helper.make_tensor_value_info("position_ids", TensorProto.INT64, tokens),
     ]
@@ -144,9 +166,9 @@ def _ports(sizes: Sizes) -> tuple[list[ValueInfoProto], list[ValueInfoProto]]:
     return inputs, outputs
 
 
-def _mask(b: _Builder) -> str:
+def _mask(b: _Builder, sizes: Sizes) -> str:
     """What is added to the scores, float[batch, 1, new, total]: causal, and nothing that attention_mask hides."""
-    new = b.op("Gather", b.op("Shape", "input_ids"), b.scalar(1))
+    new = b.op("Gather", b.op("Shape", sizes.fed), b.scalar(1))
     total = b.op("Gather", b.op("Shape", "attention_mask"), b.scalar(1))
     rows = b.op("Range", b.op("Sub", total, new), total, b.scalar(1))
     columns = b.op("Range", b.scalar(0), total, b.scalar(1))
@@ -155,9 +177,9 @@ def _mask(b: _Builder) -> str:
     return b.op("Where", b.op("And", causal, given), b.number(0.0), b.number(-3e38))
 
 
-def _from_the_start(b: _Builder) -> str:
+def _from_the_start(b: _Builder, sizes: Sizes) -> str:
     """The fault: what hides all but as many of the first entries as there are new tokens, float[total]."""
-    new = b.op("Gather", b.op("Shape", "input_ids"), b.scalar(1))
+    new = b.op("Gather", b.op("Shape", sizes.fed), b.scalar(1))
     total = b.op("Gather", b.op("Shape", "attention_mask"), b.scalar(1))
     columns = b.op("Range", b.scalar(0), total, b.scalar(1))
     return b.op("Where", b.op("Less", columns, new), b.number(0.0), b.number(-1e4))
@@ -182,7 +204,7 @@ def _layer(b: _Builder, x: str, mask: str, layer: int, sizes: Sizes) -> str:
     value = b.op("Concat", f"past_key_values.{layer}.value", value, to=value_name, axis=2)
     scores = b.op("MatMul", query, b.op("Transpose", key, perm=[0, 1, 3, 2]))
     if fault == "differs":
-        mask = b.op("Add", mask, _from_the_start(b))
+        mask = b.op("Add", mask, _from_the_start(b, sizes))
     scores = b.op("Add", b.op("Mul", scores, b.number(1 / math.sqrt(HEAD_DIM))), mask)
     context = b.op("Transpose", b.op("MatMul", b.op("Softmax", scores, axis=-1), value), perm=[0, 2, 1, 3])
     flat = b.op("Reshape", context, b.ints(0, 0, hidden))
