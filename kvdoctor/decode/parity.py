@@ -1,7 +1,7 @@
 """How close two computations of the same logits are, and whether that is close enough. numpy only."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -133,25 +133,50 @@ def _measure_positions(got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, A
 
     Vocabularies are wide, so everything is got in few passes. Where the difference is not finite, nothing is.
     """
-    want = expected.astype(np.float64)
-    gap = got - want
-    most = gap.max(-1)
-    worst = np.maximum(most, -gap.min(-1))
-    count, mean, shift = want.shape[-1], want.mean(-1), gap.mean(-1)
-    variance = np.maximum(_dot(want, want) / count - mean * mean, 0)
+    count = expected.shape[-1]
+    one = list(_pieces(got, expected)) if count <= BLOCK else None
+    found = np.array([_measure_piece(want, gap) for want, gap in one or _pieces(got, expected)])
+    (top, most, deepest), (total, squares) = found[:, :3].max(0), found[:, 3:].sum(0)
+    worst = np.maximum(most, deepest)
+    mean = total / count
+    variance = np.maximum(squares / count - mean * mean, 0)
     if not worst.any():
         return np.stack([worst, np.sqrt(variance), np.ones_like(worst), np.zeros_like(worst)])
-    common = _dot(want, gap) / count - mean * shift
-    moved = np.maximum(variance + 2 * common + _dot(gap, gap) / count - shift * shift, 0)
+    sums = [_sum_piece(want, gap, top, most) for want, gap in one or _pieces(got, expected)]
+    gaps, products, gap_squares, weights, weighted, likely = np.sum(sums, axis=0)
+    shift = gaps / count
+    common = products / count - mean * shift
+    moved = np.maximum(variance + 2 * common + gap_squares / count - shift * shift, 0)
     lengths = np.sqrt(variance * moved)
     # Logits that are all alike have no direction.
     cosine = np.divide(variance + common, lengths, out=np.ones_like(lengths), where=lengths > 0)
-    np.exp(np.subtract(want, want.max(-1)[:, None], out=want), out=want)
-    total = _dot(want, np.ones_like(want))
-    drift = _dot(want, gap) / total
-    np.exp(np.subtract(gap, most[:, None], out=gap), out=gap)
-    divergence = np.log(_dot(want, gap) / total) + (most - drift)
+    divergence = np.log(likely / weights) + (most - weighted / weights)
     return np.stack([worst, np.sqrt(variance), cosine, divergence])
+
+
+def _pieces(
+    got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]"
+) -> "Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]":
+    """The expected logits and the differences to them, as many tokens at a time as the caches of a core hold."""
+    for begin in range(0, expected.shape[-1], BLOCK):
+        want = expected[:, begin : begin + BLOCK].astype(np.float64)
+        yield want, got[:, begin : begin + BLOCK] - want
+
+
+def _measure_piece(want: "np.ndarray[Any, Any]", gap: "np.ndarray[Any, Any]") -> "list[np.ndarray[Any, Any]]":
+    """By position: the largest logit, the largest difference either way, the sums of the logits and their squares."""
+    return [want.max(-1), gap.max(-1), -gap.min(-1), want.sum(-1), _dot(want, want)]
+
+
+def _sum_piece(
+    want: "np.ndarray[Any, Any]", gap: "np.ndarray[Any, Any]", top: "np.ndarray[Any, Any]", most: "np.ndarray[Any, Any]"
+) -> "list[np.ndarray[Any, Any]]":
+    """What is summed over the tokens once the largest logit and the largest difference are known; overwrites both."""
+    sums = [gap.sum(-1), _dot(want, gap), _dot(gap, gap)]
+    np.exp(np.subtract(want, top[:, None], out=want), out=want)
+    sums += [_dot(want, np.ones_like(want)), _dot(want, gap)]
+    np.exp(np.subtract(gap, most[:, None], out=gap), out=gap)
+    return [*sums, _dot(want, gap)]
 
 
 def _dot(one: "np.ndarray[Any, Any]", other: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
