@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from kvdoctor.choices import Agree, AxisNames, Consumer, Dtype, ExporterName, FailOn
+from kvdoctor.choices import Agree, AxisNames, Consumer, Dtype, ExporterName, FailOn, LogitsRows
 from kvdoctor.errors import UsageError, did_you_mean
 from kvdoctor.options import (
     BaselineChoices,
@@ -167,6 +167,7 @@ class ReExportOptions(RunOptions, total=False):
     axes: AxisNames
     ir_version: int | None
     opset: int | None
+    logits: LogitsRows | None
     from_: "Path | None"
     exporter: ExporterName | None
     dtype: Dtype | None
@@ -246,6 +247,7 @@ def re_export(
     began = time.perf_counter()
     asked = _read("re-export", options)
     how = read_options(ReExportChoices, options)
+    from kvdoctor.repair.conversions.registry import read_asked
     from kvdoctor.repair.request import ExportRequest, LayoutRequest, RepairRequest
 
     opset = how.opset if how.from_ is None else None  # with a checkpoint it is the exporter's business
@@ -256,12 +258,15 @@ def re_export(
         fix=tuple(dict.fromkeys(how.fix)),
         keep_unproved=how.keep_unproved,
         layout=LayoutRequest(how.layout, how.axes == "readable", how.ir_version, opset),
+        conversions=read_asked(how),
     )
     if how.from_ is None:
         _refuse_without_checkpoint(how, path)
         from kvdoctor.repair import pipeline
 
         return _timed(began, pipeline.re_export(request, asked))
+    if request.conversions:
+        raise UsageError(f"--{request.conversions[0].title}: export first, then convert the result in a second call")
     from kvdoctor.repair.export.pipeline import export_from_checkpoint
 
     export = ExportRequest(

@@ -20,6 +20,8 @@ FailOn = Literal["note", "warning", "error", "never"]
 Agree = Literal["tokens", "logits", "bits"]
 """How closely the logits of two models must agree."""
 AxisNames = Literal["kept", "readable"]
+LogitsRows = Literal["last", "selectable"]
+"""The rows of logits that a converted model computes."""
 ExporterName = Literal["optimum", "transformers", "genai"]
 Dtype = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 
@@ -27,6 +29,7 @@ CONSUMERS: tuple[Consumer, ...] = get_args(Consumer)
 REQUIRED: tuple[Required, ...] = get_args(Required)
 FAIL_ON: tuple[FailOn, ...] = get_args(FailOn)
 AGREE: tuple[Agree, ...] = get_args(Agree)
+LOGITS_ROWS: tuple[LogitsRows, ...] = get_args(LogitsRows)
 AXIS_NAMES: tuple[AxisNames, ...] = get_args(AxisNames)
 EXPORTERS: tuple[ExporterName, ...] = get_args(ExporterName)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)

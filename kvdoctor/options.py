@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from kvdoctor.choices import (
     AGREE,
     AXIS_NAMES,
+    LOGITS_ROWS,
     CONSUMERS,
     DTYPES,
     EXPORTERS,
@@ -20,6 +21,7 @@ from kvdoctor.choices import (
     REQUIRED,
     Agree,
     AxisNames,
+    LogitsRows,
     Choice,
     Consumer,
     Day,
@@ -328,6 +330,14 @@ class ReExportChoices:
         "Lower the opset to N; with --from, export with it.",
         ("re-export",),
         unset="the opset of PATH",
+        group=REPAIR,
+    )
+    logits: LogitsRows | None = option(
+        Choice.of(LOGITS_ROWS),
+        None,
+        "Compute the logits of the last token alone, or of as many as the loop asks for (docs/conversions.md).",
+        ("re-export",),
+        unset="those of every new token",
         group=REPAIR,
     )
     from_: str | None = option(

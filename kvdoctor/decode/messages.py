@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kvdoctor.contract import CacheContract
+from kvdoctor.decode.paired_walks import Rows
 from kvdoctor.decode.runs import Run, Step
 from kvdoctor.decode.script import CallScript, Comparison, ScriptCall
 from kvdoctor.records import from_plain, record, to_plain
@@ -143,6 +144,40 @@ class PlayJob:
     provider: str = CPU
     threads: int = field(default_factory=count_threads)
     tag: Literal["play"] = "play"
+
+
+@record
+class PairedSide:
+    """One side of a comparison: a stack in a folder, with its contract."""
+
+    stack: str
+    folder: Path
+    contract: CacheContract
+
+
+@record
+class PairedJob:
+    """Run a converted model beside its original, call by call.
+
+    Attributes:
+        rows: The rows of logits that the converted model returns.
+        keep: The numbers of rows that it is asked for, where it has an input for that; it goes on with the first.
+        caches: Compare the caches as well.
+        most_tokens: Tokens that a sequence may have with the converted model.
+        tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
+    """
+
+    original: PairedSide
+    converted: PairedSide
+    rows: Rows = "all"
+    keep: tuple[int, ...] = ()
+    caches: bool = True
+    most_tokens: int | None = None
+    seed: int = 0
+    provider: str = CPU
+    tolerances: dict[str, float] = field(default_factory=dict)
+    threads: int = field(default_factory=count_threads)
+    tag: Literal["paired"] = "paired"
 
 
 @record
@@ -288,6 +323,34 @@ class TrialDone:
 
 
 @record
+class PairedDone:
+    """What a comparison of two models showed.
+
+    Attributes:
+        calls: The calls that agree.
+        worst: The largest difference of their logits, in standard deviations of the logits.
+        exact: Whether all of them are equal bit for bit.
+        failed: The first call that differs, and how; empty if none does.
+        not_run: Calls that the original itself does not run, and why.
+        prompts: Tokens of the prompts.
+        batches: The batches.
+        chunks: New tokens of the later calls.
+        longest: Tokens of the longest past.
+    """
+
+    calls: int = 0
+    worst: float = 0.0
+    exact: bool = True
+    failed: str = ""
+    not_run: tuple[str, ...] = ()
+    prompts: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
+    longest: int = 0
+    tag: Literal["compared"] = "compared"
+
+
+@record
 class LimitsMeasured:
     """The largest IR version and opset that the runtime opens; None where not even the oldest model opens."""
 
@@ -344,7 +407,7 @@ class JobDone:
     tag: Literal["done"] = "done"
 
 
-Job = ExperimentJob | TrialJob | CompareJob | RecordJob | PlayJob | MeasureJob
+Job = ExperimentJob | TrialJob | CompareJob | RecordJob | PlayJob | PairedJob | MeasureJob
 Event = (
     Hello
     | ExperimentStarted
@@ -358,6 +421,7 @@ Event = (
     | Obstacle
     | WorkerError
     | TrialDone
+    | PairedDone
     | LimitsMeasured
     | CallScripted
     | CallPlaying

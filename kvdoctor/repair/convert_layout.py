@@ -6,7 +6,6 @@ The weights of converted models are copied from file to file and written once.
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -271,7 +270,7 @@ def _convert(
     after = diagnose_copy(session)
     proof = [entry for one in ready for entry in _prove_conversion(session, one, outcome.after, after)]
     applied = [Applied(one.stack.name, one.layout.conversion(one.made), tuple(one.made.changes)) for one in ready]
-    return _extend(outcome, after, applied, proof)
+    return outcome.extended(after, applied, proof)
 
 
 def _rename_axes(session: RepairSession, outcome: Outcome) -> Outcome:
@@ -284,7 +283,7 @@ def _rename_axes(session: RepairSession, outcome: Outcome) -> Outcome:
     conversion = Conversion("axes readable", "Open axes get the names that Optimum writes.")
     applied = [Applied(stack, conversion, tuple(done)) for stack, done in changes.items()]
     after = diagnose_copy(session, session.model)
-    return _extend(outcome, after, applied, prove(applied, outcome.after, after, {}))
+    return outcome.extended(after, applied, prove(applied, outcome.after, after, {}))
 
 
 def _lower(session: RepairSession, request: LayoutRequest, outcome: Outcome) -> Outcome:
@@ -294,11 +293,7 @@ def _lower(session: RepairSession, request: LayoutRequest, outcome: Outcome) -> 
     if not applied:
         return outcome
     after = diagnose_copy(session, model)
-    return _extend(outcome, after, applied, prove(applied, outcome.after, after, {}))
-
-
-def _extend(outcome: Outcome, after: DiagnosisSide, applied: Iterable[Applied], proof: Iterable[Proof]) -> Outcome:
-    return replace(outcome, after=after, applied=(*outcome.applied, *applied), proof=(*outcome.proof, *proof))
+    return outcome.extended(after, applied, prove(applied, outcome.after, after, {}))
 
 
 def _prove_conversion(

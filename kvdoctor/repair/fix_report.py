@@ -16,6 +16,7 @@ from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.traverse import bodies_of
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope, declared
 from kvdoctor.records import record
+from kvdoctor.repair.layouts.registry import Conversion
 from kvdoctor.repair.repairs.registry import find_repair, load
 from kvdoctor.repair.session import Outcome, RepairSession
 from kvdoctor.repair.workspace import source_of
@@ -112,7 +113,14 @@ def _make_record(outcome: Outcome) -> RepairRecord:
             for one in outcome.applied
         ),
         proved=outcome.holds,
+        loop=_list_loop_rules(outcome),
     )
+
+
+def _list_loop_rules(outcome: Outcome) -> tuple[str, ...]:
+    """What a loop must do after the conversions of the copy."""
+    made = (one.repair for one in outcome.applied)
+    return tuple(dict.fromkeys(line for one in made if isinstance(one, Conversion) for line in one.loop))
 
 
 def _describe_failed(outcome: Outcome) -> str:

@@ -17,6 +17,7 @@ from kvdoctor.repair.convert_layout import (
     refuse_impossible_layout,
     refuse_unknown_layout,
 )
+from kvdoctor.repair.conversions.pipeline import apply_conversions, refuse_impossible_conversions
 from kvdoctor.repair.fix_report import report_fix, report_nothing_done, report_unproved
 from kvdoctor.repair.output import copy_export, write_reports
 from kvdoctor.repair.repairs.registry import refuse_unknown_repairs
@@ -34,7 +35,7 @@ def re_export(request: RepairRequest, options: Options) -> Report:
         UsageError: there is nothing at the path, a repair is unknown, or OUT must not be written; nothing was written.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
-    path = _refuse_impossible(request)
+    path = _refuse_impossible(request, options)
     with (
         Runtime(options.limits) as runtime,
         tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch,
@@ -42,7 +43,7 @@ def re_export(request: RepairRequest, options: Options) -> Report:
         before = _diagnose(path, options, runtime, Path(scratch, "before"))
         folder, choice = open_folder(path), RepairChoice(request.fix)
         first = apply_repairs(folder, before.report, choice, runtime, options)
-        if not (first.applied or request.layout.is_asked):
+        if not (first.applied or request.layout.is_asked or request.conversions):
             return report_nothing_done(before.report, first.not_repaired, request.fix)
         with whole_folder(Path(request.out or Path(scratch, "out"))) as pending:
             shown, model = request.out or path, "." if Path(path).is_dir() else Path(path).name
@@ -59,7 +60,7 @@ def re_export(request: RepairRequest, options: Options) -> Report:
         return report
 
 
-def _refuse_impossible(request: RepairRequest) -> str:
+def _refuse_impossible(request: RepairRequest, options: Options) -> str:
     """Refuse what cannot be done, before any work; gives the path.
 
     Raises:
@@ -70,6 +71,9 @@ def _refuse_impossible(request: RepairRequest) -> str:
     refuse_unknown_repairs(request.fix)
     refuse_unknown_layout(request.layout)
     refuse_impossible_layout(request.path, request.layout)
+    if request.conversions and request.keep_unproved:
+        raise UsageError("--keep-unproved: a conversion that is not proved is never written")
+    refuse_impossible_conversions(request.path, request.conversions, options)
     if request.out is not None and Path(request.path).exists():
         refuse_unfit(Path(request.out), Path(request.path), request.force)
     return request.path
@@ -81,10 +85,13 @@ def _diagnose(path: str, options: Options, runtime: Runtime, logits: Path) -> Di
 
 
 def _make_copy(session: RepairSession, request: RepairRequest, first: RepairedFiles) -> Outcome:
-    """Copy the export, repair it and give it the layout that is asked for."""
-    if first.applied:
+    """Copy the export, repair it, convert it and give it the layout that is asked for."""
+    if first.applied or request.conversions:
         copy_export(session.folder, session.at)
-        outcome = repair_and_prove(session, first, RepairChoice(request.fix))
+        outcome = accept_unrepaired(session.before, first)
+        if first.applied:
+            outcome = repair_and_prove(session, first, RepairChoice(request.fix))
+        outcome = apply_conversions(session, request.conversions, outcome)
         return apply_layout(session, request.layout, outcome)
     # The files that a layout replaces need not be copied first.
     ready = convert_stacks(session.folder, session.before.contracts, request.layout)

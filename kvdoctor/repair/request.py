@@ -2,7 +2,12 @@
 
 from dataclasses import field
 
+from typing import TYPE_CHECKING
+
 from kvdoctor.records import record
+
+if TYPE_CHECKING:
+    from kvdoctor.repair.conversions.registry import Asked
 
 
 @record
@@ -55,4 +60,5 @@ class RepairRequest:
     fix: tuple[str, ...] = ()
     keep_unproved: bool = False
     layout: LayoutRequest = field(default_factory=LayoutRequest)
+    conversions: "tuple[Asked, ...]" = ()
     export: ExportRequest | None = None

@@ -1,7 +1,8 @@
 """The values that one call of `re-export` passes from step to step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,10 @@ class Outcome:
     applied: tuple[Applied, ...]
     not_repaired: tuple[NotRepaired, ...]
     proof: tuple[Proof, ...]
+
+    def extended(self, after: DiagnosisSide, applied: Iterable[Applied], proof: Iterable[Proof]) -> "Outcome":
+        """The outcome with further changes of the copy, its diagnosis after them, and their proof."""
+        return replace(self, after=after, applied=(*self.applied, *applied), proof=(*self.proof, *proof))
 
     @property
     def holds(self) -> bool:

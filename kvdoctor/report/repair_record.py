@@ -198,6 +198,7 @@ class RepairRecord:
         proved: whether there is a proof, and all of it holds.
         export: how the model was exported again; null if it was not.
         contents: the files of OUT that kvdoctor wrote, relative to it; it never replaces others.
+        loop: what a loop of the copy must do that one of the original need not do.
     """
 
     source: str
@@ -215,6 +216,7 @@ class RepairRecord:
     proved: bool = False
     export: ExportRecord | None = None
     contents: tuple[str, ...] = ()
+    loop: tuple[str, ...] = ()
 
     @property
     def is_planned(self) -> bool:

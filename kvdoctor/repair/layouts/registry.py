@@ -97,12 +97,16 @@ class ConvertedModels:
 
 @record
 class Conversion:
-    """A conversion as the fix report lists it beside repairs: it repairs no finding, and keeps the numbers."""
+    """A conversion as the fix report lists it beside repairs: it repairs no finding, and keeps the numbers.
+
+    `loop` is what a loop of the copy must do that one of the original need not do.
+    """
 
     name: str
     summary: str
     advice: tuple[str, ...] = ()
     keeps: Literal["bits"] = "bits"
+    loop: tuple[str, ...] = ()
 
 
 @record

@@ -44,6 +44,7 @@ def format_repaired(record: RepairRecord) -> Iterator[str]:
     yield f"  change  {change}, by {list_repair_names(record)}"
     holding = sum(entry.holds for entry in record.proof)
     yield f"  proof   {holding} of {format_count(len(record.proof), 'claim')} hold (-v lists them)"
+    yield from (f"  loop    {line}" for line in (record.loop if record.proved else ()))
 
 
 def list_failed_proofs(record: RepairRecord) -> Iterator[str]:
@@ -68,18 +69,27 @@ def list_caller_duties(record: RepairRecord) -> list[str]:
     """What the caller of the copy must still take care of."""
     if record.out is None:
         return []
+    if record.loop and record.proved:
+        return ["The copy is converted. Its loop differs from that of the original:", *record.loop, *_list_left(record)]
     if not record.proved:
         return ["The copy is not proved. It was written because --keep-unproved was given; the proof lists what fails."]
-    left = [finding for finding in (record.after.findings if record.after else ()) if finding.severity != "note"]
+    left = _list_left(record)
     if not left:
         return [
             "No error or warning is left for the diagnosed loop; `kvdoctor contract` describes how to run the copy."
         ]
-    duties = dict.fromkeys(
-        f"{finding.name} ({finding.stack or finding.file}): {finding.repair.text.removeprefix('or ')}"
-        for finding in left
+    return ["The copy still has these findings, which your loop must handle:", *left]
+
+
+def _list_left(record: RepairRecord) -> list[str]:
+    """The findings of the copy that its loop must handle, with the advice of each."""
+    left = [finding for finding in (record.after.findings if record.after else ()) if finding.severity != "note"]
+    return list(
+        dict.fromkeys(
+            f"{finding.name} ({finding.stack or finding.file}): {finding.repair.text.removeprefix('or ')}"
+            for finding in left
+        )
     )
-    return ["The copy still has these findings, which your loop must handle:", *duties]
 
 
 def format_not_repaired(entry: NotRepaired) -> str:

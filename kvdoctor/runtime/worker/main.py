@@ -29,6 +29,7 @@ from kvdoctor.decode.messages import (
     JobDone,
     MeasureJob,
     Obstacle,
+    PairedJob,
     PlayJob,
     RecordJob,
     RunDone,
@@ -113,6 +114,10 @@ def run_job(job: Job, announce: Announce) -> None:
                 replay.record_experiment(job, announce)
             else:
                 replay.replay_script(job, announce)
+        case PairedJob():
+            from kvdoctor.runtime.worker.paired import run_paired
+
+            announce(run_paired(job, announce))
         case MeasureJob():
             from kvdoctor.runtime.worker.version_limits import measure_limits
 

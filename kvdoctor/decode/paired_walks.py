@@ -1,0 +1,80 @@
+"""The calls by which a converted model is compared with its original: prompts, chunks, single steps, batches. numpy only.
+
+Each side is driven by its own contract and carries its own cache. The sizes are those that both sides take.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.records import record
+
+PROMPTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17)
+"""Tokens of the prompts that are compared, each followed by two single steps."""
+LONG = 40
+"""Tokens of the longest sequence: every past below is visited by a single step."""
+
+Rows = Literal["all", "last"]
+"""The rows of logits that a call of the converted model returns: of every new token, or of the last one."""
+
+
+@record
+class Walk:
+    """A prompt for a batch, and the number of new tokens of each later call."""
+
+    batch: int
+    prompt: int
+    pieces: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.prompt + sum(self.pieces)
+
+    def calls(self) -> Iterator[tuple[int, int]]:
+        """The first token of each call, and the one behind its last."""
+        start = 0
+        for count in (self.prompt, *self.pieces):
+            yield start, start + count
+            start += count
+
+    def describe(self, start: int, stop: int) -> str:
+        """One call in words."""
+        batch = f"batch {self.batch}, "
+        if start == 0:
+            return f"{batch}prompt of {stop} token{'s' * (stop > 1)}"
+        new = stop - start
+        step = "one token" if new == 1 else f"a chunk of {new} tokens"
+        return f"{batch}prompt of {self.prompt}, {step} on a past of {start}"
+
+
+def plan_walks(original: CacheContract, converted: CacheContract, most_tokens: int | None = None) -> tuple[Walk, ...]:
+    """The walks in sizes that both contracts take; `most_tokens` limits a sequence further."""
+    contracts = (original, converted)
+    rows = next((size for one in contracts if (size := one.fixed_batch) is not None), None)
+    new = next((size for one in contracts if (size := one.new_tokens) is not None), None)
+    lengths = [one.usable_length for one in contracts if one.usable_length is not None]
+    most = min([LONG, *lengths, *([] if most_tokens is None else [most_tokens])])
+    planned = [
+        *(Walk(1, prompt, (1, 1)) for prompt in PROMPTS),
+        *(Walk(1, prompt, pieces) for prompt, pieces in ((3, (2, 1, 3, 1)), (1, (5, 2, 1)))),
+        Walk(1, 1, (1,) * (LONG - 1)),
+        *(Walk(batch, prompt, (1, 2, 1)) for batch in (2, 3) for prompt in (1, 3)),
+    ]
+    fitted = dict.fromkeys(filter(None, (_fit(walk, rows, new, most) for walk in planned)))
+    return tuple(fitted)
+
+
+def _fit(walk: Walk, rows: int | None, new: int | None, most: int) -> Walk | None:
+    """The walk in fixed sizes, as far as it goes; None where not even its prompt fits."""
+    if new is not None:
+        pieces, prompt = (new,) * (walk.total // new - 1), new
+    else:
+        pieces, prompt = walk.pieces, walk.prompt
+    kept, total = [], prompt
+    for piece in pieces:
+        total += piece
+        if total > most:
+            break
+        kept.append(piece)
+    return Walk(rows or walk.batch, prompt, tuple(kept)) if prompt <= most else None

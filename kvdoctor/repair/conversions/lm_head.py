@@ -1,0 +1,240 @@
+"""Finds the LM head: the product of the hidden states with the weights of the vocabulary, and what follows it.
+
+Between the head and the logits every node must compute each row of its result from the same row alone. What is not of
+that form is named: nothing is guessed, since a product with constants may stand in many places of a decoder.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
+from kvdoctor.model.traverse import constant_tensor, find_attribute, normalize_domain, producer, readers, subgraphs
+from kvdoctor.records import record
+from kvdoctor.repair.workspace import CannotRepair
+
+MICROSOFT = "com.microsoft"
+PRODUCTS = {("", "MatMul"), ("", "MatMulInteger"), (MICROSOFT, "MatMulNBits"), (MICROSOFT, "MatMulBnb4")} | {
+    (MICROSOFT, "FusedMatMul"),
+    (MICROSOFT, "DynamicQuantizeMatMul"),
+}
+"""Products of rows with weights. Source: schemas of ONNX 1.20 and docs/ContribOperators.md of ONNX Runtime."""
+BY_ROW = {"Identity", "Cast", "Mul", "Div", "Add", "Sub", "Tanh", "Clip", "Max", "Min", "Neg", "Sigmoid"}
+"""Operators that compute each entry from the same entry of their inputs."""
+ROUNDING = {"QuantizeLinear", "DequantizeLinear"}
+SAME_VALUES = {"Identity", "Cast", "DequantizeLinear"}
+"""Operators on weights that keep their shape."""
+
+Scopes = tuple[GraphProto, ...]
+"""The graph of a value, behind the graphs around it."""
+
+
+@record(slots=False)
+class Head:
+    """A head: the node that reads the hidden states, at which input, its graph, and the values from it to the logits.
+
+    `outputs` are the declared results with their graphs: of each branch, and of the model.
+    """
+
+    graph: GraphProto
+    node: NodeProto
+    index: int
+    values: frozenset[str]
+
+
+def describe_node(node: NodeProto) -> str:
+    """A node as errors name it."""
+    kind = f"{node.domain}.{node.op_type}" if normalize_domain(node.domain) else str(node.op_type)
+    return f'{kind} "{node.name or next(iter(node.output), "")}"'
+
+
+def find_heads(main: GraphProto, logits: str, contract: CacheContract) -> tuple[Head, ...]:
+    """The head of each branch that ends in the logits.
+
+    Raises:
+        CannotRepair: a node stands in the way; the message names it.
+    """
+    return tuple(_find_head(scopes, name, contract) for scopes, name in find_ends((main,), logits))
+
+
+def find_ends(scopes: Scopes, name: str) -> Iterator[tuple[Scopes, str]]:
+    """Where an output is made: in the graph itself, or in each branch of an `If`."""
+    scopes, node = find_maker(scopes, name)
+    if node is not None and node.op_type == "If" and not normalize_domain(node.domain):
+        index = list(node.output).index(name)
+        for body in subgraphs(node):
+            yield from find_ends((*scopes, body), body.output[index].name)
+    else:
+        yield scopes, name
+
+
+def find_maker(scopes: Scopes, name: str) -> tuple[Scopes, NodeProto | None]:
+    """The node that makes a value, and its graph with those around it; None for an input or a weight."""
+    for depth in range(len(scopes), 0, -1):
+        node = producer(scopes[depth - 1], name)
+        if node is not None:
+            return scopes[:depth], node
+    return scopes, None
+
+
+def _find_head(scopes: Scopes, logits: str, contract: CacheContract) -> Head:
+    search = _Search(contract)
+    search.visit(scopes, logits)
+    if len(search.roots) != 1:
+        raise CannotRepair(f"no product of hidden states with weights makes the logits {logits!r}")
+    graph, node, index = next(iter(search.roots.values()))
+    graph, node, index = _before_rounding(graph, node, index, search)
+    found = Head(graph[-1], node, index, frozenset(search.values))
+    _refuse_other_readers(scopes, found, logits, search)
+    return found
+
+
+@dataclass
+class _Search:
+    """The walk from the logits back to the head."""
+
+    contract: CacheContract
+    nodes: dict[int, NodeProto] = field(default_factory=dict)
+    values: set[str] = field(default_factory=set)
+    roots: dict[tuple[int, int], tuple[Scopes, NodeProto, int]] = field(default_factory=dict)
+    fixed: dict[str, bool] = field(default_factory=dict)
+
+    def visit(self, scopes: Scopes, name: str) -> None:
+        """Follow one value back."""
+        scopes, node = find_maker(scopes, name)
+        if node is None:
+            raise CannotRepair(f"the logits depend on {name!r}, which no node makes, without a product with weights")
+        if id(node) in self.nodes:
+            return
+        self.nodes[id(node)] = node
+        self.values |= set(filter(None, node.output))
+        computed = [i for i, given in enumerate(node.input) if given and not self.is_fixed(scopes, given)]
+        kind = (normalize_domain(node.domain), str(node.op_type))
+        if kind in PRODUCTS and self._is_head(scopes, node, computed):
+            self._enter(scopes, node)
+        elif kind == ("", "DynamicQuantizeLinear"):
+            self.roots[id(node), 0] = scopes, node, 0
+        elif kind[0] == "" and (kind[1] in BY_ROW or kind[1] in ROUNDING or self._cuts_vocabulary(scopes, node)):
+            self._refuse_row_constants(scopes, node)
+            for index in computed:
+                self.visit(scopes, node.input[index])
+        else:
+            raise CannotRepair(
+                f"the node {describe_node(node)} between the LM head and the logits is none that computes each row "
+                "from the same row"
+            )
+
+    def _enter(self, scopes: Scopes, node: NodeProto) -> None:
+        if node.op_type != "MatMulInteger":
+            self.roots[id(node), 0] = scopes, node, 0
+            return
+        for index in (0, 2):
+            if index < len(node.input) and node.input[index] and not self.is_fixed(scopes, node.input[index]):
+                self.visit(scopes, node.input[index])
+
+    def _is_head(self, scopes: Scopes, node: NodeProto, computed: list[int]) -> bool:
+        """Whether a product takes rows of hidden states and the weights of the vocabulary, both by its own words."""
+        allowed = {0, 2} if node.op_type == "MatMulInteger" else {0}
+        if 0 not in computed or not set(computed) <= allowed:
+            raise CannotRepair(f"the node {describe_node(node)} looks like the LM head, and its weights are computed")
+        turned = find_attribute(node, "transA")
+        if turned is not None and turned.i:
+            raise CannotRepair(f"the node {describe_node(node)} looks like the LM head, and takes columns, not rows")
+        if node.op_type in ("MatMulNBits", "MatMulBnb4"):
+            return True
+        dims = find_dims(scopes, node.input[1])
+        if dims is None or len(dims) != 2:
+            shape = "of unknown shape" if dims is None else f"of rank {len(dims)}"
+            raise CannotRepair(f"the node {describe_node(node)} looks like the LM head, and its weights are {shape}")
+        return True
+
+    def _cuts_vocabulary(self, scopes: Scopes, node: NodeProto) -> bool:
+        """Whether a Slice leaves some tokens of the vocabulary, as of a padded head."""
+        if node.op_type != "Slice" or len(node.input) < 4:
+            return False
+        axes = find_tensor(scopes, node.input[3])
+        if axes is None or not self.is_fixed(scopes, node.input[1]) or not self.is_fixed(scopes, node.input[2]):
+            return False
+        from onnx import numpy_helper
+
+        return set(numpy_helper.to_array(axes).ravel().tolist()) <= {-1, 2}
+
+    def _refuse_row_constants(self, scopes: Scopes, node: NodeProto) -> None:
+        """A constant with several rows belongs to a number of tokens."""
+        for name in node.input:
+            dims = find_dims(scopes, name) if name and self.is_fixed(scopes, name) else None
+            if dims is not None and len(dims) > 1 and dims[-2] != 1:
+                raise CannotRepair(f"the node {describe_node(node)} behind the LM head has a constant for each row")
+
+    def is_fixed(self, scopes: Scopes, name: str) -> bool:
+        """Whether a value is a weight, or computed of weights alone."""
+        if name not in self.fixed:
+            self.fixed[name] = False  # for a cycle
+            inner, node = find_maker(scopes, name)
+            if node is None:
+                self.fixed[name] = any(t.name == name for graph in scopes for t in graph.initializer)
+            else:
+                given = [one for one in node.input if one]
+                opaque = any(True for _ in subgraphs(node))
+                whole = bool(given) or node.op_type == "Constant"
+                self.fixed[name] = whole and not opaque and all(self.is_fixed(inner, one) for one in given)
+        return self.fixed[name]
+
+
+def find_tensor(scopes: Scopes, name: str) -> TensorProto | None:
+    """The tensor of a weight or Constant."""
+    for graph in reversed(scopes):
+        for tensor in graph.initializer:
+            if tensor.name == name:
+                return tensor
+    _, node = find_maker(scopes, name)
+    return constant_tensor(node) if node is not None and node.op_type == "Constant" else None
+
+
+def find_dims(scopes: Scopes, name: str) -> tuple[int, ...] | None:
+    """The sizes of a fixed value, also behind nodes that keep or turn them; None where they are not known."""
+    tensor = find_tensor(scopes, name)
+    if tensor is not None:
+        return tuple(tensor.dims)
+    inner, node = find_maker(scopes, name)
+    if node is None or not node.input or node.op_type not in {*SAME_VALUES, "Transpose"}:
+        return None
+    dims = find_dims(inner, node.input[0])
+    return dims[::-1] if dims is not None and node.op_type == "Transpose" and len(dims) == 2 else dims
+
+
+def _before_rounding(scopes: Scopes, node: NodeProto, index: int, search: _Search) -> tuple[Scopes, NodeProto, int]:
+    """The first of the nodes that round the hidden states for the head alone: a runtime fuses them with it."""
+    while True:
+        inner, before = find_maker(scopes, node.input[index])
+        if before is None or before.op_type not in ROUNDING or inner[-1] is not scopes[-1]:
+            return scopes, node, index
+        computed = [i for i, given in enumerate(before.input) if given and not search.is_fixed(inner, given)]
+        scale = find_dims(inner, before.input[1])
+        alone = len(readers(inner[-1]).get(before.output[0], ())) == 1
+        if computed != [0] or scale not in ((), (1,)) or not alone:
+            return scopes, node, index
+        search.nodes[id(before)] = before
+        search.values |= set(before.output)
+        node, index = before, 0
+
+
+def _refuse_other_readers(scopes: Scopes, head: Head, logits: str, search: _Search) -> None:
+    """Nothing else may read the rows that will no longer be computed."""
+    for graph in scopes:
+        found = readers(graph)
+        for name in sorted(head.values):
+            for reader, _ in found.get(name, ()):
+                if id(reader) not in search.nodes and not _returns_only(reader, name):
+                    raise CannotRepair(
+                        f"the node {describe_node(reader)} reads {name!r}, which lies between the LM head and the "
+                        f"logits, for another output"
+                    )
+        other = next((value.name for value in graph.output if value.name in head.values - {logits}), None)
+        if other is not None:
+            raise CannotRepair(f"the output {other!r} is returned from between the LM head and the logits")
+
+
+def _returns_only(reader: NodeProto, name: str) -> bool:
+    """Whether a node holds the head in one of its branches, which returns the value and does nothing else with it."""
+    return any(name in {n for node in body.node for n in node.output} for body in subgraphs(reader))

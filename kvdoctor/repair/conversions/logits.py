@@ -1,0 +1,134 @@
+"""Computes the logits of the wanted rows alone: those of the last token, or of as many as the loop asks for.
+
+Requires: an LM head whose rows reach the logits one by one; opset 10. Ensures: a Slice in front of the head, so that it
+multiplies the wanted rows only. `selectable` adds the input `num_logits_to_keep`, as transformers and transformers.js
+name it: the number of last rows, 0 for all.
+"""
+
+from kvdoctor.choices import LogitsRows
+from kvdoctor.contract import Port
+from kvdoctor.model.edit import fresh_name, keep_only, sort_nodes
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from kvdoctor.model.traverse import names_in, opset_version
+from kvdoctor.options import ReExportChoices
+from kvdoctor.repair.conversions.lm_head import Head, describe_node, find_ends, find_heads
+from kvdoctor.repair.conversions.registry import Converted, GraphConversion
+from kvdoctor.repair.workspace import RepairContext
+from kvdoctor.report.repair_record import Change
+
+KEEP = "num_logits_to_keep"
+INT64 = 7
+END = (1 << 63) - 1
+LEAST_OPSET = 10
+"""The first in which the bounds of a Slice are inputs."""
+COMPARED = (0, 1, 2, 50)
+"""The numbers of rows that are asked for in the proof: all, the last, two, and more than there are."""
+
+LAST = (
+    "A call returns the logits of its last token alone, float[batch, 1, vocabulary]: take row 0 (or -1), not row n - 1.",
+    "Prompts of different lengths in one batch must be padded on the left: on the right, the last row is padding.",
+    "Scoring a prompt and speculative decoding need all rows: use the original there, or --logits selectable.",
+)
+SELECTABLE = (
+    f"Feed {KEEP}, int64[], in every call: k returns the logits of the last k tokens, 0 those of all.",
+    "Feed 1 in a loop that generates, and take the last row; transformers.js feeds 0 if nothing else is asked for.",
+)
+
+
+def convert(context: RepairContext, choice: LogitsRows) -> Converted:
+    """Put a Slice in front of each LM head of a stack.
+
+    Raises:
+        CannotRepair: the head is not recognized; the message names the node.
+    """
+    contract = context.drivable
+    changes = list[Change]()
+    if contract.last_logits_only:
+        context.cannot("it already returns the logits of the last token alone")
+    files = dict.fromkeys(name for _, name in context.graphs())
+    ports = {graph.file: graph.port("logits") for graph in contract.graphs.values()}
+    for name in files:
+        port = ports[name]
+        if port is None or port.axes != ("batch", "new", "vocabulary"):
+            context.cannot(f"{name} returns no logits with an axis for the new tokens")
+        model = context.model(name)
+        if opset_version(model.opset_import) < LEAST_OPSET:
+            context.cannot(f"{name} has opset {opset_version(model.opset_import)}, where Slice needs {LEAST_OPSET}")
+        if contract.graph("decode").port("logits_to_keep") is not None:
+            context.cannot("it already has an input for the number of rows")
+        heads = find_heads(model.graph, port.name, contract)
+        changes += _insert(model, heads, port, choice, name)
+    keep = COMPARED if choice == "selectable" else ()
+    return Converted(tuple(changes), LAST if choice == "last" else SELECTABLE, "all" if keep else "last", keep)
+
+
+def _insert(model: ModelProto, heads: tuple[Head, ...], port: Port, choice: LogitsRows, file: str) -> list[Change]:
+    known = names_in(model)
+    starts = _start_at_last(model, known) if choice == "last" else _start_at_choice(model, known)
+    ends, axes = (_constant(model.graph, known, f"logits_rows.{word}", [n]) for word, n in (("ends", END), ("axes", 1)))
+    changes = []
+    rows = "the last row" if choice == "last" else f"the last {KEEP} rows"
+    for head in heads:
+        hidden = head.node.input[head.index]
+        kept = fresh_name(f"{hidden}.kept", known)
+        name = fresh_name(f"{head.node.name or head.node.output[0]}.rows", known)
+        head.graph.node.append(
+            NodeProto(op_type="Slice", name=name, input=[hidden, starts, ends, axes], output=[kept])
+        )
+        head.node.input[head.index] = kept
+        sort_nodes(head.graph)
+        keep_only(head.graph.value_info, lambda value, gone=head.values: value.name not in gone)
+        changes.append(Change(file, describe_node(head.node), f"reads every row of {hidden}", f"reads {rows}"))
+    sort_nodes(model.graph)
+    size = 1 if choice == "last" else fresh_name("kept_sequence_length", known)
+    before = port.shape[port.axes.index("new")] if port.shape is not None else None
+    _declare(model, port, size)
+    changes.append(Change(file, f"output {port.name!r}", f"{before} rows", f"{size} rows"))
+    if choice == "selectable":
+        changes.append(Change(file, f"input {KEEP!r}", "", "int64[], the number of last rows, 0 for all"))
+    return changes
+
+
+def _start_at_last(model: ModelProto, known: set[str]) -> str:
+    return _constant(model.graph, known, "logits_rows.starts", [-1])
+
+
+def _start_at_choice(model: ModelProto, known: set[str]) -> str:
+    """Minus the number that is fed: 0 is the first row."""
+    declared: ValueInfoProto = model.graph.input.add(name=KEEP)
+    declared.type.tensor_type.elem_type = INT64
+    declared.type.tensor_type.shape.SetInParent()
+    one = _constant(model.graph, known, "logits_rows.one", [1])
+    row, starts = (fresh_name(f"logits_rows.{word}", known) for word in ("row", "starts"))
+    model.graph.node.append(NodeProto(op_type="Reshape", name=row, input=[KEEP, one], output=[row]))
+    model.graph.node.append(NodeProto(op_type="Neg", name=starts, input=[row], output=[starts]))
+    return starts
+
+
+def _constant(graph: GraphProto, known: set[str], wanted: str, numbers: list[int]) -> str:
+    name = fresh_name(wanted, known)
+    graph.initializer.append(TensorProto(name=name, data_type=INT64, dims=[len(numbers)], int64_data=numbers))
+    return name
+
+
+def _declare(model: ModelProto, port: Port, size: int | str) -> None:
+    """Declare the new number of rows, in the outputs of branches as well."""
+    outputs = [value for value in model.graph.output if value.name == port.name]
+    for scopes, name in find_ends((model.graph,), port.name):
+        outputs += [value for value in scopes[-1].output if value.name == name]
+    for value in outputs:
+        dims = value.type.tensor_type.shape.dim
+        if len(dims) == len(port.axes):
+            dim = dims[port.axes.index("new")]
+            dim.Clear()
+            if isinstance(size, int):
+                dim.dim_value = size
+            else:
+                dim.dim_param = size
+
+
+def _read(choices: ReExportChoices) -> LogitsRows | None:
+    return choices.logits
+
+
+CONVERSION = GraphConversion("logits", order=20, read=_read, title=lambda choice: f"logits {choice}", convert=convert)

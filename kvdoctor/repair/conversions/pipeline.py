@@ -1,0 +1,113 @@
+"""Conversions of a copy: planned on every stack in memory, written, diagnosed again, and proved beside the original."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.contract import CacheContract
+from kvdoctor.errors import UsageError
+from kvdoctor.options import Options
+from kvdoctor.records import record
+from kvdoctor.repair.apply import Applied
+from kvdoctor.repair.conversions.proof import prove_conversions
+from kvdoctor.repair.conversions.registry import Asked, Converted
+from kvdoctor.repair.layouts.registry import Conversion
+from kvdoctor.repair.output import write_changed
+from kvdoctor.repair.rediagnose import diagnose_copy
+from kvdoctor.repair.session import Outcome, RepairSession
+from kvdoctor.repair.workspace import CannotRepair, RepairContext, WorkingCopy
+
+
+@record(slots=False)
+class StackConversion:
+    """What the conversions made of one stack, in their order."""
+
+    stack: str
+    made: tuple[tuple[Asked, Converted], ...]
+
+
+def refuse_impossible_conversions(path: str, asked: tuple[Asked, ...], options: Options) -> None:
+    """Refuse what cannot be converted, before any work is done: the graphs are read, and nothing is run.
+
+    Raises:
+        UsageError: with the stack, the node and the reason.
+    """
+    if asked and Path(path).exists():
+        folder = open_folder(path)
+        contracts = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
+        convert_stacks(WorkingCopy(folder), contracts, asked, options)
+
+
+def convert_stacks(
+    copy: WorkingCopy, contracts: dict[str, CacheContract | None], asked: tuple[Asked, ...], options: Options
+) -> tuple[StackConversion, ...]:
+    """Convert every decoder of a working copy in memory: all of them, or none.
+
+    Raises:
+        UsageError: one of them is not of the form that a conversion knows.
+    """
+    folder, done = copy.folder, []
+    for stack in folder.stacks:
+        contract = contracts.get(stack.name)
+        if contract is None or not contract.slots or stack.kind == "operator":
+            continue
+        context = RepairContext(stack, contract, (), (), copy, None, options)
+        made = []
+        for one in asked:
+            try:
+                converted = one.conversion.convert(context, one.choice)
+            except CannotRepair as error:
+                raise _refuse(folder, stack.name, stack.main.name, one, error) from None
+            copy.changed |= {change.file for change in converted.changes}
+            made.append((one, converted))
+        done.append(StackConversion(stack.name, tuple(made)))
+    if not done:
+        titles = ", ".join(f"--{one.title}" for one in asked)
+        raise UsageError(f"{folder.shown!r} cannot be converted ({titles}): it holds no decoder whose cache is known")
+    return tuple(done)
+
+
+def _refuse(folder: ModelFolder, stack: str, file: str, one: Asked, error: CannotRepair) -> UsageError:
+    others = len(folder.stacks) > 1
+    hint = f" (to convert the other decoders, give their files; this one is {file})" if others else ""
+    instead = f"; instead: {error.instead}" if error.instead else ""
+    return UsageError(f"{folder.shown!r} cannot be converted with --{one.title}: {stack}: {error}{instead}{hint}")
+
+
+def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome: Outcome) -> Outcome:
+    """Convert the copy, diagnose it and prove it; an unproved copy stays as it is.
+
+    Raises:
+        UsageError: a stack cannot be converted.
+    """
+    if not asked or (outcome.applied and not outcome.holds):
+        return outcome
+    copy = WorkingCopy(session.open_copy())
+    done = convert_stacks(copy, outcome.after.contracts, asked, session.options)
+    names = tuple(one.title for one in asked)
+    write_changed(copy, session.at, dict.fromkeys(copy.changed, names))
+    after = diagnose_copy(session, session.model)
+    proof = [entry for one in done for entry in prove_conversions(session, one.stack, _merge(one), outcome.after, after)]
+    return outcome.extended(after, _list_applied(done), proof)
+
+
+def _merge(one: StackConversion) -> Converted:
+    """All conversions of a stack as one, to be compared with the original."""
+    made = [converted for _, converted in one.made]
+    limits = [converted.most_tokens for converted in made if converted.most_tokens is not None]
+    return Converted(
+        changes=tuple(change for converted in made for change in converted.changes),
+        loop=(),
+        rows="last" if any(converted.rows == "last" for converted in made) else "all",
+        keep=next((converted.keep for converted in made if converted.keep), ()),
+        most_tokens=min(limits, default=None),
+        reveals=tuple(name for converted in made for name in converted.reveals),
+    )
+
+
+def _list_applied(done: tuple[StackConversion, ...]) -> Iterator[Applied]:
+    for stack in done:
+        for asked, converted in stack.made:
+            entry = Conversion(asked.title, asked.conversion.summary, loop=converted.loop)
+            yield Applied(stack.stack, entry, converted.changes)

@@ -1,0 +1,188 @@
+"""Runs a converted model beside its original, call by call, and compares logits and caches.
+
+Both are fed the same tokens and encoder states. Each is driven by its own contract and carries its own cache, so that
+the contract of the converted model is proved together with its numbers.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, Scenario, TooShort
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.messages import PairedDone, PairedJob, PairedSide
+from kvdoctor.decode.paired_walks import Walk, plan_walks
+from kvdoctor.decode.parity import compare, judge, slot_difference
+from kvdoctor.decode.tolerances import find_tolerance
+from kvdoctor.runtime.worker.runner import StackRunner
+from kvdoctor.runtime.worker.sessions import Announce, Refused, Sessions, StepFailed
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.tolerances import Tolerance
+
+
+class _Differs(Exception):
+    """A call of the converted model fails or returns something else; the message says what."""
+
+
+@dataclass
+class _Tally:
+    """What was compared so far."""
+
+    calls: int = 0
+    worst: float = 0.0
+    exact: bool = True
+    not_run: list[str] = field(default_factory=list)
+    prompts: set[int] = field(default_factory=set)
+    batches: set[int] = field(default_factory=set)
+    chunks: set[int] = field(default_factory=set)
+    longest: int = 0
+
+
+def run_paired(job: PairedJob, announce: Announce) -> PairedDone:
+    """Carry out a comparison, up to the first call that differs."""
+    original, converted = (_open_side(job, side, announce) for side in (job.original, job.converted))
+    pair, tally, failed = _Pair(job, original, converted), _Tally(), ""
+    for walk in plan_walks(original.contract, converted.contract, job.most_tokens):
+        failed = pair.walk(walk, tally)
+        if failed:
+            break
+    return PairedDone(
+        calls=tally.calls,
+        worst=float(f"{tally.worst:.3g}"),
+        exact=tally.exact,
+        failed=failed,
+        not_run=tuple(dict.fromkeys(tally.not_run)),
+        prompts=tuple(sorted(tally.prompts)),
+        batches=tuple(sorted(tally.batches)),
+        chunks=tuple(sorted(tally.chunks)),
+        longest=tally.longest,
+    )
+
+
+def _open_side(job: PairedJob, side: PairedSide, announce: Announce) -> StackRunner:
+    sessions = Sessions(side.folder, job.provider, job.threads, announce, {})
+    return StackRunner(side.stack, side.contract, sessions, job.seed, announce)
+
+
+@dataclass
+class _Pair:
+    """Both models."""
+
+    job: PairedJob
+    original: StackRunner
+    converted: StackRunner
+
+    @property
+    def tolerance(self) -> "Tolerance":
+        """How far their logits may lie apart."""
+        return find_tolerance(self.original.contract.exactness, self.job.tolerances)
+
+    def walk(self, walk: Walk, tally: _Tally) -> str:
+        """Compare the calls of a walk as far as the original runs; gives the first call that differs, and how."""
+        left, right = self._build(walk)
+        pasts: list[Past | None] = [None, None]
+        for start, stop in walk.calls():
+            try:
+                calls = [_make_call(side, past, start, stop) for side, past in zip((left, right), pasts, strict=True)]
+                want = self.original.run_session(calls[0])
+            except (StepFailed, Refused, TooShort, NothingToRun) as error:
+                tally.not_run.append(f"{walk.describe(start, stop)}: the original does not run it ({error})"[:200])
+                return ""
+            try:
+                got = self._compare(calls[1], want, tally)
+            except (StepFailed, Refused) as error:
+                return f"{walk.describe(start, stop)}: the converted model fails: {error}"[:400]
+            except _Differs as difference:
+                return f"{walk.describe(start, stop)}: {difference}"
+            pasts = [
+                side.carry(past, answer, "held")
+                for side, past, answer in zip((left, right), pasts, (want, got), strict=True)
+            ]
+            _count(tally, walk, start, stop)
+        return ""
+
+    def _build(self, walk: Walk) -> tuple[FeedBuilder, FeedBuilder]:
+        """The builders of both sides, with the same tokens and encoder outputs."""
+        contract = self.original.contract
+        usual = Scenario()
+        sizes = Scenario(walk.batch, walk.prompt, 1, contract.encoder_length or usual.encoder, self.job.seed)
+        scenario = replace(sizes, steps=walk.total - walk.prompt + 1)
+        embed = self.original.embed if self.original.can_embed else None
+        left = FeedBuilder(contract, scenario, self.original.encode(scenario), embed=embed)
+        return left, FeedBuilder(self.converted.contract, scenario, left.encoded, left.tokens, embed=embed)
+
+    def _compare(self, call: Call, want: Answer, tally: _Tally) -> Answer:
+        """Run a call of the converted model and compare it.
+
+        Raises:
+            _Differs: it returns something else.
+        """
+        port = self.converted.contract.graph(call.phase).port("logits_to_keep")
+        first: Answer | None = None
+        for keep in self.job.keep or (0,):
+            if port is not None and self.job.keep:
+                fed = np.full_like(np.asarray(call.feeds[port.name]), keep)
+                call = replace(call, feeds={**call.feeds, port.name: fed})
+            answer = self.converted.run_session(call)
+            rows = 1 if self.job.rows == "last" else min(keep, call.new) or call.new
+            self._compare_logits(answer.logits, want.logits, rows, tally, f" with {keep} rows kept" * bool(port))
+            first = first or answer
+        assert first is not None  # noqa: S101 - the loop runs once at least
+        if self.job.caches:
+            self._compare_caches(call, first, want)
+        tally.calls += 1
+        return first
+
+    def _compare_logits(self, got: Array, want: Array, rows: int, tally: _Tally, how: str) -> None:
+        if got.shape[1] != rows or want.shape[1] < rows:
+            raise _Differs(f"{got.shape[1]} rows of logits{how}, not {rows}")
+        wanted = want[:, -rows:]
+        if np.array_equal(got, wanted, equal_nan=True):
+            return
+        tally.exact = False
+        if got.shape != wanted.shape:
+            raise _Differs(f"logits of shape {list(got.shape)}{how}, not {list(wanted.shape)}")
+        found = compare(got, wanted, self.tolerance)
+        if judge(found, self.tolerance) != "pass":
+            text = f"off by {found.relative:.1e} standard deviations" if found.finite else "not finite"
+            raise _Differs(f"logits {text}{how}")
+        tally.worst = max(tally.worst, found.relative)
+
+    def _compare_caches(self, call: Call, got: Answer, want: Answer) -> None:
+        """Compare what both return of each slot; padding in front of a longer cache is left out."""
+        for slot in self.original.contract.slots:
+            name = slot.filled_by if call.phase == "prefill" else slot.present
+            if name is None or name not in want.outputs:
+                continue
+            if slot.carry == "hold" and call.phase == "decode" and 0 in want.outputs[name].shape:
+                continue  # the loop keeps the value of the prefill, and a repair may return it
+            if name not in got.outputs:
+                raise _Differs(f"{name} is not returned")
+            mine, theirs = got.outputs[name].array(), want.outputs[name].array()
+            at = slot.length_axis
+            if at is not None and mine.ndim == theirs.ndim and mine.shape[at] > theirs.shape[at]:
+                mine = np.take(mine, range(mine.shape[at] - theirs.shape[at], mine.shape[at]), axis=at)
+            if np.array_equal(mine, theirs, equal_nan=True):
+                continue
+            off = slot_difference(mine, theirs)
+            if off is None or off > self.tolerance.passes:
+                raise _Differs(f"{name} differs" + (f" by {off:.1e} standard deviations" if off is not None else ""))
+
+
+def _make_call(builder: FeedBuilder, past: Past | None, start: int, stop: int) -> Call:
+    if past is None:
+        return builder.prefill(stop)
+    return builder.decode(start, stop, past)
+
+
+def _count(tally: _Tally, walk: Walk, start: int, stop: int) -> None:
+    tally.batches.add(walk.batch)
+    if start == 0:
+        tally.prompts.add(stop)
+    else:
+        tally.chunks.add(stop - start)
+        tally.longest = max(tally.longest, start)
+
+

@@ -1,0 +1,209 @@
+"""Conversions: healthy models converted and proved, graphs of another form refused by node, and failing proofs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+from support.text_fixtures import Fixture, load_all
+
+from kvdoctor import api
+from kvdoctor.errors import UsageError
+from kvdoctor.options import Options, ReExportChoices
+from kvdoctor.repair import pipeline
+from kvdoctor.repair.conversions.logits import KEEP
+from kvdoctor.repair.conversions.registry import Asked, Converted, load, read_asked
+from kvdoctor.repair.request import RepairRequest
+from kvdoctor.repair.workspace import RepairContext
+from kvdoctor.report.document import Report, exit_code
+
+FIXTURES = load_all()
+DECODER = "decoder-only-healthy"
+
+
+def write(folder: Path, name: str = DECODER, *edits: tuple[str, str]) -> Path:
+    """A fixture in a folder, after replacements in its text."""
+    fixture: Fixture = FIXTURES[name]
+    files = dict(fixture.files)
+    for old, new in edits:
+        assert any(old in text for text in files.values()), old
+        files = {file: text.replace(old, new) for file, text in files.items()}
+    folder.mkdir()
+    replace(fixture, files=files).write(folder)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def failed(report: Report) -> list[str]:
+    assert report.repair is not None
+    return [f"{entry.claim}: {entry.detail}" for entry in report.repair.proof if not entry.holds]
+
+
+def test_every_conversion_has_an_option_and_a_page() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "conversions.md").read_text(encoding="utf-8")
+    assert [one.name for one in load()], "there are conversions"
+    for one in load():
+        assert one.name in page
+        assert one.summary
+
+
+@pytest.mark.parametrize("name", [DECODER, "merged-healthy", "pair-healthy"])
+def test_last_logits_are_those_of_the_original(name: str, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "model", name), tmp_path / "out"
+    before = contents(source)
+    report = api.re_export(source, out, logits="last")
+    assert report.repair is not None
+    assert not failed(report)
+    assert contents(source) == before
+    assert exit_code(report, "error") == 0
+    assert any("the last row of logits" in entry.claim for entry in report.repair.proof)
+    assert any("float[batch, 1, vocabulary]" in line for line in report.repair.loop)
+    assert [stack.contract.last_logits_only for stack in report.stacks if stack.contract] == [True] * len(report.stacks)
+    again = api.step_test(out)
+    assert exit_code(again, "error") == 0
+
+
+def test_only_the_last_row_reaches_the_head(tmp_path: Path) -> None:
+    api.re_export(write(tmp_path / "model"), tmp_path / "out", logits="last")
+    model = onnx.load(str(tmp_path / "out" / "model.onnx"))
+    onnx.checker.check_model(model, full_check=True)
+    head = next(node for node in model.graph.node if "logits" in node.output)
+    model.graph.output.append(onnx.ValueInfoProto(name=head.input[0]))
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    found = session.run([head.input[0], "logits"], first_step(4))
+    assert [value.shape[1] for value in found] == [1, 1]
+
+
+def first_step(tokens: int) -> dict[str, np.ndarray]:
+    empty = np.zeros((1, 2, 0, 4), np.float32)
+    return {
+        "input_ids": np.arange(tokens).reshape(1, -1),
+        "attention_mask": np.ones((1, tokens), np.int64),
+        "position_ids": np.arange(tokens).reshape(1, -1),
+        **{f"past_key_values.{layer}.{part}": empty for layer in (0, 1) for part in ("key", "value")},
+    }
+
+
+HEAD = "logits = MatMul (x2, w_logits)"
+OTHER_FORMS = {
+    "flattened": ("rows = Reshape (x2, flat)\n  made = MatMul (rows, w_logits)\n  logits = Reshape (made, wide)", "Reshape"),
+    "einsum": ('logits = Einsum <equation = "bsh,hv->bsv"> (x2, w_logits)', "Einsum"),
+    "computed weights": ("turned = Mul (w_logits, x_sum)\n  logits = MatMul (x2, turned)", "weights are computed"),
+    "softmax over tokens": ("made = MatMul (x2, w_logits)\n  logits = Softmax <axis = 1> (made)", "Softmax"),
+    "a number for each row": ("made = MatMul (x2, w_logits)\n  logits = Add (made, w_rows)", "a constant for each row"),
+    "read by another output": (
+        'made = MatMul (x2, w_logits)\n  logits = Identity (made)\n  best = ArgMax <axis = -1, keepdims = 0> (made)',
+        "ArgMax",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+@pytest.mark.parametrize("rows", ["last", "selectable"])
+def test_what_looks_like_a_head_is_refused_with_the_node(form: str, rows: str, tmp_path: Path) -> None:
+    text, named = OTHER_FORMS[form]
+    edits = [(HEAD, f"x_sum = ReduceSum <keepdims = 0> (x2)\n  {text}")]
+    edits.append(("float[8, 16] w_logits,", "float[8, 16] w_logits, float[1, 3, 16] w_rows, int64[2] flat = {-1, 8}, int64[3] wide = {1, -1, 16},"))
+    if form == "read by another output":
+        edits.append(("logits,\n", "logits,\n  int64[batch_size, sequence_length] best,\n"))
+    source = write(tmp_path / "model", DECODER, *edits)
+    with pytest.raises(UsageError, match=named):
+        api.re_export(source, tmp_path / "out", logits=rows)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_returns_the_last_row_is_refused(tmp_path: Path) -> None:
+    api.re_export(write(tmp_path / "model"), tmp_path / "out", logits="last")
+    with pytest.raises(UsageError, match="already returns the logits of the last token"):
+        api.re_export(tmp_path / "out", tmp_path / "again", logits="last")
+
+
+@pytest.mark.parametrize("name", [DECODER, "merged-healthy", "pair-healthy"])
+def test_selectable_logits_are_those_of_the_original(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = api.re_export(write(tmp_path / "model", name), out, logits="selectable")
+    assert report.repair is not None
+    assert not failed(report)
+    for stack in report.stacks:
+        assert stack.contract is not None
+        port = stack.contract.graph("decode").port("logits_to_keep")
+        assert port is not None
+        assert (port.name, port.dtype, port.shape) == (KEEP, "int64", ())
+        assert not stack.contract.last_logits_only
+    assert exit_code(api.step_test(out), "error") == 0
+    with pytest.raises(UsageError, match="already has an input"):
+        api.re_export(out, tmp_path / "again", logits="last")
+
+
+def test_as_many_rows_as_are_asked_for(tmp_path: Path) -> None:
+    api.re_export(write(tmp_path / "model"), tmp_path / "out", logits="selectable")
+    session = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
+    kept = {k: session.run(["logits"], {**first_step(4), KEEP: np.array(k)})[0] for k in (0, 1, 3, 9)}
+    assert {k: rows.shape[1] for k, rows in kept.items()} == {0: 4, 1: 1, 3: 3, 9: 4}
+    np.testing.assert_allclose(kept[1], kept[0][:, -1:], atol=1e-6)
+
+
+Spoil = Callable[[onnx.GraphProto], None]
+
+
+def faulty(spoil: Spoil, **choices: str) -> Asked:
+    """A conversion of kvdoctor whose result is then spoilt."""
+    (asked,) = read_asked(ReExportChoices(**choices))
+
+    def convert(context: RepairContext, choice: object) -> Converted:
+        made = asked.conversion.convert(context, choice)
+        spoil(context.model("model.onnx").graph)
+        return made
+
+    return Asked(replace(asked.conversion, convert=convert), asked.choice)
+
+
+def first_row(graph: onnx.GraphProto) -> None:
+    """The first row instead of the last one: equal only while there is one token."""
+    for tensor in graph.initializer:
+        if tensor.name.startswith("logits_rows."):
+            values = {"starts": [0], "ends": [1], "axes": [1]}[tensor.name.partition(".")[2]]
+            tensor.CopyFrom(numpy_helper.from_array(np.array(values, np.int64), tensor.name))
+
+
+def one_less(graph: onnx.GraphProto) -> None:
+    """All rows, whatever is asked for."""
+    node = next(node for node in graph.node if node.op_type == "Neg")
+    node.op_type = "Sub"
+    node.input.append(node.input[0])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "rows", "step"),
+    [(first_row, "last", "batch 1, prompt of 2 tokens"), (one_less, "selectable", "2 rows of logits with 1 rows kept")],
+)
+def test_a_conversion_that_is_not_proved_writes_nothing(spoil: Spoil, rows: str, step: str, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "model"), tmp_path / "out"
+    report = pipeline.re_export(
+        RepairRequest(str(source), str(out), conversions=(faulty(spoil, logits=rows),)), Options()
+    )
+    assert any(step in text for text in failed(report)), failed(report)
+    assert not out.exists()
+    assert exit_code(report, "error") == 1
+
+
+def test_an_unproved_conversion_cannot_be_kept(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="never written"):
+        api.re_export(write(tmp_path / "model"), tmp_path / "out", logits="last", keep_unproved=True)
+
+
+def test_a_plan_writes_nothing(tmp_path: Path) -> None:
+    source = write(tmp_path / "model")
+    report = api.re_export(source, None, logits="last")
+    assert report.repair is not None
+    assert report.repair.is_planned
+    assert report.repair.changes
+    assert any("logits" in line for diff in report.repair.diff for line in diff.lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
