@@ -255,7 +255,7 @@ def re_export(
         path=None if path is None else os.fspath(path),
         out=None if out is None else os.fspath(out),
         force=force,
-        fix=tuple(dict.fromkeys(how.fix)),
+        fix=tuple(name for name in dict.fromkeys(how.fix) if "=" not in name),
         keep_unproved=how.keep_unproved,
         layout=LayoutRequest(how.layout, how.axes == "readable", how.ir_version, opset),
         conversions=read_asked(how),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -93,13 +94,16 @@ def first_step(tokens: int) -> dict[str, np.ndarray]:
 
 HEAD = "logits = MatMul (x2, w_logits)"
 OTHER_FORMS = {
-    "flattened": ("rows = Reshape (x2, flat)\n  made = MatMul (rows, w_logits)\n  logits = Reshape (made, wide)", "Reshape"),
+    "flattened": (
+        "rows = Reshape (x2, flat)\n  made = MatMul (rows, w_logits)\n  logits = Reshape (made, wide)",
+        "Reshape",
+    ),
     "einsum": ('logits = Einsum <equation = "bsh,hv->bsv"> (x2, w_logits)', "Einsum"),
     "computed weights": ("turned = Mul (w_logits, x_sum)\n  logits = MatMul (x2, turned)", "weights are computed"),
     "softmax over tokens": ("made = MatMul (x2, w_logits)\n  logits = Softmax <axis = 1> (made)", "Softmax"),
     "a number for each row": ("made = MatMul (x2, w_logits)\n  logits = Add (made, w_rows)", "a constant for each row"),
     "read by another output": (
-        'made = MatMul (x2, w_logits)\n  logits = Identity (made)\n  best = ArgMax <axis = -1, keepdims = 0> (made)',
+        "made = MatMul (x2, w_logits)\n  logits = Identity (made)\n  best = ArgMax <axis = -1, keepdims = 0> (made)",
         "ArgMax",
     ),
 }
@@ -110,7 +114,8 @@ OTHER_FORMS = {
 def test_what_looks_like_a_head_is_refused_with_the_node(form: str, rows: str, tmp_path: Path) -> None:
     text, named = OTHER_FORMS[form]
     edits = [(HEAD, f"x_sum = ReduceSum <keepdims = 0> (x2)\n  {text}")]
-    edits.append(("float[8, 16] w_logits,", "float[8, 16] w_logits, float[1, 3, 16] w_rows, int64[2] flat = {-1, 8}, int64[3] wide = {1, -1, 16},"))
+    more = "float[1, 3, 16] w_rows, int64[2] flat = {-1, 8}, int64[3] wide = {1, -1, 16},"
+    edits.append(("float[8, 16] w_logits,", f"float[8, 16] w_logits, {more}"))
     if form == "read by another output":
         edits.append(("logits,\n", "logits,\n  int64[batch_size, sequence_length] best,\n"))
     source = write(tmp_path / "model", DECODER, *edits)
@@ -153,7 +158,7 @@ def test_as_many_rows_as_are_asked_for(tmp_path: Path) -> None:
 Spoil = Callable[[onnx.GraphProto], None]
 
 
-def faulty(spoil: Spoil, **choices: str) -> Asked:
+def faulty(spoil: Spoil, **choices: Any) -> Asked:
     """A conversion of kvdoctor whose result is then spoilt."""
     (asked,) = read_asked(ReExportChoices(**choices))
 
@@ -207,3 +212,121 @@ def test_a_plan_writes_nothing(tmp_path: Path) -> None:
     assert report.repair.changes
     assert any("logits" in line for diff in report.repair.diff for line in diff.lines)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+SIZES = ("batch=1", "new=1", "past=6")
+
+
+@pytest.mark.parametrize("more", [{}, {"logits": "last"}])
+def test_fixed_sizes_decode_as_the_original_from_an_empty_past_on(more: dict[str, str], tmp_path: Path) -> None:
+    source, out = write(tmp_path / "model"), tmp_path / "out"
+    before = contents(source)
+    report = api.re_export(source, out, fix=SIZES, **more)
+    assert report.repair is not None
+    assert not failed(report)
+    assert contents(source) == before
+    assert (exit_code(report, "error"), report.verdict) == (0, "healthy")
+    (claim,) = (entry for entry in report.repair.proof if "those of the original" in entry.claim)
+    assert "prompts of 1, steps of 1 on pasts up to 5" in claim.detail
+    assert any("attention_mask of 7 columns is 0 for the first 6 - n" in line for line in report.repair.loop)
+    (stack,) = report.stacks
+    assert stack.contract is not None
+    for slot in stack.contract.slots:
+        assert (slot.growth, slot.carry, slot.first, slot.shape) == ("ring", "feed-back", "zeros", (1, 2, 6, 4))
+    model = onnx.load(str(out / "model.onnx"))
+    onnx.checker.check_model(model, full_check=True)
+    for value in (*model.graph.input, *model.graph.output):
+        assert all(dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim), value.name
+    again = api.step_test(out)
+    assert not [finding for finding in again.findings if finding.severity != "note"]
+    assert [run.shows for run in again.runs if run.experiment == "plain-loop"] == ["passed"]
+
+
+def test_the_loop_of_the_fix_report_decodes(tmp_path: Path) -> None:
+    """The rules, followed by hand in a loop of a few lines."""
+    source = write(tmp_path / "model")
+    api.re_export(source, tmp_path / "out", fix=SIZES)
+    tokens = [3, 7, 5, 9, 4]
+    whole = ort.InferenceSession(str(source / "model.onnx"), providers=["CPUExecutionProvider"])
+    feeds = first_step(len(tokens))
+    feeds["input_ids"] = np.array([tokens])
+    want = whole.run(["logits"], feeds)[0]
+    fixed = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
+    names = [name for name in feeds if name.startswith("past")]
+    returned = ["logits", *(name.replace("past_key_values", "present") for name in names)]
+    past = {name: np.zeros((1, 2, 6, 4), np.float32) for name in names}
+    for n, token in enumerate(tokens):
+        mask = np.array([[0] * (6 - n) + [1] * (n + 1)])
+        given = {"input_ids": np.array([[token]]), "attention_mask": mask, "position_ids": np.array([[n]]), **past}
+        logits, *presents = fixed.run(returned, given)
+        past = dict(zip(names, presents, strict=True))
+        np.testing.assert_allclose(logits[0, 0], want[0, n], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("merged-healthy", 'If ".*" reads .*no-past branch'),
+        ("pair-healthy", "its first step is another graph"),
+        ("layout-gqa-growing-healthy", "com.microsoft.GroupQueryAttention"),
+    ],
+)
+def test_sizes_that_a_graph_cannot_have_are_refused(name: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=named):
+        api.re_export(write(tmp_path / "model", name), tmp_path / "out", fix=SIZES)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("sizes", [("past=0",), ("batch=1", "batch=2"), ("length=3",), ("past=4",), ("batch=x",)])
+def test_sizes_that_are_none_are_refused(sizes: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--fix"):
+        api.re_export(write(tmp_path / "model"), tmp_path / "out", fix=sizes)
+
+
+def test_positions_that_count_the_padding_are_not_proved(tmp_path: Path) -> None:
+    """A graph that counts positions from the length of the past: no node stands in the way, and the proof fails."""
+    edits = (
+        ("  int64[batch_size, sequence_length] position_ids,\n", ""),
+        ("float one = {1}", "float one = {1}, int64 start = {0}, int64 step = {1}, int64[1] batch_axis = {0}"),
+        (
+            "places = Gather (w_positions, position_ids)",
+            "end = Squeeze (total)\n  all = Range (start, end, step)\n  counted = Slice (all, past, total)\n"
+            "  position_row = Unsqueeze (counted, batch_axis)\n  places = Gather (w_positions, position_row)",
+        ),
+    )
+    source, out = write(tmp_path / "model", DECODER, *edits), tmp_path / "out"
+    report = api.re_export(source, out, fix=SIZES)
+    assert any("first difference: batch 1, prompt of 1 token: logits off by" in text for text in failed(report))
+    assert not out.exists()
+    assert exit_code(report, "error") == 1
+
+
+def declared_alone(graph: onnx.GraphProto) -> None:
+    """What the tools of ONNX Runtime do: the sizes are declared, and the presents stay longer than the past."""
+    for tensor in graph.initializer:
+        if tensor.name == "fixed_past.starts":
+            tensor.CopyFrom(numpy_helper.from_array(np.array([0], np.int64), tensor.name))
+
+
+def the_oldest_rows(graph: onnx.GraphProto) -> None:
+    """The new row is cut off in place of the oldest."""
+    for tensor in graph.initializer:
+        if tensor.name in ("fixed_past.starts", "fixed_past.ends"):
+            value = 0 if tensor.name.endswith("starts") else 6
+            tensor.CopyFrom(numpy_helper.from_array(np.array([value], np.int64), tensor.name))
+
+
+@pytest.mark.parametrize("spoil", [declared_alone, the_oldest_rows])
+def test_sizes_that_are_not_proved_write_nothing(spoil: Spoil, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "model"), tmp_path / "out"
+    asked = faulty(spoil, fix=SIZES)
+    report = pipeline.re_export(RepairRequest(str(source), str(out), conversions=(asked,)), Options())
+    assert any("first difference: batch 1, prompt of 1" in text for text in failed(report)), failed(report)
+    assert not out.exists()
+
+
+def test_no_loop_is_written_for_a_mask_that_counts_from_the_right(tmp_path: Path) -> None:
+    api.re_export(write(tmp_path / "model"), tmp_path / "out", fix=SIZES)
+    written = api.loop(tmp_path / "out", tmp_path / "loop", language="python")
+    assert written.out is None
+    assert "counts from the right end" in written.reason

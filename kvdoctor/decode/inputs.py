@@ -127,8 +127,18 @@ def _embeddings(want: InputRequest) -> Array:
 
 def _attention_mask(want: InputRequest) -> Array:
     columns = np.arange(want.shape[-1])
+    if fills_from_right(want.port, want.step.contract):
+        columns = columns - (want.shape[-1] - want.step.end)
     tokens = columns >= _by_row(want.step.padding, want.shape)
     return np.broadcast_to(tokens & (columns < want.step.end), want.shape)
+
+
+def fills_from_right(port: Port, contract: CacheContract) -> bool:
+    """Whether a mask of fixed length covers a window that entries are shifted into from the right, behind padding."""
+    columns = port.shape[-1] if port.shape else None
+    windows = [slot for slot in contract.slots if slot.growth == "ring" and slot.carry == "feed-back"]
+    sizes = [size for slot in windows if (size := slot.size("capacity")) is not None]
+    return isinstance(columns, int) and any(columns > size for size in sizes)
 
 
 def _encoder_mask(want: InputRequest) -> Array:

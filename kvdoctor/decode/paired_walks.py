@@ -1,4 +1,4 @@
-"""The calls by which a converted model is compared with its original: prompts, chunks, single steps, batches. numpy only.
+"""The calls by which a converted model is compared with its original: prompts, chunks, steps, batches. numpy only.
 
 Each side is driven by its own contract and carries its own cache. The sizes are those that both sides take.
 """
@@ -61,8 +61,14 @@ def plan_walks(original: CacheContract, converted: CacheContract, most_tokens: i
         Walk(1, 1, (1,) * (LONG - 1)),
         *(Walk(batch, prompt, (1, 2, 1)) for batch in (2, 3) for prompt in (1, 3)),
     ]
-    fitted = dict.fromkeys(filter(None, (_fit(walk, rows, new, most) for walk in planned)))
-    return tuple(fitted)
+    fitted = list(dict.fromkeys(filter(None, (_fit(walk, rows, new, most) for walk in planned))))
+    return tuple(walk for walk in fitted if not any(_begins(walk, other) for other in fitted))
+
+
+def _begins(walk: Walk, other: Walk) -> bool:
+    """Whether a longer walk begins with the same calls."""
+    same = (walk.batch, walk.prompt) == (other.batch, other.prompt) and len(walk.pieces) < len(other.pieces)
+    return same and other.pieces[: len(walk.pieces)] == walk.pieces
 
 
 def _fit(walk: Walk, rows: int | None, new: int | None, most: int) -> Walk | None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from kvdoctor.contract import DECODING, Axis, CacheContract, Carry, Graph, PhaseName, Port, Role, Slot
 from kvdoctor.decode.embeddings import embedded_inputs
+from kvdoctor.decode.inputs import fills_from_right
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.records import record
 
@@ -423,6 +424,9 @@ def _input(port: Port, phase: PhaseName, contract: CacheContract) -> Input:
     if port.role == "embeddings":
         return Input(port.name, port.dtype, dims, "embeddings", made=_maker(port, phase, contract))
     if port.role in RULES:
+        if port.role == "attention_mask" and fills_from_right(port, contract):
+            reason = "counts from the right end of a window of fixed length, behind padding"
+            raise NoLoop(f"input {port.name!r} {reason}, for which there is no loop yet")
         made = Input(port.name, port.dtype, dims, RULES[port.role])
         return _causal(made, port, contract) if made.rule == "causal-mask" else made
     if port.role in COUNTS:

@@ -10,6 +10,7 @@ from kvdoctor.model.output_folder import refuse_unfit, whole_folder
 from kvdoctor.options import Options
 from kvdoctor.repair.apply import RepairChoice, RepairedFiles, apply_repairs
 from kvdoctor.repair.check_advice import check_advice
+from kvdoctor.repair.conversions.pipeline import apply_conversions, refuse_impossible_conversions
 from kvdoctor.repair.convert_layout import (
     apply_layout,
     convert_stacks,
@@ -17,7 +18,6 @@ from kvdoctor.repair.convert_layout import (
     refuse_impossible_layout,
     refuse_unknown_layout,
 )
-from kvdoctor.repair.conversions.pipeline import apply_conversions, refuse_impossible_conversions
 from kvdoctor.repair.fix_report import report_fix, report_nothing_done, report_unproved
 from kvdoctor.repair.output import copy_export, write_reports
 from kvdoctor.repair.repairs.registry import refuse_unknown_repairs

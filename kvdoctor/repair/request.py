@@ -1,7 +1,6 @@
 """What a call of `re-export` asks for."""
 
 from dataclasses import field
-
 from typing import TYPE_CHECKING
 
 from kvdoctor.records import record

@@ -183,10 +183,11 @@ class _Search:
 
 def find_tensor(scopes: Scopes, name: str) -> TensorProto | None:
     """The tensor of a weight or Constant."""
-    for graph in reversed(scopes):
-        for tensor in graph.initializer:
-            if tensor.name == name:
-                return tensor
+    held: TensorProto | None = next(
+        (t for graph in reversed(scopes) for t in graph.initializer if t.name == name), None
+    )
+    if held is not None:
+        return held
     _, node = find_maker(scopes, name)
     return constant_tensor(node) if node is not None and node.op_type == "Constant" else None
 

@@ -7,7 +7,7 @@ name it: the number of last rows, 0 for all.
 
 from kvdoctor.choices import LogitsRows
 from kvdoctor.contract import Port
-from kvdoctor.model.edit import fresh_name, keep_only, sort_nodes
+from kvdoctor.model.edit import fresh_name, replace_all, sort_nodes
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from kvdoctor.model.traverse import names_in, opset_version
 from kvdoctor.options import ReExportChoices
@@ -25,7 +25,7 @@ COMPARED = (0, 1, 2, 50)
 """The numbers of rows that are asked for in the proof: all, the last, two, and more than there are."""
 
 LAST = (
-    "A call returns the logits of its last token alone, float[batch, 1, vocabulary]: take row 0 (or -1), not row n - 1.",
+    "A call returns the logits of its last token alone, float[batch, 1, vocabulary]: take row 0, not row n - 1.",
     "Prompts of different lengths in one batch must be padded on the left: on the right, the last row is padding.",
     "Scoring a prompt and speculative decoding need all rows: use the original there, or --logits selectable.",
 )
@@ -72,12 +72,10 @@ def _insert(model: ModelProto, heads: tuple[Head, ...], port: Port, choice: Logi
         hidden = head.node.input[head.index]
         kept = fresh_name(f"{hidden}.kept", known)
         name = fresh_name(f"{head.node.name or head.node.output[0]}.rows", known)
-        head.graph.node.append(
-            NodeProto(op_type="Slice", name=name, input=[hidden, starts, ends, axes], output=[kept])
-        )
+        head.graph.node.append(NodeProto(op_type="Slice", name=name, input=[hidden, starts, ends, axes], output=[kept]))
         head.node.input[head.index] = kept
         sort_nodes(head.graph)
-        keep_only(head.graph.value_info, lambda value, gone=head.values: value.name not in gone)
+        replace_all(head.graph.value_info, [v for v in head.graph.value_info if v.name not in head.values])
         changes.append(Change(file, describe_node(head.node), f"reads every row of {hidden}", f"reads {rows}"))
     sort_nodes(model.graph)
     size = 1 if choice == "last" else fresh_name("kept_sequence_length", known)

@@ -1,11 +1,13 @@
 """Conversions of a copy: planned on every stack in memory, written, diagnosed again, and proved beside the original."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.contract import CacheContract
+from kvdoctor.decode.runs import LOOPS
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
 from kvdoctor.records import record
@@ -15,8 +17,12 @@ from kvdoctor.repair.conversions.registry import Asked, Converted
 from kvdoctor.repair.layouts.registry import Conversion
 from kvdoctor.repair.output import write_changed
 from kvdoctor.repair.rediagnose import diagnose_copy
-from kvdoctor.repair.session import Outcome, RepairSession
+from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
 from kvdoctor.repair.workspace import CannotRepair, RepairContext, WorkingCopy
+from kvdoctor.report.document import decide
+
+PARITY = "KV301"
+"""The code under which a report lists that logits could not be compared with a call without a cache."""
 
 
 @record(slots=False)
@@ -40,7 +46,7 @@ def refuse_impossible_conversions(path: str, asked: tuple[Asked, ...], options: 
 
 
 def convert_stacks(
-    copy: WorkingCopy, contracts: dict[str, CacheContract | None], asked: tuple[Asked, ...], options: Options
+    copy: WorkingCopy, contracts: Mapping[str, CacheContract | None], asked: tuple[Asked, ...], options: Options
 ) -> tuple[StackConversion, ...]:
     """Convert every decoder of a working copy in memory: all of them, or none.
 
@@ -88,8 +94,26 @@ def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome:
     names = tuple(one.title for one in asked)
     write_changed(copy, session.at, dict.fromkeys(copy.changed, names))
     after = diagnose_copy(session, session.model)
-    proof = [entry for one in done for entry in prove_conversions(session, one.stack, _merge(one), outcome.after, after)]
-    return outcome.extended(after, _list_applied(done), proof)
+    proofs = {one.stack: list(prove_conversions(session, one.stack, _merge(one), outcome.after, after)) for one in done}
+    proved = {stack for stack, proof in proofs.items() if all(entry.holds for entry in proof)}
+    after = _settle(outcome.after, after, proved, session.options)
+    return outcome.extended(after, _list_applied(done), [entry for proof in proofs.values() for entry in proof])
+
+
+def _settle(before: DiagnosisSide, after: DiagnosisSide, proved: set[str], options: Options) -> DiagnosisSide:
+    """The diagnosis of the copy without the question whose answer is the original.
+
+    A copy that takes one token a call has no call without a cache. Its logits are those of the original, whose own loop
+    was compared with such a call.
+    """
+    passed = {stack for stack in proved for name in LOOPS if (run := before.run(stack, name)) and run.shows == "passed"}
+    known = {entry.code for entry in before.report.not_checked if entry.essential}
+    report = after.report
+    left = tuple(
+        one for one in report.not_checked if not (one.stack in passed and one.code == PARITY and PARITY not in known)
+    )
+    verdict = decide(report.command, report.findings, left, options.fail_on)
+    return replace(after, report=replace(report, not_checked=left, verdict=verdict))
 
 
 def _merge(one: StackConversion) -> Converted:

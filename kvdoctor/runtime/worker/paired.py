@@ -184,5 +184,3 @@ def _count(tally: _Tally, walk: Walk, start: int, stop: int) -> None:
     else:
         tally.chunks.add(stop - start)
         tally.longest = max(tally.longest, start)
-
-
