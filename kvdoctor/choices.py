@@ -20,6 +20,8 @@ FailOn = Literal["note", "warning", "error", "never"]
 Agree = Literal["tokens", "logits", "bits"]
 """How closely the logits of two models must agree."""
 AxisNames = Literal["kept", "readable"]
+Attentions = Literal["cross"]
+"""The attention weights that a converted model returns."""
 LogitsRows = Literal["last", "selectable"]
 """The rows of logits that a converted model computes."""
 ExporterName = Literal["optimum", "transformers", "genai"]
@@ -29,6 +31,7 @@ CONSUMERS: tuple[Consumer, ...] = get_args(Consumer)
 REQUIRED: tuple[Required, ...] = get_args(Required)
 FAIL_ON: tuple[FailOn, ...] = get_args(FailOn)
 AGREE: tuple[Agree, ...] = get_args(Agree)
+ATTENTIONS: tuple[Attentions, ...] = get_args(Attentions)
 LOGITS_ROWS: tuple[LogitsRows, ...] = get_args(LogitsRows)
 AXIS_NAMES: tuple[AxisNames, ...] = get_args(AxisNames)
 EXPORTERS: tuple[ExporterName, ...] = get_args(ExporterName)
@@ -109,7 +112,8 @@ class Choice(Kind):
     def of(cls, values: tuple[str, ...]) -> "Choice":
         """Make the kind of these words."""
         *first, last = (f'"{value}"' for value in values)
-        return cls(f"{', '.join(first)} or {last}", f"[{'|'.join(values)}]", values=values)
+        takes = f"{', '.join(first)} or {last}" if first else last
+        return cls(takes, f"[{'|'.join(values)}]", values=values)
 
     def read(self, given: Any) -> str:
         """Accept one of the words."""

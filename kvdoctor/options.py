@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvdoctor.choices import (
     AGREE,
+    ATTENTIONS,
     AXIS_NAMES,
     CONSUMERS,
     DTYPES,
@@ -20,6 +21,7 @@ from kvdoctor.choices import (
     LOGITS_ROWS,
     REQUIRED,
     Agree,
+    Attentions,
     AxisNames,
     Choice,
     Consumer,
@@ -330,6 +332,14 @@ class ReExportChoices:
         "Lower the opset to N; with --from, export with it.",
         ("re-export",),
         unset="the opset of PATH",
+        group=REPAIR,
+    )
+    attentions: Attentions | None = option(
+        Choice.of(ATTENTIONS),
+        None,
+        "Return the weights of the cross-attention, for word timestamps (docs/conversions.md).",
+        ("re-export",),
+        unset="as PATH does",
         group=REPAIR,
     )
     logits: LogitsRows | None = option(

@@ -158,13 +158,13 @@ def test_as_many_rows_as_are_asked_for(tmp_path: Path) -> None:
 Spoil = Callable[[onnx.GraphProto], None]
 
 
-def faulty(spoil: Spoil, **choices: Any) -> Asked:
+def faulty(spoil: Spoil, file: str = "model.onnx", **choices: Any) -> Asked:
     """A conversion of kvdoctor whose result is then spoilt."""
     (asked,) = read_asked(ReExportChoices(**choices))
 
     def convert(context: RepairContext, choice: object) -> Converted:
         made = asked.conversion.convert(context, choice)
-        spoil(context.model("model.onnx").graph)
+        spoil(context.model(file).graph)
         return made
 
     return Asked(replace(asked.conversion, convert=convert), asked.choice)
@@ -330,3 +330,83 @@ def test_no_loop_is_written_for_a_mask_that_counts_from_the_right(tmp_path: Path
     written = api.loop(tmp_path / "out", tmp_path / "loop", language="python")
     assert written.out is None
     assert "counts from the right end" in written.reason
+
+
+@pytest.mark.parametrize("more", [{}, {"logits": "last"}])
+@pytest.mark.parametrize("name", ["merged-healthy", "pair-healthy"])
+def test_cross_attention_weights_are_returned_and_change_nothing(
+    name: str, more: dict[str, str], tmp_path: Path
+) -> None:
+    source, out = write(tmp_path / "model", name), tmp_path / "out"
+    before = contents(source)
+    report = api.re_export(source, out, attentions="cross", **more)
+    assert report.repair is not None
+    assert not failed(report)
+    assert contents(source) == before
+    assert any("1 outputs whose weights sum to 1" in entry.detail for entry in report.repair.proof)
+    assert exit_code(api.step_test(out), "error") == 0
+    for path in out.glob("*.onnx"):
+        model = onnx.load(str(path))
+        onnx.checker.check_model(model, full_check=True)
+        names = [value.name for value in model.graph.output]
+        assert ("cross_attentions.0" in names) == ("logits" in names)
+    with pytest.raises(UsageError, match="already returns 'cross_attentions"):
+        api.re_export(out, tmp_path / "again", attentions="cross")
+
+
+def test_both_branches_return_the_weights_of_their_softmax(tmp_path: Path) -> None:
+    api.re_export(write(tmp_path / "model", "merged-healthy"), tmp_path / "out", attentions="cross")
+    model = onnx.load(str(tmp_path / "out" / "decoder_model_merged.onnx"))
+    (node,) = (node for node in model.graph.node if node.op_type == "If")
+    found = {}
+    for attribute in node.attribute:
+        made = {output: inner for inner in attribute.g.node for output in inner.output}
+        reshape = made[attribute.g.output[list(node.output).index("cross_attentions.0")].name]
+        found[attribute.name] = made[reshape.input[0]].output[0]
+    assert set(found.values()) == {"c_cross_shares", "n_cross_shares"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (("c_cross_shares = Softmax <axis = -1> (c_cross_masked)", "c_cross_shares = Relu (c_cross_masked)"), "MatMul"),
+        (
+            ('MatMul (c_cross_shares, "past_key_values.0.encoder.value")', "MatMul (c_cross_shares, swapped)"),
+            "with something else than its cross-attention values",
+        ),
+    ],
+)
+def test_an_attention_of_another_form_is_refused_with_the_node(
+    edit: tuple[str, str], named: str, tmp_path: Path
+) -> None:
+    key = "      c_cross_q = Einsum"
+    more = (key, f'      swapped = Tanh ("past_key_values.0.encoder.value")\n{key}')
+    source = write(tmp_path / "model", "merged-healthy", edit, more)
+    with pytest.raises(UsageError, match=named):
+        api.re_export(source, tmp_path / "out", attentions="cross")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [(DECODER, "no cross-attention cache"), ("layout-ort-whisper-attention-healthy", "com.microsoft")],
+)
+def test_what_has_no_weights_to_return_is_refused(name: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=named):
+        api.re_export(write(tmp_path / "model", name), tmp_path / "out", attentions="cross")
+
+
+def test_weights_that_are_none_are_not_proved(tmp_path: Path) -> None:
+    def scores(graph: onnx.GraphProto) -> None:
+        for node in graph.node:
+            for attribute in node.attribute:
+                for inner in attribute.g.node:
+                    if inner.op_type in ("Reshape", "Shape"):
+                        names = {"c_cross_shares": "c_cross_masked", "n_cross_shares": "n_cross_masked"}
+                        inner.input[:] = [names.get(name, name) for name in inner.input]
+
+    source, out = write(tmp_path / "model", "merged-healthy"), tmp_path / "out"
+    asked = faulty(scores, file="decoder_model_merged.onnx", attentions="cross")
+    report = pipeline.re_export(RepairRequest(str(source), str(out), conversions=(asked,)), Options())
+    assert any("do not sum to 1" in text for text in failed(report)), failed(report)
+    assert not out.exists()

@@ -163,6 +163,7 @@ class PairedJob:
         rows: The rows of logits that the converted model returns.
         keep: The numbers of rows that it is asked for, where it has an input for that; it goes on with the first.
         caches: Compare the caches as well.
+        weights: Outputs float[batch, heads, new, encoder] of the converted model whose last axis sums to 1.
         most_tokens: Tokens that a sequence may have with the converted model.
         tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
     """
@@ -172,6 +173,7 @@ class PairedJob:
     rows: Rows = "all"
     keep: tuple[int, ...] = ()
     caches: bool = True
+    weights: tuple[str, ...] = ()
     most_tokens: int | None = None
     seed: int = 0
     provider: str = CPU

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import LOOPS
 from kvdoctor.errors import UsageError
@@ -64,7 +65,10 @@ def convert_stacks(
             try:
                 converted = one.conversion.convert(context, one.choice)
             except CannotRepair as error:
-                raise _refuse(folder, stack.name, stack.main.name, one, error) from None
+                raise _refuse(folder, stack, one, error) from None
+            except Exception as error:  # a graph that no form foresees must not end in a traceback
+                crash = CannotRepair(f"the conversion crashed ({type(error).__name__}: {error}); please report it")
+                raise _refuse(folder, stack, one, crash) from None
             copy.changed |= {change.file for change in converted.changes}
             made.append((one, converted))
         done.append(StackConversion(stack.name, tuple(made)))
@@ -74,11 +78,11 @@ def convert_stacks(
     return tuple(done)
 
 
-def _refuse(folder: ModelFolder, stack: str, file: str, one: Asked, error: CannotRepair) -> UsageError:
+def _refuse(folder: ModelFolder, stack: StackFiles, one: Asked, error: CannotRepair) -> UsageError:
     others = len(folder.stacks) > 1
-    hint = f" (to convert the other decoders, give their files; this one is {file})" if others else ""
+    hint = f" (to convert the other decoders, give their files; this one is {stack.main.name})" if others else ""
     instead = f"; instead: {error.instead}" if error.instead else ""
-    return UsageError(f"{folder.shown!r} cannot be converted with --{one.title}: {stack}: {error}{instead}{hint}")
+    return UsageError(f"{folder.shown!r} cannot be converted with --{one.title}: {stack.name}: {error}{instead}{hint}")
 
 
 def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome: Outcome) -> Outcome:
@@ -127,6 +131,7 @@ def _merge(one: StackConversion) -> Converted:
         keep=next((converted.keep for converted in made if converted.keep), ()),
         most_tokens=min(limits, default=None),
         reveals=tuple(name for converted in made for name in converted.reveals),
+        weights=tuple(name for converted in made for name in converted.weights),
     )
 
 

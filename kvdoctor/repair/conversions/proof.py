@@ -36,6 +36,7 @@ def _compare(session: RepairSession, stack: str, made: Converted, after: Diagnos
         PairedSide(stack, session.at.absolute(), converted),
         rows=made.rows,
         keep=made.keep,
+        weights=made.weights,
         most_tokens=made.most_tokens,
         seed=session.options.seed,
         provider=session.options.provider,
@@ -61,6 +62,7 @@ def _describe(done: PairedDone, made: Converted) -> str:
         f"steps of {_list(done.chunks)} on pasts up to {done.longest}" if done.chunks else "",
         f"batches of {_list(done.batches)}",
         f"with {_list(made.keep)} rows asked for" if made.keep else "",
+        f"{len(made.weights)} outputs whose weights sum to 1" if made.weights else "",
     ]
     text = f"{done.calls} calls, {within}: {', '.join(filter(None, sizes))}"
     if done.not_run:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from kvdoctor.contract import DECODING, CacheContract, Carry, First, Growth, Port, Slot, describe
+from kvdoctor.contract import DECODING, ITEM_BYTES, CacheContract, Carry, First, Growth, Port, Slot, describe
 from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.report.facts import FileFacts, StackFacts
 from kvdoctor.report.wording.units import format_bytes, format_count, shorten_names
@@ -68,7 +68,26 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
         yield "missing", f"{part.subject}: {part.reason}"
 
 
-OUTLINED = ("layout", "cache", "first step", "embed", "memory", "missing")
+PROMPT = 4096
+"""Tokens of the prompt whose logits are counted."""
+
+
+def describe_logits(contract: CacheContract) -> Iterator[tuple[str, str]]:
+    """The bytes of logits that a long prompt costs, as label and text; nothing where a call returns one row."""
+    port = contract.graph("prefill").port("logits") if "prefill" in contract.phases else None
+    width, item = contract.vocabulary, ITEM_BYTES.get(port.dtype) if port is not None else None
+    if width is None or item is None or contract.new_tokens is not None:
+        return
+    one = format_bytes(width * item)
+    if contract.last_logits_only:
+        yield "logits", f"{one} per sequence for a prompt of any length: those of the last token"
+        return
+    chosen = contract.graph("prefill").port("logits_to_keep")
+    less = f"{one} with {chosen.name} = 1" if chosen is not None else f"{one} with re-export --logits last"
+    yield "logits", f"{format_bytes(PROMPT * width * item)} for a prompt of {PROMPT:,} tokens; {less}"
+
+
+OUTLINED = ("layout", "cache", "first step", "embed", "memory", "logits", "missing")
 
 
 def outline_contracts(stacks: Sequence[StackFacts]) -> Iterator[tuple[str, str]]:
@@ -76,7 +95,8 @@ def outline_contracts(stacks: Sequence[StackFacts]) -> Iterator[tuple[str, str]]
     found: dict[str, dict[str, list[str]]] = {label: {} for label in OUTLINED}
     for stack in stacks:
         label = ""
-        for title, text in describe_contract(stack):
+        described = [*describe_contract(stack), *(describe_logits(stack.contract) if stack.contract else ())]
+        for title, text in described:
             label = title or label
             if label in found:
                 found[label].setdefault(text, []).append(stack.name)
