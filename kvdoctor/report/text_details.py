@@ -9,7 +9,7 @@ from kvdoctor.report.repair_record import RepairRecord
 from kvdoctor.report.safe import shortened
 from kvdoctor.report.text_page import STYLES, Page
 from kvdoctor.report.wording.alike import group_findings, group_open_checks, list_group_details
-from kvdoctor.report.wording.contract import describe_contract, list_file_facts, list_ports
+from kvdoctor.report.wording.contract import describe_contract, describe_logits, list_file_facts, list_ports
 from kvdoctor.report.wording.finding import format_headline
 from kvdoctor.report.wording.memory import (
     describe_plan,
@@ -88,7 +88,7 @@ def _show_stack(page: Page, stack: StackFacts, report: Report) -> None:
     runs = select_local_runs(report, stack.name)
     if report.command == "inspect":
         page.line(f"{stack.name}: the cache contract", "bold")
-        page.pairs(describe_contract(stack))
+        page.pairs((*describe_contract(stack), *(describe_logits(stack.contract) if stack.contract else ())))
         show_plan(page, stack)
     elif runs:
         _show_runs(page, stack, runs, report)
