@@ -17,6 +17,7 @@ from kvdoctor.errors import UsageError
 from kvdoctor.options import Options, ReExportChoices
 from kvdoctor.repair import pipeline
 from kvdoctor.repair.conversions.logits import KEEP
+from kvdoctor.repair.conversions.pipeline import refuse_impossible_conversions
 from kvdoctor.repair.conversions.registry import Asked, Converted, load, read_asked
 from kvdoctor.repair.request import RepairRequest
 from kvdoctor.repair.workspace import RepairContext
@@ -130,7 +131,7 @@ def test_a_model_that_returns_the_last_row_is_refused(tmp_path: Path) -> None:
         api.re_export(tmp_path / "out", tmp_path / "again", logits="last")
 
 
-@pytest.mark.parametrize("name", [DECODER, "merged-healthy", "pair-healthy"])
+@pytest.mark.parametrize("name", [DECODER, "merged-healthy", "pair-healthy", "key-value-swapped-names-healthy"])
 def test_selectable_logits_are_those_of_the_original(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = api.re_export(write(tmp_path / "model", name), out, logits="selectable")
@@ -410,3 +411,22 @@ def test_weights_that_are_none_are_not_proved(tmp_path: Path) -> None:
     report = pipeline.re_export(RepairRequest(str(source), str(out), conversions=(asked,)), Options())
     assert any("do not sum to 1" in text for text in failed(report)), failed(report)
     assert not out.exists()
+
+
+CHOICES = ({"logits": "last"}, {"logits": "selectable"}, {"fix": SIZES}, {"attentions": "cross"})
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_every_fixture_is_planned_or_refused_with_a_reason(choices: dict[str, Any], tmp_path: Path) -> None:
+    """Broken graphs among them: what is not known is refused in words."""
+    asked, planned, refused = read_asked(ReExportChoices(**choices)), 0, list[str]()
+    for name, fixture in FIXTURES.items():
+        (tmp_path / name).mkdir()
+        fixture.write(tmp_path / name)
+        try:
+            refuse_impossible_conversions(str(tmp_path / name), asked, Options())
+            planned += 1
+        except UsageError as error:
+            refused.append(f"{name}: {error}")
+    assert planned >= 4
+    assert not [text for text in refused if "crashed" in text or "cannot be converted" not in text]

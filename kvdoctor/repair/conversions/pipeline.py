@@ -98,7 +98,7 @@ def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome:
     names = tuple(one.title for one in asked)
     write_changed(copy, session.at, dict.fromkeys(copy.changed, names))
     after = diagnose_copy(session, session.model)
-    proofs = {one.stack: list(prove_conversions(session, one.stack, _merge(one), outcome.after, after)) for one in done}
+    proofs = {one.stack: list(prove_conversions(session, _merge(one), outcome, after, one.stack)) for one in done}
     proved = {stack for stack, proof in proofs.items() if all(entry.holds for entry in proof)}
     after = _settle(outcome.after, after, proved, session.options)
     return outcome.extended(after, _list_applied(done), [entry for proof in proofs.values() for entry in proof])

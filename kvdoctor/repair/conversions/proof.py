@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from kvdoctor.decode.messages import PairedDone, PairedJob, PairedSide
+from kvdoctor.decode.messages import PairedDone, PairedJob, PairedSide, WorkerError
 from kvdoctor.errors import WorkerDied
 from kvdoctor.repair.conversions.registry import Converted
 from kvdoctor.repair.proof import prove_loops
-from kvdoctor.repair.session import DiagnosisSide, RepairSession
+from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
 from kvdoctor.report.repair_record import Proof
 
 MOST_NOT_RUN = 2
@@ -14,19 +14,21 @@ MOST_NOT_RUN = 2
 
 
 def prove_conversions(
-    session: RepairSession, stack: str, made: Converted, before: DiagnosisSide, after: DiagnosisSide
+    session: RepairSession, made: Converted, before: Outcome, after: DiagnosisSide, stack: str
 ) -> Iterator[Proof]:
-    """The claims on a converted stack, and whether they hold."""
-    yield from prove_loops(stack, after, before)
-    known = {finding.name for finding in before.report.findings} | set(made.reveals)
+    """The claims on a converted stack, and whether they hold; `before` is the outcome of the repairs."""
+    repaired = any(one.stack == stack for one in before.applied)
+    yield from prove_loops(stack, after, before.after)
+    known = {finding.name for finding in before.after.report.findings} | set(made.reveals)
     new = sorted({f.name for f in after.report.findings if f.severity != "note"} - known)
     yield Proof(stack, "no finding that was not there before", not new, ", ".join(new))
-    yield _compare(session, stack, made, after)
+    yield _compare(session, made, after, stack, repaired)
 
 
-def _compare(session: RepairSession, stack: str, made: Converted, after: DiagnosisSide) -> Proof:
-    """Run both models side by side."""
-    what = {"all": "logits and caches", "last": "the last row of logits and the caches"}[made.rows]
+def _compare(session: RepairSession, made: Converted, after: DiagnosisSide, stack: str, repaired: bool) -> Proof:
+    """Run both models side by side. A repair may have changed what an output holds: then the logits alone decide."""
+    what = "logits" if made.rows == "all" else "the last row of logits"
+    what += "" if repaired else " and the caches" if made.rows == "last" else " and caches"
     claim = f"{what} of every call are those of the original"
     original, converted = session.before.contract(stack), after.contract(stack)
     if original is None or converted is None or not converted.slots:
@@ -37,6 +39,7 @@ def _compare(session: RepairSession, stack: str, made: Converted, after: Diagnos
         rows=made.rows,
         keep=made.keep,
         weights=made.weights,
+        caches=not repaired,
         most_tokens=made.most_tokens,
         seed=session.options.seed,
         provider=session.options.provider,
@@ -45,6 +48,8 @@ def _compare(session: RepairSession, stack: str, made: Converted, after: Diagnos
     done = PairedDone(failed="the comparison crashed")
     try:
         for event in session.runtime.ask(job):
+            if isinstance(event, WorkerError):
+                done = PairedDone(failed=f"the comparison crashed ({event.text.strip().splitlines()[-1]})")
             done = event if isinstance(event, PairedDone) else done
     except WorkerDied as crash:
         done = PairedDone(failed=f"the worker process ended: {crash.how}")
