@@ -23,6 +23,7 @@ from kvdoctor.diagnose.checks.side_cars.claims import claims
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.findings import Fault
+from kvdoctor.options import Options
 
 FIXTURES = load_all()
 EXPORTS = sorted(path for path in (FOLDER.parent / "exports").iterdir() if path.is_dir())
@@ -437,6 +438,9 @@ KEYS += [
     "filename",
     "encoder",
     "shape",
+    "eos_token_id",
+    "forced_decoder_ids",
+    "max_length",
 ]
 NO_NUMBERS = st.one_of(
     st.none(),
@@ -464,7 +468,7 @@ def test_any_json_is_read(fixture: str, data: st.DataObject) -> None:
     folder = folder_of(fixture)
     own = folder.side_cars
     cars = []
-    for right in (own.config, own.genai, own.export):
+    for right in (own.config, own.genai, own.export, own.generation):
         paths = [path for path, _ in leaves(right)]
         wrong = right
         for path in data.draw(st.lists(st.sampled_from(paths), max_size=4)) if paths else ():
@@ -495,3 +499,53 @@ def test_a_number_is_wrong_or_right(key: str, number: int) -> None:
     silent = number == right or key in ("num_attention_heads", "model_type")
     silent |= key == "max_position_embeddings" and number < 128
     assert found == (set() if silent else {key})
+
+
+# generation_config.json.
+
+
+@pytest.mark.parametrize(
+    ("key", "right", "wrong"),
+    [
+        ("eos_token_id", 15, 16),
+        ("eos_token_id", [2, 15], [2, 16]),
+        ("bos_token_id", 15, 16),
+        ("forced_bos_token_id", None, 99),
+        ("suppress_tokens", [-1], [3, 50257]),
+        ("begin_suppress_tokens", [1, 2], [16]),
+        ("forced_decoder_ids", [[1, None], [2, 15]], [[1, 16]]),
+        ("lang_to_id", {"<|en|>": 15}, {"<|en|>": 15, "<|de|>": 16}),
+        ("no_timestamps_token_id", 0, 16),
+        ("eos_token_id", {"a": "b"}, 1 << 80),
+        ("bos_token_id", True, 17),
+    ],
+)
+def test_ids_that_the_graph_does_not_have(key: str, right: Any, wrong: Any) -> None:
+    folder = folder_of("decoder-only-healthy")
+    assert missed(folder, generation={key: right}) == set()
+    (fault,) = faults(folder, SideCars(generation={key: wrong}))
+    assert (fault.file, fault.subject, fault.severity) == ("generation_config.json", (key,), "warning")
+    assert fault.effects
+
+
+def test_the_start_of_a_decoder_with_an_encoder_is_its_own() -> None:
+    """`bos_token_id` may be that of the encoder."""
+    folder = open_folder(str(FOLDER.parent / "exports" / "marian-4.57.6"))
+    assert missed(folder, generation={"decoder_start_token_id": 127, "bos_token_id": 60000}) == set()
+    assert missed(folder, generation={"decoder_start_token_id": 128}) == {"decoder_start_token_id"}
+
+
+def test_a_longest_sequence_has_positions() -> None:
+    folder = open_folder(str(FOLDER.parent / "exports" / "gpt2"))
+    (rows,) = {claim.value for claim in claims(folder.side_cars.config) if claim.what == "context"}
+    assert missed(folder, generation={"max_length": rows}) == set()
+    assert missed(folder, generation={"max_length": rows + 1}) == {"max_length"}
+    assert missed(folder, generation={"max_length": "many"}) == set()
+
+
+def test_a_wrong_id_is_found_in_a_folder(tmp_path: Path) -> None:
+    folder = FIXTURES["decoder-only-healthy"].write(tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 50256]}', encoding="utf-8")
+    (finding,) = inspect(str(folder), Options()).findings
+    assert (finding.code, finding.declared) == ("KV020", "eos_token_id 50256")
+    assert finding.observed == "logits of width 16"

@@ -26,6 +26,7 @@ class SideCars:
     config: dict[str, Any] = field(default_factory=dict)
     genai: dict[str, Any] = field(default_factory=dict)
     export: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
 
@@ -87,8 +88,8 @@ def _read_side_cars(folder: Path) -> SideCars:
         content, problem = _read_json(folder / name)
         found[name] = content
         problems += [problem] if problem else []
-    config, genai, export = (found[name] for name in SIDE_CARS)
-    return SideCars(config, genai, export, tuple(problems))
+    config, genai, export, generation = (found[name] for name in SIDE_CARS)
+    return SideCars(config, genai, export, generation, tuple(problems))
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any], str | None]:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from kvdoctor._version import __version__
 from kvdoctor.analysis.model_folder import ModelFolder
+from kvdoctor.model.files import SIDE_CARS
 from kvdoctor.model.output_folder import MARK, copy_whole, regular_files, write_whole
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.write import write_model
-from kvdoctor.repair.workspace import SIDE_CARS, WorkingCopy, side_car_path, source_of
+from kvdoctor.repair.workspace import WorkingCopy, side_car_path, source_of
 from kvdoctor.report.document import Report
 
 REPORTS = (MARK, "kvdoctor-report.md", "kvdoctor-report.html")

@@ -14,11 +14,11 @@ from kvdoctor.decode.calls import Array
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.findings import Finding, with_distinct_fingerprints
+from kvdoctor.model.files import SIDE_CARS
 from kvdoctor.model.output_folder import copy_whole
 from kvdoctor.options import Options
 from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.repair.session import DiagnosisSide, RepairSession
-from kvdoctor.repair.workspace import SIDE_CARS
 from kvdoctor.report.document import Report, decide, worst_first
 from kvdoctor.report.facts import TargetFacts
 from kvdoctor.report.repair_record import Proof

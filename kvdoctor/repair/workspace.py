@@ -15,6 +15,7 @@ from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.decode.runs import Run
 from kvdoctor.findings import Finding
+from kvdoctor.model.files import SIDE_CARS
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import GraphView
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from kvdoctor.runtime.client import Runtime
-
-SIDE_CARS = ("config.json", "generation_config.json", "genai_config.json", "export.json")
 
 
 class CannotRepair(Exception):

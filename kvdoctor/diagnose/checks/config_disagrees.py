@@ -1,18 +1,21 @@
 """A config file and the graph disagree.
 
-What it means: a number or a name in config.json, genai_config.json or export.json differs from the graph. A program
+What it means: a number or a name in config.json, generation_config.json, genai_config.json or export.json differs from
+the graph. A program
 that allocates the cache, sizes the logits, counts the layers or binds inputs by the config is refused by the runtime,
 or reads past the end of a table; a program that reads the graph is right.
 
 How it is decided: compared are layers, kv heads and head width, vocabulary, and the context with the rows of the
 position table; of onnxruntime-genai also names, templates, the attention window and whether past and present can share
-a buffer; of export.json the files and the traced inputs. Only what both sides state counts. Differences that a correct
-config may have are not reported: a vocabulary padded to a round number, a table longer than the context, layers without
-a cache of their own, several kinds of attention, a config of another model in the same folder.
+a buffer; of generation_config.json the token ids with the logits and the table of tokens, and the longest sequence with
+the position table; of export.json the files and the traced inputs. Only what both sides state counts. Differences that
+a correct config may have are not reported: a vocabulary padded to a round number, a table longer than the context,
+layers without a cache of their own, several kinds of attention, a config of another model in the same folder.
 
 Reproduce: `kvdoctor contract MODEL` shows names and sizes as the graph has them.
 
-Repair: take sizes and names from the graph, and correct the config; export again if the graph is wrong.
+Repair: take sizes and names from the graph, and correct the config; export again if the graph is wrong. The right token
+ids are those of the tokenizer of the checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,17 +26,26 @@ from kvdoctor.diagnose.checks.side_cars.config_json import config_json, has_usua
 from kvdoctor.diagnose.checks.side_cars.disagreement import MOST_SHOWN, Disagreement
 from kvdoctor.diagnose.checks.side_cars.export_json import export_json
 from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
+from kvdoctor.diagnose.checks.side_cars.generation_config import generation_config
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
 
 Compare = Callable[[ContractContext], list[Disagreement]]
 
+COMPARED: dict[str, Compare] = {
+    "config.json": config_json,
+    "generation_config.json": generation_config,
+    "genai_config.json": genai_config,
+    "export.json": export_json,
+}
+SHOWN_BY_THE_GRAPH = ("config.json", "genai_config.json")
+"""The files whose right values a graph shows; the others say how it was traced, or which tokens are meant."""
+
 
 @check("KV020", "config-disagrees", "contract")
 def config_disagrees(context: ContractContext) -> Iterator[Fault]:
     """Compare each config file with the stack that it belongs to."""
-    compared = (("config.json", config_json), ("genai_config.json", genai_config), ("export.json", export_json))
-    for name, compare in compared:
+    for name, compare in COMPARED.items():
         found = compare(context)
         if found and not _is_reported_elsewhere(context, found, compare):
             yield _fault(context, name, found)
@@ -70,6 +82,6 @@ def _fault(context: ContractContext, name: str, found: list[Disagreement]) -> Fa
         declared="; ".join([*(f"{one.key} {one.declared}" for one in shown), *rest]),
         observed="; ".join([*(one.observed for one in shown), *rest]),
         cause=f"{name} and the graph disagree on {', '.join(keys)}",
-        repair=context.advise_graph_repair(f"or {advice}") if name != "export.json" else Advice("caller", advice),
+        repair=context.advise_graph_repair(f"or {advice}") if name in SHOWN_BY_THE_GRAPH else Advice("caller", advice),
         effects=tuple(dict.fromkeys(one.so for one in shown if one.so)),
     )

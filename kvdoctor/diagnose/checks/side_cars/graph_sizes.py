@@ -74,14 +74,24 @@ def windows(context: ContractContext) -> dict[int | None, int] | None:
 
 def positions(context: ContractContext) -> int | None:
     """Rows of the shortest table that is looked up by position; None where the graph shows none."""
+    return min(_find_tables(context)[0], default=None)
+
+
+def token_rows(context: ContractContext) -> int | None:
+    """Rows of the smallest table that is looked up by token id; None where the graph shows none."""
+    return min(_find_tables(context)[1], default=None)
+
+
+def _find_tables(context: ContractContext) -> tuple[list[int], list[int]]:
+    """Rows of the tables that are looked up by position, and of those that are looked up by token id."""
     flow = _flow(context)
     if flow is None:
-        return None
+        return [], []
     ports = context.contract.graph("decode").inputs
     tokens = {port.name for port in ports if port.role in ("token_ids", "token_and_position")}
     places = {port.name for port in ports if port.role in ("position_ids", "cache_position")}
     widths = {port.shape[-1] for port in ports if port.role == "embeddings" and port.shape}
-    found, counted = [], []
+    found, counted, words = list[int](), [], list[int]()
     for node in flow.nodes:
         at = COSINES.get((node.domain, node.op))
         if at is not None and len(node.inputs) > at:
@@ -97,9 +107,10 @@ def positions(context: ContractContext) -> int | None:
             counted.append(table)
         elif roots & tokens:
             widths.add(table[1])
+            words.append(table[0])
     # What is reckoned with first may be a bias by distance: one of positions is as wide as that of the words.
     found += [rows for rows, width in counted if rows >= FEW_ROWS and width in widths]
-    return min(found, default=None)
+    return found, words
 
 
 def _table(flow: Flow, node: FlatNode) -> tuple[int, int] | None:
