@@ -275,9 +275,33 @@ def test_names_of_another_exporter_become_those_of_optimum(tmp_path: Path) -> No
     assert graph.input[-1].name == "use_cache_branch"
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["weights-inside", "weights-beside"])
+def test_a_pair_shares_its_weights(beside: bool, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    for name in ("decoder_model.onnx", "decoder_with_past_model.onnx"):
+        model = onnx.load(str(EXPORTS / "t5" / name))
+        onnx.save(model, str(source / name), save_as_external_data=beside, location=f"{name}_data", size_threshold=64)
+    report = converted(source, out, "shared")
+    assert "the loop's logits are those of the source, bit for bit" in claims(report)
+    later = onnx.load(str(out / "decoder_with_past_model.onnx"), load_external_data=False).graph
+    files = {entry.value for one in later.initializer for entry in one.external_data if entry.key == "location"}
+    assert files == {"decoder_model.onnx_data"}
+    before, after = (sum(file.stat().st_size for file in path.glob("decoder*")) for path in (source, out))
+    assert before - after > 100_000, "the weights of one of them"
+    assert {file.name for file in out.glob("decoder*")} == {
+        "decoder_model.onnx",
+        "decoder_model.onnx_data",
+        "decoder_with_past_model.onnx",
+    }
+    with pytest.raises(UsageError, match="share their weights already"):
+        converted(out, tmp_path / "again", "shared")
+
+
 @pytest.mark.parametrize(
     ("path", "layout", "says"),
     [
+        ("gpt2", "shared", "it is one file"),
         ("gpt2", "merged", "one graph serves the first and the later steps, so there is nothing to merge"),
         ("gpt2", "pair", "one graph without a switch serves all steps"),
         ("gpt2", "optimum", "it already has Optimum's names"),
