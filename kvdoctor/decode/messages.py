@@ -183,6 +183,18 @@ class PairedJob:
 
 
 @record
+class GradeJob:
+    """Run two variants of one model on the tokens that the first of them decodes."""
+
+    base: PairedSide
+    variant: PairedSide
+    seed: int = 0
+    provider: str = CPU
+    threads: int = field(default_factory=count_threads)
+    tag: Literal["grade"] = "grade"
+
+
+@record
 class MeasureJob:
     """Measure the largest IR version and opset that the runtime opens."""
 
@@ -353,6 +365,29 @@ class PairedDone:
 
 
 @record
+class Graded:
+    """How far a variant is from the base.
+
+    Attributes:
+        tokens: The positions whose logits were compared.
+        divergence: The mean Kullback-Leibler divergence of the base's next-token distribution from the variant's, nats.
+        same_top1: The share of positions with the same likeliest token.
+        first_other: The first of the decoded tokens, from 1 on, in whose place the variant has another; None without.
+        layers: By layer, the root mean square difference of its cache after the prompt, as a fraction of the standard
+            deviation of the base's.
+        failed: Why there are no figures; empty if there are.
+    """
+
+    tokens: int = 0
+    divergence: float = 0.0
+    same_top1: float = 1.0
+    first_other: int | None = None
+    layers: dict[str, float] = field(default_factory=dict)
+    failed: str = ""
+    tag: Literal["graded"] = "graded"
+
+
+@record
 class LimitsMeasured:
     """The largest IR version and opset that the runtime opens; None where not even the oldest model opens."""
 
@@ -409,7 +444,7 @@ class JobDone:
     tag: Literal["done"] = "done"
 
 
-Job = ExperimentJob | TrialJob | CompareJob | RecordJob | PlayJob | PairedJob | MeasureJob
+Job = ExperimentJob | TrialJob | CompareJob | RecordJob | PlayJob | PairedJob | GradeJob | MeasureJob
 Event = (
     Hello
     | ExperimentStarted
@@ -424,6 +459,7 @@ Event = (
     | WorkerError
     | TrialDone
     | PairedDone
+    | Graded
     | LimitsMeasured
     | CallScripted
     | CallPlaying

@@ -65,6 +65,14 @@ def plan_walks(original: CacheContract, converted: CacheContract, most_tokens: i
     return tuple(walk for walk in fitted if not any(_begins(walk, other) for other in fitted))
 
 
+def plan_decoding(one: CacheContract, other: CacheContract, prompt: int, steps: int) -> Walk | None:
+    """A prompt and single steps in sizes that both contracts take; None where not even a prompt fits."""
+    fixed = [(both.fixed_batch, both.new_tokens, both.usable_length) for both in (one, other)]
+    rows, new, most = ([size for size in sizes if size is not None] for sizes in zip(*fixed, strict=True))
+    limit = min([prompt + steps, *most])
+    return _fit(Walk(1, prompt, (1,) * steps), next(iter(rows), None), next(iter(new), None), limit)
+
+
 def _begins(walk: Walk, other: Walk) -> bool:
     """Whether a longer walk begins with the same calls."""
     same = (walk.batch, walk.prompt) == (other.batch, other.prompt) and len(walk.pieces) < len(other.pieces)

@@ -128,6 +128,22 @@ def measurable(logits: "np.ndarray[Any, Any]") -> bool:
         return bool(np.isfinite(logits.max(-1)).all())
 
 
+def divergences(got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any] | None":
+    """The Kullback-Leibler divergence of each position, float64[positions] in nats, of logits [positions, vocabulary].
+
+    Tokens that both mask do not count. None where logits are not finite.
+    """
+    masked = np.isneginf(got) & np.isneginf(expected)
+    if not (np.isfinite(got[~masked]).all() and np.isfinite(expected[~masked]).all()):
+        return None
+    if masked.any():
+        # Two tokens of weight 0 add nothing, whatever their logits are.
+        floor = float(expected[~masked].min()) - LEAST_DEPTH
+        got, expected = np.where(masked, floor, got), np.where(masked, floor, expected)
+    found: np.ndarray[Any, Any] = np.maximum(_measure_positions(got, expected)[3], 0)
+    return found
+
+
 def _measure_positions(got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """By position: largest difference, standard deviation, cosine, divergence; float64[4, positions].
 

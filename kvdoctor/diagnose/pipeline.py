@@ -33,7 +33,8 @@ from kvdoctor.diagnose.not_checked import (
     find_unproved_uses,
 )
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
-from kvdoctor.findings import Finding, NotChecked, Round
+from kvdoctor.diagnose.variants import grade_variants
+from kvdoctor.findings import Finding, NotChecked, Round, Selection
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.document import TOTAL_SECONDS, Report
@@ -146,8 +147,14 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
         session.checkpoint.close()
         environment |= session.checkpoint.versions
     measured = {name: diagnosis.measured for name, diagnosis in diagnoses.items()}
-    report = replace(report, notes=notes, environment=environment, runs=runs, measured=measured)
+    variants = tuple(grade_variants(folder, contracts, options, runtime)) if _compares_variants(options, plan) else ()
+    report = replace(report, notes=notes, environment=environment, runs=runs, measured=measured, variants=variants)
     return add_targets(report, options, {name: d.target_results for name, d in diagnoses.items()})
+
+
+def _compares_variants(options: Options, plan: RunPlan) -> bool:
+    """Whether the whole folder is asked about, not a trace, some checks, or the copy of a repair."""
+    return options.trace is None and plan.at is None and plan.stacks is None and options.selection == Selection()
 
 
 def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCheck | None") -> StackDiagnosis:

@@ -10,7 +10,7 @@ from kvdoctor.decode.runs import Run
 from kvdoctor.errors import Unhealthy
 from kvdoctor.findings import SEVERITIES, Finding, NotChecked, means_incomplete
 from kvdoctor.records import record, to_plain
-from kvdoctor.report.facts import ModelFacts, StackFacts, TargetFacts, Verdict
+from kvdoctor.report.facts import ModelFacts, StackFacts, TargetFacts, VariantFacts, Verdict
 from kvdoctor.report.repair_record import RepairRecord
 from kvdoctor.report.wording.summary import format_verdict, name_worst, summarize
 
@@ -60,6 +60,7 @@ class Report:
         model: the model and its files.
         stacks: its stacks.
         targets: the target runtimes.
+        variants: variants of one model in the folder, each compared with the most exact one.
         runs: every experiment on every stack and runtime.
         findings: the findings, worst first.
         not_checked: the checks that could not run.
@@ -77,6 +78,7 @@ class Report:
     model: ModelFacts
     stacks: tuple[StackFacts, ...] = ()
     targets: tuple[TargetFacts, ...] = ()
+    variants: tuple[VariantFacts, ...] = ()
     runs: tuple[Run, ...] = ()
     findings: tuple[Finding, ...] = ()
     not_checked: tuple[NotChecked, ...] = ()

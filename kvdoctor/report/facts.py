@@ -91,6 +91,35 @@ class StackFacts:
 
 
 @record
+class VariantFacts:
+    """A variant of a model (`_q4`, `_fp16`), graded by the one with the most exact arithmetic, the base.
+
+    Attributes:
+        stack: the name of its stack.
+        base: the name of the stack that it was compared with.
+        bytes: the size of its files on disk, weights beside them included.
+        base_bytes: the same of the base.
+        tokens: the positions whose logits were compared: those of the tokens that the base decodes.
+        divergence: the mean Kullback-Leibler divergence of the next-token distributions, in nats; null without figures.
+        same_top1: the share of positions with the same likeliest token; null without figures.
+        first_other: the first decoded token, from 1 on, in whose place the variant has another; null if none.
+        layers: by layer, the difference of its cache after the prompt, as a fraction of its standard deviation.
+        reason: why there are no figures; null if there are.
+    """
+
+    stack: str
+    base: str
+    bytes: int
+    base_bytes: int
+    tokens: int = 0
+    divergence: float | None = None
+    same_top1: float | None = None
+    first_other: int | None = None
+    layers: dict[str, float] = field(default_factory=dict)
+    reason: str | None = None
+
+
+@record
 class TargetFacts:
     """A target runtime, and its results for each stack that differ from those of the local runtime.
 

@@ -39,6 +39,7 @@ from kvdoctor.report.wording.runs import (
 from kvdoctor.report.wording.summary import format_counts, format_reproducer
 from kvdoctor.report.wording.targets import list_target_releases, select_local_runs, tabulate_targets
 from kvdoctor.report.wording.units import format_count
+from kvdoctor.report.wording.variants import tabulate_variants
 
 MOST_CHARACTERS = 65_536
 """The length limit of a GitHub issue."""
@@ -167,6 +168,11 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _targets(report, stack.name)
         if stack.cache is not None and stack.cache.parts and is_plan_requested(report.arguments):
             yield from _plan(stack.cache)
+    for title, header, rows in tabulate_variants(report):
+        yield ""
+        yield f"## {markdown(title)}"
+        yield ""
+        yield from table(header, in_code(rows))
 
 
 def _repair(report: Report, record: RepairRecord) -> Iterator[str]:

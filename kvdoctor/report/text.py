@@ -12,7 +12,14 @@ from kvdoctor.report.document import TOTAL_SECONDS, Report, counts, exit_code, e
 from kvdoctor.report.repair_record import RepairRecord
 from kvdoctor.report.safe import shortened
 from kvdoctor.report.text_card import make_card, make_line
-from kvdoctor.report.text_details import show_details, show_findings, show_plan, show_repair, show_targets
+from kvdoctor.report.text_details import (
+    show_details,
+    show_findings,
+    show_plan,
+    show_repair,
+    show_targets,
+    show_variants,
+)
 from kvdoctor.report.text_page import VERDICTS, Page, open_console, open_text
 from kvdoctor.report.wording.alike import FindingGroup, format_places, group_findings, group_open_checks
 from kvdoctor.report.wording.contract import describe_contract, format_files, outline_contracts
@@ -131,6 +138,7 @@ def _show_screen(page: Page, report: Report, verbosity: int, show_diff: bool) ->
         _show_undecided(page, report)
     for stack in report.stacks:
         show_targets(page, report, stack)
+    show_variants(page, report)
     _show_open_checks(page, report, False if report.verdict == "incomplete" else None)
     for note in report.notes[:MOST_NOTES]:
         page.line(f"note: {note}", "dim")

@@ -43,6 +43,7 @@ from kvdoctor.report.wording.targets import (
     tabulate_targets,
 )
 from kvdoctor.report.wording.units import format_count
+from kvdoctor.report.wording.variants import tabulate_variants
 
 if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Experiment
@@ -61,6 +62,7 @@ def show_details(page: Page, report: Report, show_diff: bool = False) -> None:
     for stack in report.stacks:
         page.line("")
         _show_stack(page, stack, report)
+    show_variants(page, report)
     if report.command == "inspect":
         _show_ports(page, report)
     if report.repair is not None:
@@ -162,6 +164,14 @@ def show_targets(page: Page, report: Report, stack: StackFacts) -> None:
         page.table(header, rows)
     for line in list_target_releases(report):
         page.line(f"  {line}", "dim")
+
+
+def show_variants(page: Page, report: Report) -> None:
+    """Print how far the variants of a model are from the most exact one."""
+    for title, header, rows in tabulate_variants(report):
+        page.line("")
+        page.line(title, "bold")
+        page.table(header, rows)
 
 
 def _show_steps(page: Page, run: Run, stack: StackFacts) -> None:

@@ -32,6 +32,7 @@ from kvdoctor.report.wording.repair import format_copy
 from kvdoctor.report.wording.summary import format_reproducer, name_verdict
 from kvdoctor.report.wording.targets import list_target_limits
 from kvdoctor.report.wording.units import format_count
+from kvdoctor.report.wording.variants import tabulate_variants
 
 MEANS = {
     "healthy": "Decode steps were run with and without the cache, and their logits agree.",
@@ -180,6 +181,13 @@ def show_files(report: Report, place: PagePosition) -> Iterator[Content]:
             name, caption = place.id(f"ports-{number}"), f"Inputs and outputs of {file.path}"
             made = table(name, caption, ("name", "direction", "type"), rows)
             yield fold(("Inputs and outputs of ", code(file.path)), made, more_line(len(ports) - MOST_PORTS, "port"))
+
+
+def show_variants(report: Report, place: PagePosition) -> Iterator[Content]:
+    """How far the variants of a model are from the most exact one."""
+    for number, (title, header, rows) in enumerate(tabulate_variants(report)):
+        cells = [(code(row[0]), *row[1:]) for row in rows]
+        yield table(place.id(f"variants-{number}"), f"{title[0].upper()}{title[1:]}", tuple(header), cells)
 
 
 def show_notes(report: Report) -> Iterator[Content]:

@@ -24,6 +24,7 @@ from kvdoctor.decode.messages import (
     Event,
     ExperimentJob,
     ExperimentStarted,
+    GradeJob,
     Hello,
     Job,
     JobDone,
@@ -118,6 +119,10 @@ def run_job(job: Job, announce: Announce) -> None:
             from kvdoctor.runtime.worker.paired import run_paired
 
             announce(run_paired(job, announce))
+        case GradeJob():
+            from kvdoctor.runtime.worker.grade import grade
+
+            announce(grade(job, announce))
         case MeasureJob():
             from kvdoctor.runtime.worker.version_limits import measure_limits
 

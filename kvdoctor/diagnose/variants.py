@@ -1,0 +1,88 @@
+"""Variants of one model in a folder (`model.onnx`, `model_q4.onnx`): each is graded by the most exact one.
+
+A variant that is healthy by its own measure may still decode other words than the model that it was made from. How far
+it is off is a fact, not a finding: what is too far is the user's to say (`diff --agree`).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from kvdoctor.analysis.model_folder import ModelFolder
+from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.messages import Graded, GradeJob, PairedSide, WorkerError
+from kvdoctor.decode.tolerances import TOLERANCES
+from kvdoctor.errors import WorkerDied
+from kvdoctor.options import Options
+from kvdoctor.report.facts import VariantFacts
+from kvdoctor.runtime.client import Runtime
+
+
+def grade_variants(
+    folder: ModelFolder, contracts: Mapping[str, CacheContract], options: Options, runtime: Runtime
+) -> Iterator[VariantFacts]:
+    """The variants in a folder, each run beside the base of its group.
+
+    Raises:
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    for base, variants in find_variants(folder.stacks, contracts):
+        for variant in variants:
+            ours, theirs = (
+                PairedSide(one.name, folder.root.absolute(), contracts[one.name]) for one in (base, variant)
+            )
+            found = _grade(GradeJob(ours, theirs, seed=options.seed, provider=options.provider), runtime)
+            known = not found.failed
+            yield VariantFacts(
+                stack=variant.name,
+                base=base.name,
+                bytes=_count_bytes(variant),
+                base_bytes=_count_bytes(base),
+                tokens=found.tokens,
+                divergence=found.divergence if known else None,
+                same_top1=found.same_top1 if known else None,
+                first_other=found.first_other,
+                layers=found.layers,
+                reason=found.failed or None,
+            )
+
+
+def find_variants(
+    stacks: Iterable[StackFiles], contracts: Mapping[str, CacheContract]
+) -> Iterator[tuple[StackFiles, tuple[StackFiles, ...]]]:
+    """Stacks that are one model by their file names, kind and sizes: the base, and the others.
+
+    The base has the most exact arithmetic, and of several such the most bytes: weights in 4 or 8 bits are unpacked and
+    computed with in float32.
+    """
+    groups: dict[object, list[StackFiles]] = {}
+    for stack in stacks:
+        contract = contracts[stack.name]
+        if contract.slots and not contract.missing:
+            stem = stack.main.name.removesuffix(".onnx").removesuffix(stack.main.suffix)
+            layers = len(contract.slots)
+            groups.setdefault((stem, stack.kind, contract.vocabulary, contract.codebooks, layers), []).append(stack)
+    for group in groups.values():
+        base, *others = sorted(
+            group, key=lambda one: (TOLERANCES[contracts[one.name].exactness].passes, -_count_bytes(one), one.name)
+        )
+        if others:
+            yield base, tuple(others)
+
+
+def _grade(job: GradeJob, runtime: Runtime) -> Graded:
+    found = Graded(failed="the comparison crashed")
+    try:
+        for event in runtime.ask(job):
+            if isinstance(event, WorkerError):
+                found = Graded(failed=f"the comparison crashed ({event.text.strip().splitlines()[-1]})")
+            found = event if isinstance(event, Graded) else found
+    except WorkerDied as crash:
+        found = Graded(failed=f"the worker process ended: {crash.how}")
+    return found
+
+
+def _count_bytes(stack: StackFiles) -> int:
+    """The files of a stack on disk; weights beside several of them count once."""
+    beside = {one.path: one.bytes or 0 for file in stack.files.values() for one in file.external}
+    inside = (file.skeleton.bytes_on_disk for file in stack.files.values() if file.skeleton is not None)
+    return sum(inside) + sum(beside.values())
