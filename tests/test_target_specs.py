@@ -4,12 +4,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
+import onnx
 import pytest
+from support.isolated import kvdoctor
 from support.text_fixtures import compile_text, load_all
 
+from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.errors import UsageError
 from kvdoctor.model.view import GraphView
 from kvdoctor.runtime import release_environments
@@ -19,6 +22,7 @@ from kvdoctor.runtime.targets import order, parse_targets
 from kvdoctor.runtime.targets.bindings import BINDINGS
 from kvdoctor.runtime.targets.demands import read_demands
 from kvdoctor.runtime.targets.limits import describe_feature, limits_of, newest_limits, releases, tested_operators
+from kvdoctor.runtime.targets.oldest import find_oldest
 
 ROOT = Path(__file__).parent.parent
 
@@ -245,3 +249,40 @@ def test_an_inspection_reads_the_table_alone(alone: Callable[..., "subprocess.Co
     assert report["targets"][0]["opset"] == 18
     done = alone("inspect", "fixtures/exports/gpt2", "--target", "onnxruntime==9.0.0")
     assert "onnxruntime==9.0.0 is newer than the measured releases" in done.stdout
+
+
+def test_the_oldest_release_is_that_of_the_table(tmp_path: Path) -> None:
+    """It and all newer ones take the file, and the one before it does not."""
+    for name, model in load_all().items():
+        if name.startswith("layout-"):
+            folder = open_folder(str(model.write(tmp_path / name)))
+            for view in (file.view for file in folder.files if file.view is not None):
+                oldest = find_oldest(view)
+                takes = newest_that_open(view)
+                assert (oldest.release if oldest else None) == (takes[-1] if takes else None), name
+                assert oldest is None or bool(oldest.because) == (len(takes) < len(releases()))
+
+
+def newest_that_open(view: GraphView) -> list[str]:
+    return [*takewhile(lambda one: not is_excessive(view, one), reversed(releases()))]
+
+
+def is_excessive(view: GraphView, release: str) -> bool:
+    limits, asked = limits_of(release), read_demands(view)
+    assert limits is not None
+    return asked.ir > limits.ir or asked.opset > limits.opset or bool(asked.lacking(limits))
+
+
+@pytest.mark.parametrize(
+    ("ir", "opset", "says"),
+    [(8, 15, ""), (10, 15, "needs onnxruntime 1.18.1 (IR version 10)"), (8, 20, "needs onnxruntime 1.17.0 (opset 20)")],
+)
+def test_inspect_says_what_the_file_needs(ir: int, opset: int, says: str, tmp_path: Path) -> None:
+    folder = load_all()["decoder-only-healthy"].write(tmp_path / "model")
+    model = onnx.load(str(folder / "model.onnx"))
+    model.ir_version = ir
+    next(entry for entry in model.opset_import if not entry.domain).version = opset
+    onnx.save(model, str(folder / "model.onnx"))
+    text = kvdoctor("inspect", folder).stdout
+    assert says in text
+    assert ("needs onnxruntime" in text) == bool(says)

@@ -25,6 +25,7 @@ from kvdoctor.model.view import ELEMENT_TYPES, Declared, GraphView
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report, decide, worst_first
 from kvdoctor.report.facts import FileFacts, GraphFacts, ModelFacts, StackFacts
+from kvdoctor.runtime.targets.oldest import find_oldest
 
 ON_TARGETS = "KV4"
 """How the codes of checks on target runtimes begin."""
@@ -86,7 +87,7 @@ def file_facts(file: OnnxFile, hash_it: bool) -> FileFacts:
     digest = sha256(file.path) if hash_it and file.path.is_file() else None
     if file.view is None:
         return FileFacts(file.name, file.role, size, digest)
-    view = file.view
+    view, oldest = file.view, find_oldest(file.view)
     return FileFacts(
         path=file.name,
         role=file.role,
@@ -99,6 +100,8 @@ def file_facts(file: OnnxFile, hash_it: bool) -> FileFacts:
         inputs=tuple(_port_facts(port) for port in view.inputs.values()),
         outputs=tuple(_port_facts(port) for port in view.outputs.values()),
         graph=_graph_facts(view),
+        oldest_runtime=oldest.release if oldest else None,
+        oldest_because=(oldest.because or None) if oldest else None,
     )
 
 

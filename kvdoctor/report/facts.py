@@ -43,6 +43,8 @@ class FileFacts:
         inputs: name, dtype and shape of each input.
         outputs: name, dtype and shape of each output.
         graph: the contents of its graph; null if it cannot be read.
+        oldest_runtime: the oldest release of onnxruntime that opens it on the CPU, by a measured table; null if none.
+        oldest_because: what the release before that one lacks; null if it is the oldest that was measured.
     """
 
     path: str
@@ -56,6 +58,8 @@ class FileFacts:
     inputs: tuple[dict[str, Any], ...] = ()
     outputs: tuple[dict[str, Any], ...] = ()
     graph: GraphFacts | None = None
+    oldest_runtime: str | None = None
+    oldest_because: str | None = None
 
 
 @record

@@ -115,8 +115,17 @@ def format_files(files: Sequence[FileFacts]) -> str:
     )
     producers = dict.fromkeys(file.producer for file in files if file.producer)
     facts = (f"IR {', '.join(ir)}" if ir else "", f"opset {', '.join(opsets)}" if opsets else "", ", ".join(producers))
-    known = "; ".join(filter(None, facts))
+    known = "; ".join(filter(None, (*facts, _format_oldest(files))))
     return f"{format_count(len(files), 'file')}, {size}" + (f": {known}" if known else "")
+
+
+def _format_oldest(files: Sequence[FileFacts]) -> str:
+    """`needs onnxruntime 1.18.1 (opset 21)`: the release that opens all files, where an older one does not."""
+    demanding = [file for file in files if file.oldest_runtime and file.oldest_because]
+    if not demanding or any(file.graph is not None and file.oldest_runtime is None for file in files):
+        return ""
+    worst = max(demanding, key=lambda file: [int(part) for part in str(file.oldest_runtime).split(".")])
+    return f"needs onnxruntime {worst.oldest_runtime} ({worst.oldest_because})"
 
 
 def list_slots(contract: CacheContract) -> Iterator[list[str]]:
