@@ -18,10 +18,11 @@ from kvdoctor.model.view import GraphView
 from kvdoctor.runtime import release_environments
 from kvdoctor.runtime.environments import EnvironmentUnavailable
 from kvdoctor.runtime.release_environments import find_python, prepare_environment, this_version
+from kvdoctor.runtime.targets import limits as limits_table
 from kvdoctor.runtime.targets import order, parse_targets
 from kvdoctor.runtime.targets.bindings import BINDINGS
 from kvdoctor.runtime.targets.demands import read_demands
-from kvdoctor.runtime.targets.limits import describe_feature, limits_of, newest_limits, releases, tested_operators
+from kvdoctor.runtime.targets.limits import describe_feature, limits_of, newest_limits, releases
 from kvdoctor.runtime.targets.oldest import find_oldest
 
 ROOT = Path(__file__).parent.parent
@@ -154,7 +155,7 @@ def test_features_in_words() -> None:
     assert describe_feature("com.microsoft:GroupQueryAttention.inputs-12") == (
         "com.microsoft GroupQueryAttention with 12 inputs"
     )
-    assert tested_operators().standard("Attention", 22) is None
+    assert limits_table.tested_operators().standard("Attention", 22) is None
 
 
 def test_no_healthy_fixture_asks_too_much_of_the_newest_release() -> None:
