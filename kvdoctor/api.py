@@ -353,7 +353,7 @@ def judge(path: "Path", result: "Path", **options: "Unpack[JudgeOptions]") -> "R
     from kvdoctor.runtime.client import Runtime
 
     with Runtime(asked.limits) as runtime:
-        from kvdoctor.diagnose import judge as judging
+        from kvdoctor.loops import judge as judging
 
         return judging.judge(os.fspath(path), os.fspath(result), asked, runtime)
 

@@ -14,6 +14,7 @@ import pytest
 from onnx import numpy_helper
 from support.fixture_exports import NEW_TOKENS, environment, make_again
 from support.isolated import EXPORTS, MERGED, re_export
+from support.sampling import first
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,7 @@ def take_floats(graph: onnx.GraphProto) -> Iterator[np.ndarray[Any, Any]]:
             yield from take_floats(attribute.g)
 
 
-@pytest.mark.parametrize("name", [*MERGED, *SOUND])
+@pytest.mark.parametrize("name", first([MERGED[-1], SOUND[-1], *MERGED[:-1], *SOUND[:-1]], 2))
 def test_optimum_decodes_what_pytorch_decodes(name: str, tmp_path: Path) -> None:
     made, checkpoint = make_again(name, tmp_path)
     assert_same_export(made, EXPORTS / name)  # so the checkpoint is the one that the fixture was made from

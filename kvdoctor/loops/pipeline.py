@@ -225,8 +225,9 @@ def _refuse(observed: ObservedLoop, shown: str) -> tuple[str, int] | None:
     if run is None:
         return f"the model could not be run: {observed.obstacle or 'no experiment ran'}", 3
     if run.outcome in ("failed", "differs", "died"):
+        what = "decodes wrong tokens" if run.outcome == "differs" else "fails"
         return (
-            f"the model decodes wrong tokens in a right loop too ({run.experiment} {_outcome(run)}); "
+            f"the model {what} in a right loop too ({run.experiment} {_outcome(run)}); "
             f"`kvdoctor step-test {shown}` names the cause and the repair"
         ), 1
     if run.outcome == "skipped":

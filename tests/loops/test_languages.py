@@ -47,7 +47,7 @@ def test_a_layout_is_decoded(language: str, layout: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("language", "layout"), spread(COMPILED, embedding_models.LAYOUTS, 3))
+@pytest.mark.parametrize(("language", "layout"), spread(COMPILED, embedding_models.LAYOUTS, 5))
 def test_an_embedding_graph_is_run_before_each_call(language: str, layout: str, tmp_path: Path) -> None:
     model = text_fixtures.load_all()[layout].write(tmp_path / "model")
     program = built(language, model, tmp_path / "loop")

@@ -13,7 +13,7 @@ from support.isolated import EXPORTS, kvdoctor
 from support.sampling import first
 from test_loop_of_each_layout import FIXTURES, LOOPS
 
-from kvdoctor.diagnose.judge import judge
+from kvdoctor.loops.judge import judge
 from kvdoctor.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.options import Options
 from kvdoctor.runtime.client import Runtime

@@ -20,9 +20,9 @@ from support.sampling import first
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.diagnose.judge import judge
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.loops.check import build_cache, find_library
+from kvdoctor.loops.judge import judge
 from kvdoctor.loops.languages.rust import LANGUAGE, ORT, expressions
 from kvdoctor.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.loops.plan import INTEGERS, CallPlan, Input, LoopPlan, make_plan

@@ -28,7 +28,10 @@ def spread(rows: Iterable[Any], columns: Iterable[Any], every: int) -> list[Any]
 
 
 def first(cases: Iterable[Any], count: int) -> list[Any]:
-    """The first cases for slow runs, the others for all tests."""
+    """The first cases for slow runs, the others for all tests; a tuple holds the values of several parameters."""
     return [
-        case if index < count else pytest.param(case, marks=pytest.mark.exhaustive) for index, case in enumerate(cases)
+        case
+        if index < count
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.exhaustive)
+        for index, case in enumerate(cases)
     ]

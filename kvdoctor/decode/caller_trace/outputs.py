@@ -95,7 +95,7 @@ def _compare_outputs(
         mine = as_array(value) if got.sample is None else take_sample(as_array(value))
         rows = values.shape[-1] if values.ndim else 1
         difference = compare(values.reshape(1, -1, rows), mine.reshape(1, -1, rows), builder.tolerance)
-        if judge(difference, builder.tolerance) == "fail":
+        if judge(difference, builder.tolerance) != "pass":
             off = f"off by {difference.relative:.2g} standard deviations" if difference.finite else "not finite"
             rounds = difference.finite and difference.relative <= TOLERANCES["float16"].fails
             cause = Cause(CALLER_ROUNDS if rounds else DIFFERS, f"{where}: {name} is {off}, from the same feed")

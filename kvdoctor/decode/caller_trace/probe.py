@@ -43,7 +43,7 @@ def read_probe(path: str) -> tuple[ProbeRun, ...]:
     runs: dict[str, ProbeRun] = {}
     calls = 0
     try:
-        for line, found in read_objects(place):
+        for line, found in read_objects(place, cut=True):
             name = found.get("run")
             if not isinstance(name, str) or not 0 < len(name) <= 200:
                 raise UsageError(f"{path!r}, line {line} names no run: `kvdoctor step-test MODEL --trace` reads traces")

@@ -88,8 +88,10 @@ def _read_lines(path: Path) -> Iterator[TraceStep]:
             yield parse_step(found, line, str(path))
 
 
-def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_objects(path: Path, cut: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file of JSON lines, each with the number of its line.
+
+    Where `cut`, a last line without an end is left out if it is not whole: its program was ended while it wrote.
 
     Raises:
         UsageError: a line is no object.
@@ -98,7 +100,13 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise UsageError(f"{str(path)!r} is larger than 1 GiB; {SHORTER}, or tensors as one .npz for each step")
     with path.open("rb") as stream:
         for line, text in _iterate_lines(stream, str(path)):
-            yield line, _parse_object(text, f"{str(path)!r}, line {line}")
+            try:
+                found = _parse_object(text, f"{str(path)!r}, line {line}")
+            except UsageError:
+                if cut and line > 1 and not text.endswith(b"\n"):
+                    return
+                raise
+            yield line, found
 
 
 def _iterate_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:

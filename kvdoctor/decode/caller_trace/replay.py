@@ -21,6 +21,7 @@ from kvdoctor.decode.caller_trace.outputs import (
     is_fed_alike,
 )
 from kvdoctor.decode.caller_trace.recorded import Trace, TraceStep, TraceTensor, same_values
+from kvdoctor.decode.caller_trace.row_order import find_row_order
 from kvdoctor.decode.caller_trace.step import ContractViolation, StepContext, size_of
 from kvdoctor.decode.calls import (
     NUMPY_TYPES,
@@ -169,7 +170,9 @@ def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: Trace
     for entry in planned:
         if entry.right and state.past is not None and 0 < entry.start < state.tokens:
             state.past, state.tokens = cut(builder, state.past, entry.start), entry.start
+        known = _follow_rows(state, entry)
         call, exact = _call(state, entry)
+        exact = exact and known
         expected = _read_logits(entry, builder.contract) if exact and entry.right else None
         if not entry.right and not broken:
             # The result of the same tokens with the right feeds: the broken step is compared with it.
@@ -184,6 +187,20 @@ def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: Trace
         _carry(state, entry, call, answer)
         state.exact = exact
     return cause
+
+
+def _follow_rows(state: _Replay, entry: ReplayStep) -> bool:
+    """Bring the rows of what is due into the order in which they were fed; false where they are others."""
+    if entry.phase == "prefill" or state.past is None:
+        return True
+    order = find_row_order(state.builder.contract, entry.step.fed, state.past)
+    if order is None:
+        return False
+    if order and order != tuple(range(state.builder.scenario.batch)):
+        state.past = state.builder.reorder_past(state.past, order)
+        state.plain = state.builder.reorder_past(state.plain, order) if state.plain is not None else None
+        state.fed = Past()
+    return True
 
 
 def _call(state: _Replay, entry: ReplayStep) -> tuple[Call, bool]:

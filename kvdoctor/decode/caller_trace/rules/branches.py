@@ -100,15 +100,15 @@ def _word(contract: CacheContract, phase: PhaseName) -> str:
 def starts_again(moment: StepContext) -> bool:
     """Whether a step that has no past, or an ignored one, begins another sequence rather than forgets the cache.
 
-    It does where it feeds more tokens than there were (a loop without the cache, or another prompt), the ids of the
-    first step, several tokens; or one token, after a sequence that went on for some steps.
+    It does where it feeds more tokens than there were (a loop without the cache, or another prompt), another number of
+    sequences, the ids of the first step, several tokens; or one token, after a sequence that went on for some steps.
     """
     before = moment.before
     if before is None:
         return True
     if not _looks_first(moment):
         return False
-    if moment.new > before.tokens:
+    if moment.new > before.tokens or moment.batch != before.batch:
         return True
     if moment.contract.first_step == "no-past-branch" and first_length(moment) == before.tokens > 1:
         return False
