@@ -37,7 +37,8 @@ def row(one: Experiment, file: str) -> str:
     if one.explains:
         when, purpose = "with a fault", "explains " + ", ".join(one.explains)
     elif one.on_request:
-        when, purpose = {"reference": "`--reference`", "loop": "`kvdoctor loop`"}[one.on_request], one.why
+        commands = {"reference": "`--reference`", "loop": "`kvdoctor loop`", "generate": "`re-export --layout genai`"}
+        when, purpose = commands[one.on_request], one.why
     else:
         when = "`--thorough`" if one.thorough else "by default"
         if one.unless_passed:

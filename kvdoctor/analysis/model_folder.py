@@ -85,14 +85,15 @@ def _read_file(path: Path, root: Path) -> OnnxFile:
 def _read_side_cars(folder: Path) -> SideCars:
     found, problems = {}, []
     for name in SIDE_CARS:
-        content, problem = _read_json(folder / name)
+        content, problem = read_json_object(folder / name)
         found[name] = content
         problems += [problem] if problem else []
     config, genai, export, generation = (found[name] for name in SIDE_CARS)
     return SideCars(config, genai, export, generation, tuple(problems))
 
 
-def _read_json(path: Path) -> tuple[dict[str, Any], str | None]:
+def read_json_object(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The object of a JSON file, empty if there is no file; and why it was not read, if it was not."""
     try:
         if not path.is_file():
             return {}, None

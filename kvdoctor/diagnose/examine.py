@@ -63,7 +63,7 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
     runtime.require_provider(options.provider)
     job = replace(build_job(context, options), keep_logits=files.logits, keep_calls=files.calls)
     results = runtime.examine(job, options.progress)
-    others = (e for e in load() if e.on_request != "loop" and not _is_wanted(e, options))
+    others = (e for e in load() if e.on_request in ("", "reference") and not _is_wanted(e, options))
     skipped = tuple(_skip(name, e, options, runtime) for e in others)
     runs = (*(resolve_node_names(run, context) for run in results.runs), *skipped)
     refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in results.refusals)

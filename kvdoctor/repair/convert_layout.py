@@ -17,11 +17,12 @@ from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.runs import LOOPS
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.errors import UsageError
-from kvdoctor.model.output_folder import regular_files
+from kvdoctor.model.output_folder import copy_whole, regular_files
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.write import write_model
 from kvdoctor.records import record
 from kvdoctor.repair.apply import Applied
+from kvdoctor.repair.generation_proof import Source, prove_generation
 from kvdoctor.repair.layouts.naming import axis_names, name_axes, port_axes
 from kvdoctor.repair.layouts.registry import (
     Conversion,
@@ -78,7 +79,7 @@ def refuse_unknown_layout(request: LayoutRequest) -> None:
         raise UsageError(f"there is no layout {request.layout!r}; the layouts are {listed}")
 
 
-def refuse_impossible_layout(path: str, request: LayoutRequest) -> None:
+def refuse_impossible_layout(path: str, request: LayoutRequest, keep_unproved: bool = False) -> None:
     """Refuse a layout that no stack at a path can have, before any work is done.
 
     Raises:
@@ -87,13 +88,19 @@ def refuse_impossible_layout(path: str, request: LayoutRequest) -> None:
     layout = _find_layout(request)
     if layout is None:
         return
+    if layout.consumer and request.lowers:
+        raise UsageError(f"lower the model first, and give the copy the layout {layout.name!r}: it is proved as it is")
+    if layout.consumer and keep_unproved:
+        raise UsageError(f"--keep-unproved: the layout {layout.name!r} is never written unproved")
     folder = open_folder(path)
     reasons = {
         stack.name: _refuse_stack(layout, stack, read_contract(stack, folder.side_cars)) for stack in folder.stacks
     }
     if all(reasons.values()):
         raise _report_refusals(folder, layout, {name: reason for name, reason in reasons.items() if reason})
-    _refuse_clashes(folder, layout, [stack for stack in folder.stacks if reasons[stack.name] is None])
+    fitting = [stack for stack in folder.stacks if reasons[stack.name] is None]
+    _refuse_several(folder, layout, [stack.main.name for stack in fitting])
+    _refuse_clashes(folder, layout, fitting)
 
 
 def _find_layout(request: LayoutRequest) -> Layout | None:
@@ -138,7 +145,18 @@ def convert_stacks(
             reasons[stack.name] = reason
     if not done:
         raise _report_refusals(folder, layout, reasons)
+    _refuse_several(folder, layout, [one.stack.main.name for one in done])
     return tuple(done)
+
+
+def _refuse_several(folder: ModelFolder, layout: Layout, names: list[str]) -> None:
+    """Refuse several decoders where the folder of a layout holds one."""
+    if layout.consumer and len(names) > 1:
+        raise UsageError(
+            f"{folder.shown!r} holds {len(names)} decoders ({', '.join(names[:3])}), and a folder for "
+            f"{layout.consumer} holds one; give the file: "
+            f"kvdoctor re-export {shlex.quote(str(Path(folder.shown) / names[0]))} --layout {layout.name} -o OUT"
+        )
 
 
 def _refuse_clashes(folder: ModelFolder, layout: Layout, stacks: list[StackFiles]) -> None:
@@ -267,10 +285,19 @@ def _convert(
         copy = session.open_copy()
         ready = convert_stacks(copy, outcome.after.contracts, request)
         put_in_place(ready, copy.root, copy.root, find_replaced_files(copy, ready))
+    _copy_beside(session, ready)
     after = diagnose_copy(session)
-    proof = [entry for one in ready for entry in _prove_conversion(session, one, outcome.after, after)]
+    proof = [entry for one in ready for entry in _prove_conversion(session, one, outcome, after)]
     applied = [Applied(one.stack.name, one.layout.conversion(one.made), tuple(one.made.changes)) for one in ready]
     return outcome.extended(after, applied, proof)
+
+
+def _copy_beside(session: RepairSession, done: tuple[ConvertedStack, ...]) -> None:
+    """Copy the further files that the consumer of a layout reads; of a folder everything is copied already."""
+    for name in {name for one in done for name in one.layout.beside}:
+        source = side_car_path(session.folder, name)
+        if source is not None and not (session.at / name).exists():
+            copy_whole(source, session.at / name)
 
 
 def _rename_axes(session: RepairSession, outcome: Outcome) -> Outcome:
@@ -297,9 +324,10 @@ def _lower(session: RepairSession, request: LayoutRequest, outcome: Outcome) -> 
 
 
 def _prove_conversion(
-    session: RepairSession, one: ConvertedStack, before: DiagnosisSide, after: DiagnosisSide
+    session: RepairSession, one: ConvertedStack, outcome: Outcome, after: DiagnosisSide
 ) -> Iterator[Proof]:
     """The claims on the new files: their loops pass, no new finding appears, the numbers are those of the source."""
+    before = outcome.after
     stack = next((s.name for s in after.report.stacks if set(s.files) & set(one.files)), None)
     if stack is None:
         yield Proof(one.stack.name, f"the layout {one.layout.name} is read as a stack", False, "no stack was found")
@@ -311,10 +339,22 @@ def _prove_conversion(
     yield Proof(stack, "no finding that was not there before", not new, ", ".join(new))
     if one.made.cut is None:
         yield _compare_loops(one, stack, before, after)
+        if one.layout.consumer:
+            yield from prove_generation(session, stack, _choose_source(session, stack, one, outcome, after))
         return
     source = session.folder.root / one.stack.files["decoder"].name
     split = SplitEncoder(stack, one.made.cut, one.contract, source, encoder=one.files[0], decoder=one.files[1])
     yield from prove_split_encoder(session, split)
+
+
+def _choose_source(
+    session: RepairSession, stack: str, one: ConvertedStack, outcome: Outcome, after: DiagnosisSide
+) -> Source:
+    """The loop whose tokens the consumer must generate: that of the original, or where it was repaired of the copy."""
+    repaired = after.contract(stack) if outcome.applied else None
+    if repaired is not None:
+        return Source(stack, session.at, repaired, "kvdoctor's own loop of the repaired original")
+    return Source(one.stack.name, session.folder.root, one.contract, "kvdoctor's own loop of the original")
 
 
 def _compare_loops(one: ConvertedStack, stack: str, before: DiagnosisSide, after: DiagnosisSide) -> Proof:

@@ -70,7 +70,7 @@ def _refuse_impossible(request: RepairRequest, options: Options) -> str:
         raise UsageError("give the path of a model to repair")
     refuse_unknown_repairs(request.fix)
     refuse_unknown_layout(request.layout)
-    refuse_impossible_layout(request.path, request.layout)
+    refuse_impossible_layout(request.path, request.layout, request.keep_unproved)
     if request.conversions and request.keep_unproved:
         raise UsageError("--keep-unproved: a conversion that is not proved is never written")
     refuse_impossible_conversions(request.path, request.conversions, options)

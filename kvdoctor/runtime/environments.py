@@ -29,6 +29,8 @@ TRANSFORMERS = "4.57.6"
 """The version for a checkpoint that does not say which version it was saved with."""
 OLDEST = (4, 46, 0)
 """Older versions of transformers do not support this version of torch."""
+GENAI = ("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1", "numpy==2.4.6")
+"""The release of onnxruntime-genai that exports are made with, and that a folder for it is proved with."""
 
 MOST_SECONDS = 3600.0
 """Limit for making an environment and for each answer of a script, which may download and load weights meanwhile."""

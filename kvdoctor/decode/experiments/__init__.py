@@ -92,7 +92,7 @@ class Experiment:
     explains: tuple[str, ...] = ()
     unless_passed: str | None = None
     changes_feeds: bool = False
-    on_request: Literal["", "reference", "loop"] = ""
+    on_request: Literal["", "reference", "loop", "generate"] = ""
     keeps: Callable[[FeedBuilder, list[Array]], dict[str, Array]] | None = None
     order: int = 50
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from kvdoctor.analysis.stacks import FileRole, StackFiles
 from kvdoctor.contract import CacheContract
+from kvdoctor.model.output_folder import write_whole
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.records import record
 from kvdoctor.repair.layouts.weights import FileSizeLimit, read_located, write_models
@@ -72,7 +73,7 @@ class ConvertedModels:
 
     `replaces` are the files of the source that they replace. `notes` are tasks that are left to the caller. `cut` is
     the place at which an encoder was cut out of the graph of the first step. `limit` limits the weights inside a file:
-    decoders share a data file, the `encoder` has its own.
+    decoders share a data file, the `encoder` has its own. `texts` are further files by name.
     """
 
     models: dict[str, ModelProto]
@@ -82,6 +83,7 @@ class ConvertedModels:
     cut: Cut | None = None
     encoder: str | None = None
     limit: FileSizeLimit = field(default_factory=FileSizeLimit)
+    texts: dict[str, str] = field(default_factory=dict)
 
     def write(self, root: Path, out: Path) -> None:
         """Write the models, which are consumed; their weights lie below `root`.
@@ -93,6 +95,8 @@ class ConvertedModels:
         for group in ({self.encoder: self.models[self.encoder]} if self.encoder else {}, decoders):
             if group:
                 write_models(group, root, out, self.limit)
+        for name, text in self.texts.items():
+            write_whole(out / name, text)
 
 
 @record
@@ -115,7 +119,9 @@ class Layout:
 
     `refuse` says why a stack cannot have it, None if it can; `make` makes it, and may raise `DoesNotFit` for reasons
     that only the graphs show. `writes` are the stems of the decoder files that it may make. `title` says what the
-    layout is where its module holds several layouts; otherwise the module's documentation does.
+    layout is where its module holds several layouts; otherwise the module's documentation does. A layout for one
+    `consumer` alone is proved by running that as well, and never written unproved; a folder of it holds one decoder.
+    `beside` are the names of files that the consumer reads, which are copied where they lie beside the source.
     """
 
     name: str
@@ -124,6 +130,8 @@ class Layout:
     refuse: Callable[[StackFiles, CacheContract], str | None]
     make: Callable[[LayoutSource], ConvertedModels]
     title: str = ""
+    consumer: str = ""
+    beside: tuple[str, ...] = ()
 
     def conversion(self, made: ConvertedModels) -> Conversion:
         """The entry of the fix report for this layout."""

@@ -8,7 +8,7 @@ from typing import Any
 from kvdoctor.repair.export.exporters.registry import Exporter
 from kvdoctor.repair.export.source_model import SourceFacts
 from kvdoctor.report.repair_record import ExportChoice
-from kvdoctor.runtime.environments import TORCH, Requirements
+from kvdoctor.runtime.environments import GENAI, TORCH, Requirements
 
 
 def choose_flags(source: SourceFacts) -> tuple[dict[str, Any], tuple[ExportChoice, ...]]:  # noqa: ARG001 - the signature of all exporters
@@ -26,11 +26,9 @@ EXPORTER = Exporter(
         (
             f"torch=={TORCH}",
             "transformers==5.23.0",
-            "onnxruntime-genai==0.18.0",
             "onnx==1.23.2",
             "onnx-ir==1.1.0",
-            "onnxruntime==1.31.1",
-            "numpy==2.4.6",
+            *GENAI,
         ),
         ("torch", "transformers", "onnxruntime_genai.models.builder", "onnx_ir"),
         "genai",

@@ -1,0 +1,205 @@
+"""The proof of a folder for onnxruntime-genai: that runtime generates the tokens of kvdoctor's own loop.
+
+It runs in a Python of its own (runtime/environments.py). The prompts have several lengths. Where two tokens are equally
+likely but for rounding, either may follow, so that no token after that is compared.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.experiments.generated_tokens import PROMPTS
+from kvdoctor.decode.experiments.loop_vectors import UNDECIDED
+from kvdoctor.decode.messages import ExperimentJob
+from kvdoctor.decode.parity import compare, judge
+from kvdoctor.decode.tolerances import find_tolerance
+from kvdoctor.records import record
+from kvdoctor.repair.layouts.genai_config import NAME
+from kvdoctor.repair.session import RepairSession
+from kvdoctor.report.repair_record import Proof
+from kvdoctor.runtime.environments import GENAI, EnvironmentUnavailable, Requirements, ScriptFailed, ScriptProcess
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SCRIPT = Path(__file__).parent / "export" / "scripts" / "generate_with_genai.py"
+NEEDS = Requirements(GENAI, ("onnxruntime_genai", "onnxruntime"), "genai")
+LEAST = 8
+"""Tokens to compare for each prompt, unless its text ends before."""
+SEEDS = 4
+"""Prompts of each length that are tried until so many tokens can be compared."""
+
+
+@record(slots=False)
+class Generated:
+    """What the loop of kvdoctor generates from a prompt: the tokens to compare, and the logits of each.
+
+    `ends` says that the last of them ends the text; `fits` is how many tokens the context has room for.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logits: "np.ndarray[Any, Any]"
+    ends: bool
+    fits: int
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether as many tokens can be compared as the proof needs."""
+        return len(self.tokens) >= min(LEAST, self.fits)
+
+
+@record
+class Source:
+    """The loop that is compared with: a stack in a folder, and its contract; `words` say whose it is."""
+
+    stack: str
+    folder: Path
+    contract: CacheContract
+    words: str
+
+
+@record
+class _Answer:
+    """What onnxruntime-genai generates: the tokens for each prompt, the file of their logits, and the versions."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    logits: Path
+    versions: str
+
+
+def prove_generation(session: RepairSession, stack: str, source: Source) -> Iterator[Proof]:
+    """The claims that onnxruntime-genai generates from the copy the tokens and the logits of the source."""
+    claim = f"onnxruntime-genai generates the tokens of {source.words}"
+    config = json.loads((session.at / NAME).read_text(encoding="utf-8"))["model"]
+    wanted = list(_generate(session, source, config))
+    short = next((one for one in wanted if not (one.is_enough or one.ends)), None)
+    if not wanted or short is not None:
+        reason = "its loop did not run from any prompt"
+        if short is not None:
+            reason = f"prompts of {len(short.prompt)}: step {len(short.tokens)} has two tokens that are equally likely"
+        yield Proof(stack, claim, False, f"no {LEAST} tokens to compare: {reason}")
+        return
+    try:
+        answer = _ask(session, wanted)
+    except EnvironmentUnavailable as error:
+        yield Proof(stack, claim, False, f"could not be proved, onnxruntime-genai is not available: {error}")
+        return
+    except ScriptFailed as error:
+        text = str(error).replace(str(session.at), "OUT")
+        yield Proof(stack, claim, False, f"onnxruntime-genai does not run the copy: {text}")
+        return
+    different = next(filter(None, map(_find_difference, wanted, answer.tokens)), "")
+    lengths = ", ".join(str(len(one.prompt)) for one in wanted)
+    count = sum(len(one.tokens) for one in wanted)
+    proved = f"{count} tokens from prompts of {lengths} ({answer.versions})"
+    yield Proof(stack, claim, not different, f"{different} ({answer.versions})" if different else proved)
+    if not different:
+        yield _compare_logits(session, stack, source, wanted, answer)
+
+
+def _generate(session: RepairSession, source: Source, config: dict[str, Any]) -> Iterator[Generated]:
+    """The texts of kvdoctor's own loop: for each length of the prompt the first that is long enough, or the longest."""
+    found: dict[str, list[Generated]] = {name: [] for name in PROMPTS}
+    for seed in range(SEEDS):
+        left = tuple(name for name, mine in found.items() if not any(one.is_enough for one in mine))
+        if not left:
+            break
+        kept = session.scratch / f"generated-{seed}.npz"
+        job = ExperimentJob(
+            stack=source.stack,
+            folder=source.folder.absolute(),
+            contract=source.contract,
+            experiments=left,
+            seed=session.options.seed + seed,
+            provider=session.options.provider,
+            keep_logits=kept,
+            timed=False,
+            tolerances=dict(session.options.tolerances),
+        )
+        session.runtime.examine(job)
+        for name, one in _read(kept, left, config):
+            found[name].append(one)
+    for mine in found.values():
+        if mine:
+            yield max(mine, key=lambda one: (one.is_enough, one.ends, len(one.tokens)))
+
+
+def _read(file: Path, names: tuple[str, ...], config: dict[str, Any]) -> Iterator[tuple[str, Generated]]:
+    import numpy as np
+
+    end, padding = config["eos_token_id"], config["pad_token_id"]
+    ends = end if isinstance(end, list) else [end]
+    if not file.is_file():
+        return
+    with np.load(file) as kept:
+        for name in names:
+            if f"{name}:prompt" not in kept.files:
+                continue
+            prompt = tuple(map(int, kept[f"{name}:prompt"]))
+            tokens = tuple(map(int, kept[f"{name}:decided"]))
+            if not {padding, *ends}.isdisjoint(prompt):
+                continue  # these have a meaning of their own in a prompt
+            stop = next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens))
+            tokens = tokens[:stop]
+            if UNDECIDED in tokens:
+                tokens = tokens[: tokens.index(UNDECIDED)]
+            ended = bool(tokens) and tokens[-1] in ends
+            yield name, Generated(prompt, tokens, kept[f"{name}:logits"][: len(tokens)], ended, stop)
+
+
+def _ask(session: RepairSession, wanted: list[Generated]) -> _Answer:
+    """Let onnxruntime-genai generate from the prompts.
+
+    Raises:
+        EnvironmentUnavailable: there is no Python that has it.
+        ScriptFailed: it refuses the copy, fails, or crashes.
+    """
+    out = session.scratch / "genai-logits.npz"
+    asked = {
+        "model": str(session.at.absolute()),
+        "prompts": [one.prompt for one in wanted],
+        "counts": [len(one.tokens) for one in wanted],
+        "out": str(out),
+    }
+    script = ScriptProcess(SCRIPT, asked, NEEDS, session.options.offline)
+    try:
+        answer = script.wait()
+    finally:
+        script.stop()
+    versions = ", ".join(f"{name} {script.hello[name]}" for name in ("onnxruntime-genai", "onnxruntime"))
+    return _Answer(tuple(map(tuple, answer["tokens"])), out, versions)
+
+
+def _find_difference(wanted: Generated, got: tuple[int, ...]) -> str:
+    """The first step whose token differs, in words; empty if all are the same."""
+    for step, token in enumerate(wanted.tokens):
+        if step >= len(got):
+            return f"prompt of {len(wanted.prompt)}: it ends after {step} tokens, and token {token} follows"
+        if got[step] != token:
+            return f"prompt of {len(wanted.prompt)}, step {step}: it generates token {got[step]} in place of {token}"
+    return ""
+
+
+def _compare_logits(
+    session: RepairSession, stack: str, source: Source, wanted: list[Generated], answer: _Answer
+) -> Proof:
+    """Compare the logits of all steps: equal tokens alone may be chance."""
+    import numpy as np
+
+    claim = f"its logits are those of {source.words}"
+    limit = find_tolerance(source.contract.exactness, session.options.tolerances)
+    worst = 0.0
+    with np.load(answer.logits) as kept:
+        for number, one in enumerate(wanted):
+            got = kept[f"logits.{number}"]
+            if got.shape != one.logits.shape:
+                return Proof(stack, claim, False, f"their shape is {list(got.shape)}, not {list(one.logits.shape)}")
+            found = compare(got[None], one.logits[None].astype(np.float32), limit)
+            if judge(found, limit) != "pass":
+                text = f"off by {found.relative:.1e} standard deviations" if found.finite else "not finite"
+                return Proof(stack, claim, False, f"prompt of {len(one.prompt)}: {text}")
+            worst = max(worst, found.relative)
+    return Proof(stack, claim, True, f"within {worst:.1e} standard deviations" if worst else "bit for bit")

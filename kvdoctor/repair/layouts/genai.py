@@ -1,0 +1,283 @@
+"""Genai: a decoder as model.onnx with the genai_config.json that onnxruntime-genai reads, and the tokenizer's files.
+
+Requires: a decoder without an encoder, whose graph for later steps takes any number of tokens and an empty past; keys
+and values of one size, layer by layer, that grow or are one buffer; token ids, and of masks and positions those that
+onnxruntime-genai feeds; the token that ends a text, and the context, in the configs beside the model.
+Ensures: one graph. Its names are declared in genai_config.json where one pattern names all layers, else they become
+those of onnxruntime-genai. The copy generates the same tokens in onnxruntime-genai itself.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.contract import CacheContract, Port, Role, Slot
+from kvdoctor.model.proto import ModelProto
+from kvdoctor.records import record
+from kvdoctor.repair.layouts.genai_config import (
+    DEFAULTS,
+    NAME,
+    Configs,
+    find_missing,
+    list_settings,
+    write_config,
+)
+from kvdoctor.repair.layouts.naming import (
+    SINGLE,
+    PortNames,
+    axis_names,
+    first_of,
+    name_axes,
+    rename_as,
+    unnamed_inputs,
+)
+from kvdoctor.repair.layouts.optimum import INSIDE
+from kvdoctor.repair.layouts.pair import split_halves
+from kvdoctor.repair.layouts.registry import ConvertedModels, DoesNotFit, Layout, LayoutSource
+from kvdoctor.report.repair_record import Change
+
+CONSUMER = "onnxruntime-genai"
+FED: dict[Role, str] = {"token_ids": "input_ids", "attention_mask": "attention_mask", "position_ids": "position_ids"}
+"""Inputs that onnxruntime-genai feeds, by role, and their entries in genai_config.json."""
+AXES = {"token_ids": ("batch", "new"), "attention_mask": ("batch", "total"), "position_ids": ("batch", "new")}
+INTEGERS = ("int32", "int64")
+FLOATS = ("float", "float16", "bfloat16")
+SLOT_AXES = ("batch", "kv_heads", "past", "head_dim")
+MOST_LETTERS = 63
+"""Letters of a name that is made from a pattern. Source: ComposeKeyValueName in src/models/kv_cache.cpp."""
+
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+"""The files of a tokenizer, as transformers and sentencepiece write them."""
+
+
+def refuse(stack: StackFiles, contract: CacheContract) -> str | None:
+    """Why onnxruntime-genai cannot run a decoder."""
+    root = stack.main.path.parents[len(Path(stack.main.name).parts) - 1]
+    if (root / NAME).is_file():
+        return f"its folder already has a {NAME}, which `kvdoctor step-test` compares with the graph"
+    if stack.kind not in ("decoder-only", "pair", "merged"):
+        return f"it is no decoder that one graph can serve ({stack.kind})"
+    reasons = (_refuse_encoder, _refuse_inputs, _refuse_lengths, _refuse_slots, _refuse_logits)
+    found = next((reason for find in reasons if (reason := find(contract)) is not None), None)
+    return found or find_missing(Configs.beside(root), contract)
+
+
+def _refuse_encoder(contract: CacheContract) -> str | None:
+    if contract.has_encoder_states or contract.of_kind("cross-attention") or "encode" in contract.phases:
+        return (
+            "it has an encoder: onnxruntime-genai takes the cross-attention cache from the encoder's file, and in this "
+            "export the first step of the decoder computes it; `kvdoctor re-export --from CHECKPOINT --exporter genai` "
+            "exports Whisper in that form"
+        )
+    return None
+
+
+def _refuse_inputs(contract: CacheContract) -> str | None:
+    ports = [port for port in contract.graph("decode").inputs if port.role not in ("past", "branch_switch")]
+    if contract.codebooks > 1:
+        return f"it takes {contract.codebooks} tokens at each position"
+    for port in ports:
+        role = port.role
+        if role not in FED:
+            return f"it takes {port.name!r} ({_read(role)}), which {CONSUMER} does not feed to a decoder"
+        if port.axes != AXES[role] or port.dtype not in INTEGERS:
+            declared = f"{port.dtype}[{', '.join(port.axes)}]"
+            wanted = f"{' or '.join(INTEGERS)}[{', '.join(AXES[role])}]"
+            return f"its input {port.name!r} is {declared}, and {CONSUMER} feeds {wanted}"
+    if not any(port.role == "token_ids" for port in ports):
+        return "it takes no token ids"
+    types = {port.dtype for port in ports if port.role != "token_ids"}
+    if len(types) > 1:
+        return f"its mask and its positions differ in type ({', '.join(sorted(types))}), and {CONSUMER} feeds one type"
+    return None
+
+
+def _read(role: Role) -> str:
+    return role.replace("_", " ")
+
+
+def _refuse_lengths(contract: CacheContract) -> str | None:
+    if contract.fixed_batch not in (None, 1):
+        return f"it takes {contract.fixed_batch} sequences at once and no other number"
+    for port in contract.graph("decode").inputs:
+        size = _size(port, "new")
+        if size is not None:
+            return f"it takes {size} new token{'s' * (size > 1)} at a time, and {CONSUMER} feeds a prompt in one call"
+        size = _size(port, "past") or _size(port, "total")
+        if size is not None:
+            return f"its input {port.name!r} has the fixed length {size}, and {CONSUMER} feeds one that grows"
+    return None
+
+
+def _size(port: Port, axis: str) -> int | None:
+    if port.shape is None or axis not in port.axes:
+        return None
+    size = port.shape[[*port.axes].index(axis)]
+    return size if isinstance(size, int) else None
+
+
+def _refuse_slots(contract: CacheContract) -> str | None:
+    first = contract.slots[0]
+    sizes = first.size("kv_heads"), first.size("head_dim")
+    for slot in contract.slots:
+        where = f"the cache {slot.past!r}"
+        if slot.kind != "self-attention" or slot.part not in ("key", "value") or slot.layer is None:
+            what = slot.kind if slot.kind != "self-attention" else f"{slot.part} of {_whose(slot)}"
+            return f"{where} is a {what}: this layout is for one key and one value in each layer"
+        if slot.growth not in ("grow", "shared") or slot.trimmed:
+            how = "cut to a window" if slot.trimmed else slot.growth
+            return f"{where} neither grows with each step nor is one buffer for past and present ({how})"
+        if slot.axes != SLOT_AXES:
+            return f"the axes of {slot.past!r} are {', '.join(slot.axes)}: {CONSUMER} feeds {', '.join(SLOT_AXES)}"
+        if slot.present is None:
+            return f"{where} is not returned"
+        if slot.dtype not in FLOATS or slot.dtype != first.dtype:
+            return f"{where} is {slot.dtype}, where {CONSUMER} feeds one type of {', '.join(FLOATS)} to all layers"
+        own = slot.size("kv_heads"), slot.size("head_dim")
+        if None in own:
+            return f"the number of heads or the head size of {slot.past!r} is not known"
+        if own != sizes:
+            mine, others = ("x".join(map(str, pair)) for pair in (own, sizes))
+            return f"{where} has {mine} heads x head size, {first.past!r} {others}: {CONSUMER} takes one size"
+    keys, values = ([slot.layer for slot in contract.slots if slot.part == part] for part in ("key", "value"))
+    if sorted(map(str, keys)) != sorted(map(str, values)) or len({*keys}) != len(keys):
+        return "its layers do not each have one key and one value"
+    return None
+
+
+def _whose(slot: Slot) -> str:
+    return "all layers" if slot.layer is None else f"layer {slot.layer}"
+
+
+def _refuse_logits(contract: CacheContract) -> str | None:
+    port = contract.graph("decode").port("logits")
+    if port is None:
+        return "it returns no logits"
+    if port.dtype not in FLOATS or (port.shape is not None and len(port.shape) != 3):
+        return f"its logits {port.name!r} are {port.dtype} with {len(port.shape or ())} axes, and {CONSUMER} reads 3"
+    return None
+
+
+@record(slots=False)
+class GenaiNames:
+    """The names of the new graph: by port, as a `PortNames`, and by entry of genai_config.json."""
+
+    ports: PortNames
+    entries: dict[str, str]
+
+
+def choose_names(contract: CacheContract) -> GenaiNames:
+    """The names stay if one pattern names each kind of cache in all layers; else all become the usual ones."""
+    graph, slots = contract.graph("decode"), sort_slots(contract)
+    caches = {
+        "past_key_names": [slot.past for slot in slots if slot.part == "key"],
+        "past_value_names": [slot.past for slot in slots if slot.part == "value"],
+        "present_key_names": [str(slot.present) for slot in slots if slot.part == "key"],
+        "present_value_names": [str(slot.present) for slot in slots if slot.part == "value"],
+    }
+    patterns = {entry: find_pattern(names) for entry, names in caches.items()}
+    stay = all(patterns.values())
+    names, entries = PortNames(), dict[str, str]()
+    for port in (*graph.inputs, *graph.outputs):
+        entry = "logits" if port.role == "logits" else FED.get(port.role)
+        if entry is not None and entry not in entries:
+            entries[entry] = port.name if stay else DEFAULTS[entry]
+            side = names.outputs if entry == "logits" else names.inputs
+            side[port.name] = entries[entry]
+            names.axes[entries[entry]] = port.axes
+    for entry, olds in caches.items():
+        entries[entry] = patterns[entry] if stay else DEFAULTS[entry]  # type: ignore[assignment]
+        side = names.outputs if entry.startswith("present") else names.inputs
+        for layer, old in enumerate(olds):
+            side[old] = entries[entry].replace("%d", str(layer))
+            total = tuple("total" if axis == "past" else axis for axis in SLOT_AXES)
+            names.axes[side[old]] = total if entry.startswith("present") else SLOT_AXES  # type: ignore[assignment]
+    return GenaiNames(names, entries)
+
+
+def sort_slots(contract: CacheContract) -> list[Slot]:
+    """The slots layer by layer, the key before the value."""
+    return sorted(contract.slots, key=lambda slot: (slot.layer or 0, slot.part == "value"))
+
+
+def find_pattern(names: list[str]) -> str | None:
+    """The pattern with `%d` for the layer, counted from 0, that gives these names; None if there is none."""
+    first = names[0]
+    for at, letter in enumerate(first):
+        pattern = f"{first[:at]}%d{first[at + 1 :]}"
+        if letter == "0" and [pattern.replace("%d", str(layer)) for layer in range(len(names))] == names:
+            fits = "%" not in first and all(0 < len(name.encode()) <= MOST_LETTERS for name in names)
+            return pattern if fits else None
+    return None
+
+
+def make(source: LayoutSource) -> ConvertedModels:
+    """One graph, and the configuration that names its inputs and outputs."""
+    model, contract = _read_graph(source), source.contract
+    made = ConvertedModels({}, tuple(_decoder_files(source)), limit=INSIDE)
+    names, file = choose_names(contract), source.new_name(SINGLE)
+    before = [*(value.name for value in model.graph.input), *(value.name for value in model.graph.output)]
+    rename_as(model, names.ports)
+    if strange := unnamed_inputs(model, contract.graph("decode"), names.ports):
+        raise DoesNotFit(f"it takes {first_of(port.name for port in strange)}, which {CONSUMER} does not feed")
+    if source.readable:
+        name_axes(model.graph, names.ports.axes, axis_names(contract))
+    configs = Configs.beside(source.root)
+    settings = list_settings(configs, contract, sort_slots(contract))
+    made.changes += [Change(NAME, one.key, "", f"{one.value} ({one.because})") for one in settings]
+    both = {**names.ports.inputs, **names.ports.outputs}
+    for name in before:
+        if both.get(name) != name:
+            made.changes.append(Change(source.stack.main.name, "inputs and outputs", name, both.get(name, "left out")))
+    made.models[file] = model
+    made.texts[NAME] = write_config(file, settings, names.entries)
+    if not has_tokenizer(source.root, configs.folder):
+        made.notes.append(
+            f"no tokenizer lies beside the model: {CONSUMER} generates from token ids without one, and needs "
+            "tokenizer.json and tokenizer_config.json of the checkpoint in the folder to read text"
+        )
+    return made
+
+
+def has_tokenizer(*folders: Path) -> bool:
+    """Whether one of the folders has the file of a tokenizer that says more than its settings."""
+    words = [name for name in TOKENIZER if not name.endswith(("_config.json", "_map.json", "_tokens.json", ".jinja"))]
+    return any((folder / name).is_file() for folder in folders for name in words)
+
+
+def _read_graph(source: LayoutSource) -> ModelProto:
+    """The graph that takes the past: alone, the later one of a pair, or the cached branch of a merged decoder."""
+    if source.stack.kind == "pair":
+        return source.model("decoder-with-past")
+    if source.stack.kind == "merged":
+        return split_halves(source.model("decoder-merged"), source.contract)[1]
+    role = next(role for role, file in source.stack.files.items() if file.name == source.stack.main.name)
+    return source.model(role)
+
+
+def _decoder_files(source: LayoutSource) -> Iterable[str]:
+    roles = ("decoder", "decoder-with-past", "decoder-merged")
+    return dict.fromkeys([source.stack.main.name, *(f.name for r, f in source.stack.files.items() if r in roles)])
+
+
+LAYOUT = Layout(
+    "genai",
+    f"model.onnx and genai_config.json for {CONSUMER}, proved by generating with it",
+    (SINGLE,),
+    refuse,
+    make,
+    consumer=CONSUMER,
+    beside=TOKENIZER,
+)

@@ -1,0 +1,155 @@
+"""The genai_config.json of a decoder: its contract in the words of onnxruntime-genai, each value with its origin.
+
+Vocabulary, heads, head size and layers come from the contract, token ids and the context from the configs beside the
+model. What is needed and stands in none of them is asked for, never invented. Source of the keys: src/config.h and
+src/config.cpp (onnxruntime-genai 0.18.0).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvdoctor.analysis.configs import decoder_config, is_count
+from kvdoctor.analysis.model_folder import read_json_object
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.model.files import side_car_folder
+from kvdoctor.records import record
+
+NAME = "genai_config.json"
+TYPE = "decoder"
+"""The type of a decoder without rules of its own; a family's name would ask for the graph that the builder makes."""
+MOST_TOKENS_OF_END = 64
+"""Tokens that end a text, in a config that can be believed."""
+
+DEFAULTS = {
+    "input_ids": "input_ids",
+    "attention_mask": "attention_mask",
+    "position_ids": "position_ids",
+    "past_key_names": "past_key_values.%d.key",
+    "past_value_names": "past_key_values.%d.value",
+    "logits": "logits",
+    "present_key_names": "present.%d.key",
+    "present_value_names": "present.%d.value",
+}
+"""The names that onnxruntime-genai looks for by itself."""
+NOT_READ = {
+    "num_attention_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+}
+"""Sizes that onnxruntime-genai does not use, and their names in config.json: left out where it has none."""
+INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_names", "past_value_names")
+
+
+@record
+class Setting:
+    """A value of the file, `key` as in `model.decoder.head_size`, and where it comes from."""
+
+    key: str
+    value: Any
+    because: str
+
+
+@record
+class Configs:
+    """What config.json and generation_config.json say, and the folder in which they were looked for."""
+
+    folder: Path
+    config: dict[str, Any]
+    generation: dict[str, Any]
+
+    @classmethod
+    def beside(cls, root: Path) -> "Configs":
+        """Those of the models in a folder; a file that is missing or damaged is empty."""
+        folder = side_car_folder(root)
+        config, generation = (read_json_object(folder / f"{name}.json")[0] for name in ("config", "generation_config"))
+        return cls(folder, config, generation)
+
+    def read_ids(self, key: str, vocabulary: int) -> tuple[list[int], str] | None:
+        """The token ids of an entry and the file that has them: generation_config.json before config.json."""
+        parts = (
+            ("generation_config.json", self.generation),
+            ("config.json", self.config),
+            ("config.json", decoder_config(self.config)),
+        )
+        for file, part in parts:
+            given = part.get(key)
+            listed = given if isinstance(given, list) else [given]
+            if 0 < len(listed) <= MOST_TOKENS_OF_END and all(_is_token(one, vocabulary) for one in listed):
+                return list(listed), file
+        return None
+
+
+def _is_token(value: object, vocabulary: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocabulary
+
+
+def find_missing(configs: Configs, contract: CacheContract) -> str | None:
+    """What onnxruntime-genai needs to know and neither the graph nor a config says; None if nothing is missing."""
+    vocabulary = read_vocabulary(contract)
+    if vocabulary is None:
+        return "the logits declare no size of the vocabulary, and no config.json beside the model has a vocab_size"
+    if contract.context_limit is None:
+        return "how many tokens it can take is not known: write max_position_embeddings into a config.json beside the model"
+    if configs.read_ids("eos_token_id", vocabulary) is None:
+        return (
+            f"which token ends a text is not known: write an eos_token_id from 0 to {vocabulary - 1} into a "
+            "generation_config.json or config.json beside the model"
+        )
+    return None
+
+
+def read_vocabulary(contract: CacheContract) -> int | None:
+    """The entries of a row of logits: that of the graph before that of a config."""
+    port = contract.graph("decode").port("logits")
+    size = port.shape[-1] if port is not None and port.shape else None
+    return size if is_count(size) else contract.vocabulary
+
+
+def list_settings(configs: Configs, contract: CacheContract, slots: list[Slot]) -> list[Setting]:
+    """The values of the file other than names, where `find_missing` said that nothing is missing."""
+    vocabulary = read_vocabulary(contract) or 0
+    end, file = configs.read_ids("eos_token_id", vocabulary) or ([], "")
+    shared = all(slot.growth == "shared" for slot in slots)
+    buffer = "every cache may be one buffer for past and present" if shared else "a step returns a longer cache"
+    graph = "the graph"
+    found = [
+        Setting("model.type", TYPE, "a decoder without rules of its own"),
+        Setting("model.vocab_size", vocabulary, graph),
+        Setting("model.context_length", contract.context_limit, "the config of the model"),
+        Setting("model.eos_token_id", end[0] if len(end) == 1 else end, file),
+    ]
+    padding = configs.read_ids("pad_token_id", vocabulary)
+    if padding is None:
+        padding = end, f"the token that ends a text, from {file}: the configs have no pad_token_id"
+    found.append(Setting("model.pad_token_id", padding[0][0], padding[1]))
+    begin = configs.read_ids("bos_token_id", vocabulary)
+    if begin is not None:
+        found.append(Setting("model.bos_token_id", begin[0][0], begin[1]))
+    for key, number in (("num_key_value_heads", slots[0].size("kv_heads")), ("head_size", slots[0].size("head_dim"))):
+        found.append(Setting(f"model.decoder.{key}", number, graph))
+    found.append(Setting("model.decoder.num_hidden_layers", len(slots) // 2, graph))
+    part = decoder_config(configs.config)
+    for key, names in NOT_READ.items():
+        size = next((part[name] for name in names if is_count(part.get(name))), None)
+        if size is not None:
+            found.append(Setting(f"model.decoder.{key}", size, "config.json"))
+    return [
+        *found,
+        Setting("search.max_length", contract.context_limit, "the context"),
+        Setting("search.do_sample", False, "greedy, unless a program asks for more"),
+        Setting("search.num_beams", 1, "greedy, unless a program asks for more"),
+        Setting("search.past_present_share_buffer", shared, buffer),
+    ]
+
+
+def write_config(file: str, settings: list[Setting], names: dict[str, str]) -> str:
+    """The text of the file; `file` is the graph, relative to it, and `names` are those of its inputs and outputs."""
+    inputs = {key: name for key, name in names.items() if key in INPUTS}
+    outputs = {key: name for key, name in names.items() if key not in INPUTS}
+    decoder: dict[str, Any] = {"filename": file, "inputs": inputs, "outputs": outputs}
+    parts: dict[str, dict[str, Any]] = {"model": {}, "model.decoder": decoder, "search": {}}
+    for one in settings:
+        part, _, key = one.key.rpartition(".")
+        parts[part][key] = one.value
+    whole = {"model": parts["model"] | {"decoder": decoder}, "search": parts["search"]}
+    return json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
