@@ -49,7 +49,7 @@ def test_onnxruntime_is_imported_in_the_worker_only() -> None:
 
 
 def test_frameworks_are_imported_in_the_exporters_scripts_only() -> None:
-    frameworks = {"torch", "transformers", "optimum", "requests", "httpx", "urllib3"}
+    frameworks = {"torch", "transformers", "optimum", "onnxruntime_genai", "requests", "httpx", "urllib3"}
     scripts = "repair.export.scripts"
     for name, path in modules().items():
         roots = {each.split(".")[0] for each in imported(path, also_for_types=True)}

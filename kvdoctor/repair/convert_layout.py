@@ -90,7 +90,7 @@ def refuse_impossible_layout(path: str, request: LayoutRequest, keep_unproved: b
         return
     if layout.consumer and request.lowers:
         raise UsageError(f"lower the model first, and give the copy the layout {layout.name!r}: it is proved as it is")
-    if layout.consumer and keep_unproved:
+    if keep_unproved and is_always_proved(request):
         raise UsageError(f"--keep-unproved: the layout {layout.name!r} is never written unproved")
     folder = open_folder(path)
     reasons = {
@@ -101,6 +101,12 @@ def refuse_impossible_layout(path: str, request: LayoutRequest, keep_unproved: b
     fitting = [stack for stack in folder.stacks if reasons[stack.name] is None]
     _refuse_several(folder, layout, [stack.main.name for stack in fitting])
     _refuse_clashes(folder, layout, fitting)
+
+
+def is_always_proved(request: LayoutRequest) -> bool:
+    """Whether a copy in the layout that is asked for is never written unproved."""
+    layout = _find_layout(request)
+    return layout is not None and bool(layout.consumer)
 
 
 def _find_layout(request: LayoutRequest) -> Layout | None:

@@ -85,10 +85,12 @@ def report_nothing_done(before: Report, not_repaired: tuple[NotRepaired, ...], f
     return replace(before, command="re-export", findings=findings, repair=record, notes=(*before.notes, text))
 
 
-def report_unproved(session: RepairSession, outcome: Outcome) -> Report:
-    """The report if the proof failed: nothing is written."""
+def report_unproved(session: RepairSession, outcome: Outcome, may_keep: bool = True) -> Report:
+    """The report if the proof failed: nothing is written; `may_keep` says whether the caller may ask for it."""
     before = outcome.before.report
-    note = "the repair was not proved, so no copy was written; --keep-unproved writes it nevertheless"
+    note = "the copy was not proved, so it was not written"
+    if may_keep:
+        note = "the repair was not proved, so no copy was written; --keep-unproved writes it nevertheless"
     tried = {name: one.repair.name for one in outcome.applied for name in one.because}
     record = replace(
         _make_record(outcome),

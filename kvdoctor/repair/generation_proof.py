@@ -36,14 +36,19 @@ SEEDS = 4
 class Generated:
     """What the loop of kvdoctor generates from a prompt: the tokens to compare, and the logits of each.
 
-    `ends` says that the last of them ends the text; `fits` is how many tokens the context has room for.
+    `ends` are the tokens that end a text; `fits` is how many tokens the context has room for.
     """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logits: "np.ndarray[Any, Any]"
-    ends: bool
+    ends: tuple[int, ...]
     fits: int
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last of them ends the text."""
+        return bool(self.tokens) and self.tokens[-1] in self.ends
 
     @property
     def is_enough(self) -> bool:
@@ -75,7 +80,7 @@ def prove_generation(session: RepairSession, stack: str, source: Source) -> Iter
     claim = f"onnxruntime-genai generates the tokens of {source.words}"
     config = json.loads((session.at / NAME).read_text(encoding="utf-8"))["model"]
     wanted = list(_generate(session, source, config))
-    short = next((one for one in wanted if not (one.is_enough or one.ends)), None)
+    short = next((one for one in wanted if not (one.is_enough or one.ended)), None)
     if not wanted or short is not None:
         reason = "its loop did not run from any prompt"
         if short is not None:
@@ -124,7 +129,7 @@ def _generate(session: RepairSession, source: Source, config: dict[str, Any]) ->
             found[name].append(one)
     for mine in found.values():
         if mine:
-            yield max(mine, key=lambda one: (one.is_enough, one.ends, len(one.tokens)))
+            yield max(mine, key=lambda one: (one.is_enough, one.ended, len(one.tokens)))
 
 
 def _read(file: Path, names: tuple[str, ...], config: dict[str, Any]) -> Iterator[tuple[str, Generated]]:
@@ -142,12 +147,12 @@ def _read(file: Path, names: tuple[str, ...], config: dict[str, Any]) -> Iterato
             tokens = tuple(map(int, kept[f"{name}:decided"]))
             if not {padding, *ends}.isdisjoint(prompt):
                 continue  # these have a meaning of their own in a prompt
-            stop = next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens))
+            room = len(tokens)
+            stop = next((at + 1 for at, token in enumerate(tokens) if token in ends), room)
             tokens = tokens[:stop]
             if UNDECIDED in tokens:
                 tokens = tokens[: tokens.index(UNDECIDED)]
-            ended = bool(tokens) and tokens[-1] in ends
-            yield name, Generated(prompt, tokens, kept[f"{name}:logits"][: len(tokens)], ended, stop)
+            yield name, Generated(prompt, tokens, kept[f"{name}:logits"][: len(tokens)], tuple(ends), room)
 
 
 def _ask(session: RepairSession, wanted: list[Generated]) -> _Answer:

@@ -15,6 +15,7 @@ from kvdoctor.repair.convert_layout import (
     apply_layout,
     convert_stacks,
     find_replaced_files,
+    is_always_proved,
     refuse_impossible_layout,
     refuse_unknown_layout,
 )
@@ -52,7 +53,8 @@ def re_export(request: RepairRequest, options: Options) -> Report:
             if not outcome.applied:
                 return report_nothing_done(before.report, first.not_repaired, request.fix)
             if not (outcome.holds or request.keep_unproved):
-                return report_unproved(session, outcome)
+                may_keep = not (request.conversions or is_always_proved(request.layout))
+                return report_unproved(session, outcome, may_keep)
             report = report_fix(session, outcome, request.out)
             if request.out is not None:
                 write_reports(pending.path, report)

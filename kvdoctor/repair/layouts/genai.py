@@ -77,9 +77,8 @@ def refuse(stack: StackFiles, contract: CacheContract) -> str | None:
 def _refuse_encoder(contract: CacheContract) -> str | None:
     if contract.has_encoder_states or contract.of_kind("cross-attention") or "encode" in contract.phases:
         return (
-            "it has an encoder: onnxruntime-genai takes the cross-attention cache from the encoder's file, and in this "
-            "export the first step of the decoder computes it; `kvdoctor re-export --from CHECKPOINT --exporter genai` "
-            "exports Whisper in that form"
+            f"it has an encoder, and this layout is for decoders alone; of encoder-decoders {CONSUMER} runs Whisper, "
+            "which kvdoctor re-export --from CHECKPOINT --exporter genai exports for it"
         )
     return None
 

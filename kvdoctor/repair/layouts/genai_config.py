@@ -89,11 +89,11 @@ def find_missing(configs: Configs, contract: CacheContract) -> str | None:
     if vocabulary is None:
         return "the logits declare no size of the vocabulary, and no config.json beside the model has a vocab_size"
     if contract.context_limit is None:
-        return "how many tokens it can take is not known: write max_position_embeddings into a config.json beside the model"
+        return "how many tokens it can take is not known: give config.json beside the model a max_position_embeddings"
     if configs.read_ids("eos_token_id", vocabulary) is None:
         return (
-            f"which token ends a text is not known: write an eos_token_id from 0 to {vocabulary - 1} into a "
-            "generation_config.json or config.json beside the model"
+            f"which token ends a text is not known: give generation_config.json beside the model an eos_token_id from "
+            f"0 to {vocabulary - 1}"
         )
     return None
 
