@@ -346,21 +346,21 @@ def _prove_conversion(
     if one.made.cut is None:
         yield _compare_loops(one, stack, before, after)
         if one.layout.consumer:
-            yield from prove_generation(session, stack, _choose_source(session, stack, one, outcome, after))
+            yield from prove_generation(session, stack, _choose_source(session, stack, one, after))
         return
     source = session.folder.root / one.stack.files["decoder"].name
     split = SplitEncoder(stack, one.made.cut, one.contract, source, encoder=one.files[0], decoder=one.files[1])
     yield from prove_split_encoder(session, split)
 
 
-def _choose_source(
-    session: RepairSession, stack: str, one: ConvertedStack, outcome: Outcome, after: DiagnosisSide
-) -> Source:
-    """The loop whose tokens the consumer must generate: that of the original, or where it was repaired of the copy."""
-    repaired = after.contract(stack) if outcome.applied else None
-    if repaired is not None:
-        return Source(stack, session.at, repaired, "kvdoctor's own loop of the repaired original")
-    return Source(one.stack.name, session.folder.root, one.contract, "kvdoctor's own loop of the original")
+def _choose_source(session: RepairSession, stack: str, one: ConvertedStack, after: DiagnosisSide) -> Source:
+    """The loop whose tokens the consumer must generate: that of the original, or of the copy if that one was faulty."""
+    name = one.stack.name
+    original, copy = session.before.contract(name), after.contract(stack)
+    passed = any(run.outcome == "passed" for loop in LOOPS if (run := session.before.run(name, loop)) is not None)
+    if copy is None or (original is not None and passed):
+        return Source(name, session.folder.root, original or one.contract, "kvdoctor's own loop of the original")
+    return Source(stack, session.at, copy, "kvdoctor's own loop of the repaired copy")
 
 
 def _compare_loops(one: ConvertedStack, stack: str, before: DiagnosisSide, after: DiagnosisSide) -> Proof:

@@ -1,0 +1,335 @@
+"""`--layout genai`: the configuration and its origins, what is refused, and the proof by onnxruntime-genai itself."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from support.isolated import EXPORTS, give_up, kvdoctor
+from support.text_fixtures import load_all
+
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.contract import CacheContract
+from kvdoctor.errors import UsageError
+from kvdoctor.options import Options
+from kvdoctor.repair import pipeline
+from kvdoctor.repair.convert_layout import convert_stacks, refuse_impossible_layout
+from kvdoctor.repair.generation_proof import NEEDS, SCRIPT
+from kvdoctor.repair.layouts import genai
+from kvdoctor.repair.layouts.registry import ConvertedModels, LayoutSource
+from kvdoctor.repair.request import LayoutRequest, RepairRequest
+from kvdoctor.report.document import Report, exit_code
+from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptProcess
+
+FIXTURES = load_all()
+GENAI = LayoutRequest("genai")
+CONTEXT = {"max_position_embeddings": 40}
+
+
+def write(folder: Path, name: str, config: Any = CONTEXT, generation: Any = {"eos_token_id": 0}) -> Path:  # noqa: B006
+    """A fixture with the configs that onnxruntime-genai's configuration needs."""
+    FIXTURES[name].write(folder)
+    (folder / "genai_config.json").unlink(missing_ok=True)
+    for file, content in (("config.json", config), ("generation_config.json", generation)):
+        (folder / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+def convert(folder: Path) -> ConvertedModels:
+    """The models and the configuration of a folder in the new layout, in memory."""
+    refuse_impossible_layout(str(folder), GENAI)
+    opened = open_folder(str(folder))
+    contracts: dict[str, CacheContract | None] = {
+        stack.name: read_contract(stack, opened.side_cars) for stack in opened.stacks
+    }
+    (one,) = convert_stacks(opened, contracts, GENAI)
+    return one.made
+
+
+def config_of(made: ConvertedModels) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(made.texts["genai_config.json"])
+    return found
+
+
+def ports(model: onnx.ModelProto) -> tuple[set[str], set[str]]:
+    return {value.name for value in model.graph.input}, {value.name for value in model.graph.output}
+
+
+def named(entries: dict[str, str], layers: int) -> set[str]:
+    """The names that a part of the configuration stands for."""
+    return {name.replace("%d", str(layer)) for name in entries.values() for layer in range(layers)}
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), [("gpt2", 4), ("llama-gqa", 2)])
+def test_the_values_are_those_of_the_contract_and_of_the_configs(name: str, kv_heads: int) -> None:
+    made = convert(EXPORTS / name)
+    config, (file, model) = config_of(made), next(iter(made.models.items()))
+    wanted = {"type": "decoder", "vocab_size": 128, "context_length": 64, "eos_token_id": 2, "pad_token_id": 0}
+    assert wanted.items() <= config["model"].items()
+    decoder = config["model"]["decoder"]
+    sizes = {"num_key_value_heads": kv_heads, "head_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
+    assert ({"filename": file, "hidden_size": 32} | sizes).items() <= decoder.items()
+    assert (named(decoder["inputs"], 2), named(decoder["outputs"], 2)) == ports(model)
+    assert config["search"] == {
+        "max_length": 64,
+        "do_sample": False,
+        "num_beams": 1,
+        "past_present_share_buffer": False,
+    }
+    reasons = {change.where: change.after for change in made.changes}
+    assert {"model.eos_token_id": "2 (generation_config.json)"}.items() <= reasons.items()
+    assert reasons["model.decoder.head_size"] == "8 (the graph)"
+
+
+def test_what_is_not_known_is_left_out_or_has_a_stated_reason(tmp_path: Path) -> None:
+    made = convert(write(tmp_path / "m", "decoder-only-healthy"))
+    config, reasons = config_of(made), {change.where: change.after for change in made.changes}
+    assert not {"hidden_size", "num_attention_heads"} & config["model"]["decoder"].keys()
+    assert "bos_token_id" not in config["model"]
+    assert config["model"]["pad_token_id"] == 0
+    assert "no pad_token_id" in reasons["model.pad_token_id"]
+    assert any("no tokenizer" in note for note in made.notes)
+
+
+def test_several_tokens_that_end_a_text_stay_several(tmp_path: Path) -> None:
+    made = convert(
+        write(tmp_path / "m", "decoder-only-healthy", CONTEXT | {"eos_token_id": 7}, {"eos_token_id": [5, 3]})
+    )
+    assert config_of(made)["model"]["eos_token_id"] == [5, 3]
+
+
+def test_one_buffer_is_declared_where_the_contract_has_one(tmp_path: Path) -> None:
+    made = convert(write(tmp_path / "m", "layout-genai-kv-cache-dim-healthy"))
+    assert config_of(made)["search"]["past_present_share_buffer"] is True
+
+
+def test_names_stay_where_a_pattern_has_them_all(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", "layout-renamed-cache-healthy")
+    made, before = convert(folder), onnx.load(folder / "model.onnx")
+    (model,) = made.models.values()
+    decoder = config_of(made)["model"]["decoder"]
+    assert ports(model) == ports(before)
+    assert (named(decoder["inputs"], 2), named(decoder["outputs"], 2)) == ports(model)
+    assert decoder["inputs"]["past_key_names"] == "cache_k_%d"
+
+
+@pytest.mark.parametrize("name", ["layout-dynamo-anonymous-healthy", "percent"])
+def test_names_without_a_pattern_become_the_usual_ones(name: str, tmp_path: Path) -> None:
+    """Two layers without numbers in their names; and a name that printf would read as more than a pattern."""
+    if name == "percent":
+        folder = write(tmp_path / "m", "decoder-only-healthy")
+        model = onnx.load(folder / "model.onnx")
+        rename(model, "past_key_values.0.key", "%s.0.key")
+        onnx.save(model, folder / "model.onnx")
+    else:
+        folder = write(tmp_path / "m", name)
+    made = convert(folder)
+    (model,) = made.models.values()
+    decoder = config_of(made)["model"]["decoder"]
+    layers = decoder["num_hidden_layers"]
+    assert decoder["inputs"]["past_key_names"] == "past_key_values.%d.key"
+    assert (named(decoder["inputs"], layers), named(decoder["outputs"], layers)) == ports(model)
+
+
+def rename(model: onnx.ModelProto, old: str, new: str) -> None:
+    for value in model.graph.input:
+        value.name = new if value.name == old else value.name
+    for node in model.graph.node:
+        node.input[:] = [new if name == old else name for name in node.input]
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern"),
+    [
+        (["past.0.key", "past.1.key"], "past.%d.key"),
+        (["v0.layer0", "v0.layer1"], "v0.layer%d"),
+        (["k10", "k11"], "k1%d"),
+        (["k1", "k2"], None),
+        (["k%0", "k%1"], None),
+        (["k0" + "x" * 62], None),
+        (["k0" + "x" * 61], "k%d" + "x" * 61),
+    ],
+)
+def test_patterns(names: list[str], pattern: str | None) -> None:
+    assert genai.find_pattern(names) == pattern
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("pair-healthy", "has an encoder"),
+        ("layout-scatter-static-healthy", "neither grows with each step nor is one buffer"),
+        ("layout-delta-optimum-healthy", "neither grows with each step nor is one buffer"),
+        ("layout-hybrid-conv-healthy", "'past_conv.0' is a conv-state"),
+        ("layout-fused-key-value-healthy", "is a key-value of layer 0"),
+        ("layout-heads-first-healthy", "the axes of 'past_key_values.0.key' are kv_heads, batch"),
+        ("layout-embed-tokens-healthy", "it takes 'inputs_embeds' (embeddings)"),
+        ("layout-cut-positions-healthy", "it takes 'start' (past length)"),
+        ("layout-ort-gpt2-attention-healthy", "'attention_mask' is float[batch, total]"),
+        ("layout-lstm-plain-healthy", "1 new token at a time"),
+        ("layout-greedy-search-healthy", "operator"),
+    ],
+)
+def test_other_decoders_are_refused_by_name(name: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refusal:
+        refuse_impossible_layout(str(write(tmp_path / "m", name)), GENAI)
+    assert reason in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "reason"),
+    [
+        ({}, {"eos_token_id": 0}, "max_position_embeddings"),
+        (CONTEXT, {}, "eos_token_id from 0 to 15"),
+        (CONTEXT, {"eos_token_id": 16}, "eos_token_id"),
+        (CONTEXT, {"eos_token_id": True}, "eos_token_id"),
+        (CONTEXT, {"eos_token_id": []}, "eos_token_id"),
+        (CONTEXT, {"eos_token_id": ["0"]}, "eos_token_id"),
+        (CONTEXT, "[0", "eos_token_id"),
+        (CONTEXT, "[" * 5000, "eos_token_id"),
+        ("null", {"eos_token_id": 0}, "max_position_embeddings"),
+    ],
+)
+def test_what_is_needed_and_not_known_is_asked_for(config: Any, generation: Any, reason: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", "decoder-only-healthy", config, generation)
+    with pytest.raises(UsageError) as refusal:
+        refuse_impossible_layout(str(folder), GENAI)
+    assert reason in str(refusal.value)
+
+
+def test_a_folder_holds_one_decoder_and_no_configuration_yet(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", "decoder-only-healthy")
+    shutil.copy(folder / "model.onnx", folder / "model_q4.onnx")
+    with pytest.raises(UsageError, match="holds 2 decoders"):
+        refuse_impossible_layout(str(folder), GENAI)
+    refuse_impossible_layout(str(folder / "model.onnx"), GENAI)
+    (folder / "genai_config.json").write_text("{}")
+    with pytest.raises(UsageError, match="already has a genai_config"):
+        refuse_impossible_layout(str(folder / "model.onnx"), GENAI)
+
+
+def test_it_is_never_written_unproved_nor_changed_after_its_proof(tmp_path: Path) -> None:
+    folder = str(write(tmp_path / "m", "decoder-only-healthy"))
+    with pytest.raises(UsageError, match="never written unproved"):
+        refuse_impossible_layout(folder, GENAI, keep_unproved=True)
+    with pytest.raises(UsageError, match="lower the model first"):
+        refuse_impossible_layout(folder, replace(GENAI, opset=17))
+
+
+def test_without_onnxruntime_genai_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if NEEDS.are_installed:
+        give_up("onnxruntime-genai is installed in this Python")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "empty"))
+    folder = write(tmp_path / "m", "decoder-only-healthy")
+    report = re_export(folder, tmp_path / "out", offline=True)
+    (failed,) = failures(report)
+    assert "could not be proved, onnxruntime-genai is not available" in failed
+    assert exit_code(report, "error") == 1
+    assert not (tmp_path / "out").exists()
+    assert not any("--keep-unproved" in note for note in report.notes)
+
+
+def re_export(folder: Path, out: Path, offline: bool = False) -> Report:
+    return pipeline.re_export(RepairRequest(str(folder), str(out), layout=GENAI), Options(offline=offline))
+
+
+def failures(report: Report) -> list[str]:
+    assert report.repair is not None
+    return [f"{entry.claim}: {entry.detail}" for entry in report.repair.proof if not entry.holds]
+
+
+@pytest.fixture(scope="module")
+def _runtime() -> None:
+    """An environment with onnxruntime-genai; without one the test is skipped."""
+    script = ScriptProcess(SCRIPT, {"model": "", "prompts": [], "counts": [], "out": ""}, NEEDS, False)
+    try:
+        script.ask({})
+    except EnvironmentUnavailable as reason:
+        give_up(str(reason))
+    except Exception:  # noqa: S110 - it ran, and refused the empty path
+        pass
+    finally:
+        script.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_runtime")
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+def test_exports_generate_the_same_tokens(name: str, tmp_path: Path) -> None:
+    """A tokenizer beside the model is copied, also where the path is the file of the model."""
+    shutil.copytree(EXPORTS / name, tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    out = tmp_path / "out"
+    done = kvdoctor("re-export", tmp_path / "m" / "model.onnx", "--layout", "genai", "-o", out, "-v")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "36 tokens from prompts of 1, 3, 8" in done.stdout
+    assert {"model.onnx", "genai_config.json", "tokenizer.json", "config.json"} <= {p.name for p in out.iterdir()}
+    assert kvdoctor("step-test", out).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_runtime")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layout-renamed-cache-healthy",
+        "layout-dynamo-anonymous-healthy",
+        "layout-genai-kv-cache-dim-healthy",
+        "decoder-only-half-cache-healthy",
+        "decoder-only-padded-head-healthy",
+    ],
+)
+def test_other_names_and_caches_generate_the_same_tokens(name: str, tmp_path: Path) -> None:
+    """Names of its own, names without a pattern, one buffer for past and present, float16, a padded vocabulary."""
+    report = re_export(write(tmp_path / "m", name), tmp_path / "out")
+    assert failures(report) == []
+    assert (tmp_path / "out" / "genai_config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_runtime")
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("inputs", "past_key_names", "past_key_values.%d.value"),
+        ("search", "past_present_share_buffer", True),
+    ],
+)
+def test_a_wrong_configuration_is_not_proved(
+    section: str, key: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(source: LayoutSource) -> ConvertedModels:
+        made = genai.make(source)
+        config = config_of(made)
+        decoder = config["model"]["decoder"]
+        {"decoder": decoder, "search": config["search"], **decoder}[section][key] = value
+        made.texts["genai_config.json"] = json.dumps(config)
+        return made
+
+    monkeypatch.setattr("kvdoctor.repair.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
+    report = re_export(EXPORTS / "gpt2", tmp_path / "out")
+    assert any("onnxruntime-genai" in text for text in failures(report)), failures(report)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_runtime")
+def test_other_weights_are_told_by_their_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is healthy by itself, and generates something else: the first step that differs is named."""
+
+    def spoil(source: LayoutSource) -> ConvertedModels:
+        made = genai.make(source)
+        (model,) = made.models.values()
+        (negated,) = (node for node in model.graph.node if "logits" in node.output)
+        negated.output[:] = ["logits.before"]
+        model.graph.node.append(onnx.helper.make_node("Neg", ["logits.before"], ["logits"]))
+        return made
+
+    monkeypatch.setattr("kvdoctor.repair.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
+    report = re_export(EXPORTS / "gpt2", tmp_path / "out")
+    assert any("prompt of 1, step 0: it generates token" in text for text in failures(report)), failures(report)
+    assert not (tmp_path / "out").exists()
