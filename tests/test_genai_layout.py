@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from support.isolated import EXPORTS, give_up, kvdoctor
@@ -140,6 +141,28 @@ def rename(model: onnx.ModelProto, old: str, new: str) -> None:
         value.name = new if value.name == old else value.name
     for node in model.graph.node:
         node.input[:] = [new if name == old else name for name in node.input]
+
+
+def write_pair(folder: Path) -> Path:
+    """A decoder as a pair: the graph of the first step has an empty past inside."""
+    model = onnx.load(EXPORTS / "gpt2" / "model.onnx")
+    folder.mkdir()
+    onnx.save(model, folder / "decoder_with_past_model.onnx")
+    for value in [value for value in model.graph.input if value.name.startswith("past")]:
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((1, 4, 0, 8), np.float32), value.name))
+        model.graph.input.remove(value)
+    onnx.save(model, folder / "decoder_model.onnx")
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(EXPORTS / "gpt2" / name, folder)
+    return folder
+
+
+def test_of_a_pair_the_later_graph_serves_all_steps(tmp_path: Path) -> None:
+    made = convert(write_pair(tmp_path / "pair"))
+    (file, model), decoder = next(iter(made.models.items())), config_of(made)["model"]["decoder"]
+    assert (file, len(made.models)) == ("model.onnx", 1)
+    assert set(made.replaces) == {"decoder_model.onnx", "decoder_with_past_model.onnx"}
+    assert (named(decoder["inputs"], 2), named(decoder["outputs"], 2)) == ports(model)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +311,20 @@ def test_other_names_and_caches_generate_the_same_tokens(name: str, tmp_path: Pa
     report = re_export(write(tmp_path / "m", name), tmp_path / "out")
     assert failures(report) == []
     assert (tmp_path / "out" / "genai_config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_runtime")
+@pytest.mark.parametrize("form", ["pair", "merged"])
+def test_one_graph_of_two_generates_the_same_tokens(form: str, tmp_path: Path) -> None:
+    folder = write_pair(tmp_path / "pair")
+    if form == "merged":
+        pipeline.re_export(
+            RepairRequest(str(folder), str(tmp_path / "merged"), layout=LayoutRequest("merged")), Options()
+        )
+    report = re_export(tmp_path / form, tmp_path / "out")
+    assert failures(report) == []
+    assert [path.name for path in (tmp_path / "out").glob("*.onnx")] == ["model.onnx"]
 
 
 @pytest.mark.slow
