@@ -319,6 +319,8 @@ func main() {
 	said(d.Generate([][]int64{{1}, {2}}, decoder.Options{Most: -1}))
 	made, err := d.Generate([][]int64{{1}, {2}}, decoder.Options{Most: 1000})
 	fmt.Println(len(made[0]), err)
+	d.Reset()
+	fmt.Println(d.Rewind(1))
 }
 """
 ANSWERS = """
@@ -340,6 +342,7 @@ call Encode before Prefill, and again after Reorder
 <nil>
 at least 1
 64 <nil>
+cannot forget 1 of 0 tokens
 """
 
 

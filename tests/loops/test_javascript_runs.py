@@ -564,6 +564,7 @@ OF_MARIAN = [
     ("decoder.encode([[5, 6]], [[1]])", "the mask has shape [1,2]; got [1,1]"),
     ("decoder.encode([[5, 6]], [[1, 1]])", None),
     ("decoder.step([[1]])", "begin with prefill()"),
+    ("decoder.rewind(5)", "cannot forget 5 of 0 tokens"),
     ("decoder.prefill([])", "every sequence begins with at least one token"),
     ("decoder.prefill([[]])", "every sequence begins with at least one token"),
     ("decoder.prefill([[1], [1]])", "2 prompts for 1 sources"),

@@ -643,6 +643,8 @@ fn calls_are_refused() -> Result<()> {
     decoder.encode(&[[5, 6, 7]], None)?;
     refused(decoder.generate(&[[1]], 0, &[], likeliest, |_, _| ()), "1 or more");
     assert_eq!(decoder.generate(&[[1]], 3, &[], likeliest, |_, _| ())?[0].len(), 3);
+    decoder.reset();
+    refused(decoder.rewind(1), "cannot forget 1 of 0");
     Ok(())
 }
 """

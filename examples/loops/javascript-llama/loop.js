@@ -361,7 +361,7 @@ export class Decoder {
    */
   async rewind(count) {
     this.#refuseWhileBusy();
-    const shortest = this.#length - Math.max(...this.#padding);
+    const shortest = this.#length - Math.max(0, ...this.#padding);
     if (!Number.isInteger(count) || count < 0 || count >= shortest) {
       throw new RangeError(`cannot forget ${count} of ${shortest} tokens`);
     }

@@ -141,8 +141,8 @@ class Decoder:
         longest = max(map(len, prompts), default=0)
         if not longest or not min(map(len, prompts)):
             raise ValueError("every sequence begins with at least one token")
-        self._clear([longest - len(prompt) for prompt in prompts])
         tokens = _ids([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        self._clear([longest - len(prompt) for prompt in prompts])
         return self._advance(tokens)
 
     def step(self, tokens: Tokens) -> Array:

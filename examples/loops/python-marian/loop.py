@@ -226,8 +226,8 @@ class Decoder:
             raise ValueError(f"there are {self._sources} sources: give a prompt for each; got {len(prompts)}")
         if min(map(len, prompts)) < longest:
             raise ValueError("the prompts of a batch must have the same length: the loop does not pad for this model")
-        self._clear([0] * len(prompts))
         tokens = _ids(prompts)
+        self._clear([0] * len(prompts))
         return self._advance(tokens)
 
     def step(self, tokens: Tokens) -> Array:

@@ -238,7 +238,10 @@ func (d *Decoder) begin(batch int64) error {
 
 // Rewind forgets the last tokens of every sequence. At least one token must stay.
 func (d *Decoder) Rewind(count int64) error {
-	shortest := d.length - slices.Max(d.padding)
+	shortest := d.length
+	if len(d.padding) > 0 {
+		shortest -= slices.Max(d.padding)
+	}
 	if count < 0 || count >= shortest {
 		return fmt.Errorf("cannot forget %d of %d tokens", count, shortest)
 	}

@@ -277,7 +277,8 @@ impl Decoder {
 
     /// Forgets the last `count` tokens of every sequence. At least one token must stay.
     pub fn rewind(&mut self, count: usize) -> Result<()> {
-        let shortest = self.length - self.padding.iter().copied().max().unwrap_or(0);
+        let padded = self.padding.iter().copied().max().unwrap_or(0);
+        let shortest = self.length.saturating_sub(padded); // nothing is there after a reset
         if count >= shortest {
             return Err(format!("cannot forget {count} of {shortest} tokens").into());
         }

@@ -306,7 +306,7 @@ export class Decoder {
   /** Forget the last `count` tokens of every sequence. At least one token must stay. */
   async rewind(count: number): Promise<void> {
     this.#refuseWhileBusy();
-    const shortest = this.#length - Math.max(...this.#padding);
+    const shortest = this.#length - Math.max(0, ...this.#padding);
     if (!Number.isInteger(count) || count < 0 || count >= shortest) {
       throw new RangeError(`cannot forget ${count} of ${shortest} tokens`);
     }
