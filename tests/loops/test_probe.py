@@ -198,7 +198,9 @@ def test_another_token_than_that_of_the_probe_is_said(tmp_path: Path) -> None:
     done = kvdoctor("judge", model, tmp_path / "result.jsonl")
     assert done.returncode == 2
     assert "token 5 in place of" in done.stderr
-    once = wrong.replace("[[5] for token in step]", "[[5 if decoder.length == 6 else token] for token in step]")
+    once = wrong.replace(
+        "[[5] for token in step]", "[[5 if (decoder.length, len(step)) == (6, 1) else token] for token in step]"
+    )
     (probe / "wrong.py").write_text(once)
     assert run(probe, model, tmp_path / "result.jsonl", "wrong.py").returncode == 1
     code, report = judged(model, tmp_path / "result.jsonl")
