@@ -168,6 +168,7 @@ class ReExportOptions(RunOptions, total=False):
     ir_version: int | None
     opset: int | None
     attentions: Attentions | None
+    cache: str | None
     logits: LogitsRows | None
     from_: "Path | None"
     exporter: ExporterName | None

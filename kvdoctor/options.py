@@ -342,6 +342,14 @@ class ReExportChoices:
         unset="as PATH does",
         group=REPAIR,
     )
+    cache: str | None = option(
+        Text("static or static=N", "static[=N]"),
+        None,
+        "Make a cache that grows a buffer of N tokens, written in place (docs/conversions.md).",
+        ("re-export",),
+        unset="as PATH has it",
+        group=REPAIR,
+    )
     logits: LogitsRows | None = option(
         Choice.of(LOGITS_ROWS),
         None,

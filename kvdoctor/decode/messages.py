@@ -165,6 +165,7 @@ class PairedJob:
         caches: Compare the caches as well.
         weights: Outputs float[batch, heads, new, encoder] of the converted model whose last axis sums to 1.
         most_tokens: Tokens that a sequence may have with the converted model.
+        capacity: Tokens of its buffers, where it has some that the original has not.
         tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
     """
 
@@ -175,6 +176,7 @@ class PairedJob:
     caches: bool = True
     weights: tuple[str, ...] = ()
     most_tokens: int | None = None
+    capacity: int | None = None
     seed: int = 0
     provider: str = CPU
     tolerances: dict[str, float] = field(default_factory=dict)
@@ -350,6 +352,8 @@ class PairedDone:
         batches: The batches.
         chunks: New tokens of the later calls.
         longest: Tokens of the longest past.
+        tokens: Tokens of the longest sequence.
+        overflow: What happened to one token more than the buffers hold: the error, or empty if the call ran.
     """
 
     calls: int = 0
@@ -361,6 +365,8 @@ class PairedDone:
     batches: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     longest: int = 0
+    tokens: int = 0
+    overflow: str = ""
     tag: Literal["compared"] = "compared"
 
 

@@ -13,6 +13,8 @@ PROMPTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17)
 """Tokens of the prompts that are compared, each followed by two single steps."""
 LONG = 40
 """Tokens of the longest sequence: every past below is visited by a single step."""
+PIECE = 512
+"""New tokens of the calls that fill a long buffer: the scores of a call have as many rows."""
 
 Rows = Literal["all", "last"]
 """The rows of logits that a call of the converted model returns: of every new token, or of the last one."""
@@ -48,8 +50,14 @@ class Walk:
         return f"{batch}prompt of {self.prompt}, {step} on a past of {start}"
 
 
-def plan_walks(original: CacheContract, converted: CacheContract, most_tokens: int | None = None) -> tuple[Walk, ...]:
-    """The walks in sizes that both contracts take; `most_tokens` limits a sequence further."""
+def plan_walks(
+    original: CacheContract, converted: CacheContract, most_tokens: int | None = None, capacity: int | None = None
+) -> tuple[Walk, ...]:
+    """The walks in sizes that both contracts take; `most_tokens` limits a sequence further.
+
+    A buffer of `capacity` tokens is filled to its end: by single steps at its last two tokens, and in one call where it
+    is short.
+    """
     contracts = (original, converted)
     rows = next((size for one in contracts if (size := one.fixed_batch) is not None), None)
     new = next((size for one in contracts if (size := one.new_tokens) is not None), None)
@@ -61,7 +69,10 @@ def plan_walks(original: CacheContract, converted: CacheContract, most_tokens: i
         Walk(1, 1, (1,) * (LONG - 1)),
         *(Walk(batch, prompt, (1, 2, 1)) for batch in (2, 3) for prompt in (1, 3)),
     ]
-    fitted = list(dict.fromkeys(filter(None, (_fit(walk, rows, new, most) for walk in planned))))
+    fits = [_fit(walk, rows, new, most) for walk in planned]
+    if capacity is not None:
+        fits += [_fit(walk, rows, new, capacity) for walk in _fill(capacity)]
+    fitted = list(dict.fromkeys(filter(None, fits)))
     return tuple(walk for walk in fitted if not any(_begins(walk, other) for other in fitted))
 
 
@@ -71,6 +82,14 @@ def plan_decoding(one: CacheContract, other: CacheContract, prompt: int, steps: 
     rows, new, most = ([size for size in sizes if size is not None] for sizes in zip(*fixed, strict=True))
     limit = min([prompt + steps, *most])
     return _fit(Walk(1, prompt, (1,) * steps), next(iter(rows), None), next(iter(new), None), limit)
+
+
+def _fill(capacity: int) -> Iterator[Walk]:
+    """Sequences as long as a buffer."""
+    first = (capacity - 2) % PIECE or PIECE
+    yield Walk(1, first, (*(PIECE,) * ((capacity - 2 - first) // PIECE), 1, 1))
+    if capacity <= PIECE:
+        yield Walk(1, capacity, ())
 
 
 def _begins(walk: Walk, other: Walk) -> bool:

@@ -130,6 +130,7 @@ def _merge(one: StackConversion) -> Converted:
         rows="last" if any(converted.rows == "last" for converted in made) else "all",
         keep=next((converted.keep for converted in made if converted.keep), ()),
         most_tokens=min(limits, default=None),
+        capacity=next((converted.capacity for converted in made if converted.capacity is not None), None),
         reveals=tuple(name for converted in made for name in converted.reveals),
         weights=tuple(name for converted in made for name in converted.weights),
     )

@@ -22,17 +22,20 @@ def prove_conversions(
     known = {finding.name for finding in before.after.report.findings} | set(made.reveals)
     new = sorted({f.name for f in after.report.findings if f.severity != "note"} - known)
     yield Proof(stack, "no finding that was not there before", not new, ", ".join(new))
-    yield _compare(session, made, after, stack, repaired)
+    yield from _compare(session, made, after, stack, repaired)
 
 
-def _compare(session: RepairSession, made: Converted, after: DiagnosisSide, stack: str, repaired: bool) -> Proof:
+def _compare(
+    session: RepairSession, made: Converted, after: DiagnosisSide, stack: str, repaired: bool
+) -> Iterator[Proof]:
     """Run both models side by side. A repair may have changed what an output holds: then the logits alone decide."""
     what = "logits" if made.rows == "all" else "the last row of logits"
     what += "" if repaired else " and the caches" if made.rows == "last" else " and caches"
     claim = f"{what} of every call are those of the original"
     original, converted = session.before.contract(stack), after.contract(stack)
     if original is None or converted is None or not converted.slots:
-        return Proof(stack, claim, False, "the cache contract of the copy could not be read")
+        yield Proof(stack, claim, False, "the cache contract of the copy could not be read")
+        return
     job = PairedJob(
         PairedSide(stack, session.folder.root.absolute(), original),
         PairedSide(stack, session.at.absolute(), converted),
@@ -41,6 +44,7 @@ def _compare(session: RepairSession, made: Converted, after: DiagnosisSide, stac
         weights=made.weights,
         caches=not repaired,
         most_tokens=made.most_tokens,
+        capacity=made.capacity,
         seed=session.options.seed,
         provider=session.options.provider,
         tolerances=dict(session.options.tolerances),
@@ -54,10 +58,21 @@ def _compare(session: RepairSession, made: Converted, after: DiagnosisSide, stac
     except WorkerDied as crash:
         done = PairedDone(failed=f"the worker process ended: {crash.how}")
     if done.failed:
-        return Proof(stack, claim, False, f"first difference: {done.failed}")
-    if not done.calls:
-        return Proof(stack, claim, False, f"no call could be compared: {'; '.join(done.not_run[:MOST_NOT_RUN])}")
-    return Proof(stack, claim, True, _describe(done, made))
+        yield Proof(stack, claim, False, f"first difference: {done.failed}")
+    elif not done.calls:
+        yield Proof(stack, claim, False, f"no call could be compared: {'; '.join(done.not_run[:MOST_NOT_RUN])}")
+    else:
+        yield Proof(stack, claim, True, _describe(done, made))
+        if made.capacity is not None:
+            yield from _describe_capacity(stack, done, made.capacity, converted.new_tokens or 1)
+
+
+def _describe_capacity(stack: str, done: PairedDone, capacity: int, new: int) -> Iterator[Proof]:
+    """A full buffer was compared, and nothing is written behind it; `new` is the least number of new tokens."""
+    detail = f"the longest sequence has {done.tokens} tokens, its last call a past of {done.longest}"
+    yield Proof(stack, f"a buffer of {capacity} tokens was filled", done.tokens + new > capacity, detail)
+    claim = f"a call that would write token {capacity + 1} fails"
+    yield Proof(stack, claim, bool(done.overflow), done.overflow or "it runs, and nothing says what it computes")
 
 
 def _describe(done: PairedDone, made: Converted) -> str:

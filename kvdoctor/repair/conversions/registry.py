@@ -24,6 +24,7 @@ class Converted:
         keep: The values of the input that asks for rows, each of which is compared; empty without such an input.
         most_tokens: Tokens that a sequence may have; None where the original's limits stay.
         weights: Outputs that hold attention weights: what they have in the last axis sums to 1.
+        capacity: Tokens of the buffer that a cache became; sequences up to it are compared, and one more must fail.
         reveals: Names of findings that are the purpose of the conversion.
     """
 
@@ -32,6 +33,7 @@ class Converted:
     rows: Rows = "all"
     keep: tuple[int, ...] = ()
     most_tokens: int | None = None
+    capacity: int | None = None
     reveals: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
 

@@ -27,11 +27,15 @@ PREFIX = "kvdoctor"
 
 @dataclass(eq=False)
 class Writer:
-    """New nodes for a model, each written once; `done` inserts them."""
+    """New nodes for a model, each written once; `done` inserts them.
+
+    `given` are values int64[1] that hold a length, by its symbol; other lengths are read from the inputs' shapes.
+    """
 
     model: ModelProto
     lengths: Lengths
     nodes: list[NodeProto] = field(default_factory=list)
+    given: Mapping[str, str] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,6 +102,8 @@ class Writer:
         return self.node(f"product.{count}.{'.'.join(monomial)}", "Mul", [found, self.numbers([count])])
 
     def _length(self, symbol: str) -> str:
+        if symbol in self.given:
+            return self.given[symbol]
         name, axis = self.lengths.where[symbol]
         shape = self.node(f"shape.{name}", "Shape", [name])
         return self.node(f"length.{symbol}", "Gather", [shape, self.numbers([axis])], axis=0)
@@ -124,6 +130,8 @@ class Writer:
 
     def shaped(self, entries: "Sequence[int | Term]", dims: Sequence[int], element: int) -> str:
         """Sizes in a tensor of any rank and integer type."""
+        if element == TensorProto.INT64 and all(isinstance(entry, int) for entry in entries):
+            return self.numbers([entry for entry in entries if isinstance(entry, int)], dims)
         found = self.vector(entries)
         if len(dims) != 1:
             found = self.node(
@@ -132,7 +140,8 @@ class Writer:
                 [found, self.numbers(dims)],
             )
         if element != TensorProto.INT64:
-            found = self.node(f"{found.removeprefix(PREFIX + '.')}.int32", "Cast", [found], to=element)
+            kind = "int32" if element == TensorProto.INT32 else f"type{element}"
+            found = self.node(f"{found.removeprefix(PREFIX + '.')}.{kind}", "Cast", [found], to=element)
         return found
 
     def count_up(self, start: Term, length: Term, column: bool = False) -> str:

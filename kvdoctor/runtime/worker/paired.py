@@ -42,16 +42,18 @@ class _Tally:
     batches: set[int] = field(default_factory=set)
     chunks: set[int] = field(default_factory=set)
     longest: int = 0
+    tokens: int = 0
 
 
 def run_paired(job: PairedJob, announce: Announce) -> PairedDone:
     """Carry out a comparison, up to the first call that differs."""
     original, converted = (_open_side(job, side, announce) for side in (job.original, job.converted))
     pair, tally, failed = _Pair(job, original, converted), _Tally(), ""
-    for walk in plan_walks(original.contract, converted.contract, job.most_tokens):
+    for walk in plan_walks(original.contract, converted.contract, job.most_tokens, job.capacity):
         failed = pair.walk(walk, tally)
         if failed:
             break
+    overflow = pair.overflow(job.capacity) if job.capacity is not None and not failed else ""
     return PairedDone(
         calls=tally.calls,
         worst=float(f"{tally.worst:.3g}"),
@@ -62,6 +64,8 @@ def run_paired(job: PairedJob, announce: Announce) -> PairedDone:
         batches=tuple(sorted(tally.batches)),
         chunks=tuple(sorted(tally.chunks)),
         longest=tally.longest,
+        tokens=tally.tokens,
+        overflow=overflow,
     )
 
 
@@ -105,6 +109,19 @@ class _Pair:
                 for side, past, answer in zip((left, right), pasts, (want, got), strict=True)
             ]
             _count(tally, walk, start, stop)
+        return ""
+
+    def overflow(self, capacity: int) -> str:
+        """The error of a call on full buffers; empty if it runs. Their content does not matter: they hold zeros."""
+        contract = self.converted.contract
+        new = contract.new_tokens or 1
+        _, builder = self._build(Walk(contract.fixed_batch or 1, capacity, (new,)))
+        past = builder.first_past(0)
+        past.length = capacity
+        try:
+            self.converted.run_session(builder.decode(capacity, capacity + new, past))
+        except (StepFailed, Refused) as error:
+            return f"it fails: {error}"[:200]
         return ""
 
     def _build(self, walk: Walk) -> tuple[FeedBuilder, FeedBuilder]:
@@ -157,7 +174,8 @@ class _Pair:
         tally.worst = max(tally.worst, found.relative)
 
     def _compare_caches(self, call: Call, got: Answer, want: Answer) -> None:
-        """Compare what both return of each slot; padding in front of a longer cache is left out."""
+        """Compare what both return of each slot; the rows of a longer cache without tokens are left out."""
+        buffers = {slot.past for slot in self.converted.contract.slots if slot.growth == "static"}
         for slot in self.original.contract.slots:
             name = slot.filled_by if call.phase == "prefill" else slot.present
             if name is None or name not in want.outputs:
@@ -169,7 +187,9 @@ class _Pair:
             mine, theirs = got.outputs[name].array(), want.outputs[name].array()
             at = slot.length_axis
             if at is not None and mine.ndim == theirs.ndim and mine.shape[at] > theirs.shape[at]:
-                mine = np.take(mine, range(mine.shape[at] - theirs.shape[at], mine.shape[at]), axis=at)
+                # A buffer has its tokens in front, a past that is padded at its end.
+                first = 0 if slot.past in buffers else mine.shape[at] - theirs.shape[at]
+                mine = np.take(mine, range(first, first + theirs.shape[at]), axis=at)
             if np.array_equal(mine, theirs, equal_nan=True):
                 continue
             off = slot_difference(mine, theirs)
@@ -196,6 +216,7 @@ def _make_call(builder: FeedBuilder, past: Past | None, start: int, stop: int) -
 
 def _count(tally: _Tally, walk: Walk, start: int, stop: int) -> None:
     tally.batches.add(walk.batch)
+    tally.tokens = max(tally.tokens, stop)
     if start == 0:
         tally.prompts.add(stop)
     else:

@@ -1,0 +1,308 @@
+"""Replaces the length of the past by that of a buffer, wherever a graph computes with it.
+
+A graph reads the length of its past from shapes. When the past becomes a buffer of N rows, that length has two
+meanings, which are told apart where it is used. As a size (the target of a Reshape or Expand, the end of a Range from
+0) past + new is the number of columns, which is N now. As a place (the first position of the new tokens, the rows of a
+causal mask) past is the number of tokens in the buffer, which an input gives now. `repair/shapes` writes each length as
+a term, so that no form of the arithmetic in between has to be known.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from kvdoctor.contract import Graph
+from kvdoctor.model.edit import keep_only
+from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
+from kvdoctor.model.traverse import find_attribute, needed_for, normalize_domain, producer
+from kvdoctor.records import record
+from kvdoctor.repair.conversions.lm_head import describe_node
+from kvdoctor.repair.shapes.facts import GraphScope, ShapeFacts, ValueFacts, WalkNotes
+from kvdoctor.repair.shapes.freeing import read_declared_sizes
+from kvdoctor.repair.shapes.number_rules import NUMBERS
+from kvdoctor.repair.shapes.terms import Lengths, Term, read_lengths, symbol, whole
+from kvdoctor.repair.shapes.walk import ShapeWalk
+from kvdoctor.repair.shapes.writing import Writer
+from kvdoctor.repair.workspace import CannotRepair
+from kvdoctor.report.repair_record import Change
+
+PAST, WRITTEN = "past", "cache_position[0]"
+"""The symbol of the past's length, and that of the tokens in the buffer."""
+INT64 = 7
+SIZES = {"Reshape": 1, "Expand": 1, "ConstantOfShape": 0, "Tile": 1}
+"""Operators and the input that gives a shape."""
+DATA_FIRST = ("Reshape", "Squeeze", "Unsqueeze", "Slice", "Gather")
+"""Operators that pass on the numbers of their first input alone."""
+PLACES = {
+    *("Add", "Sub", "Div", "Mod", "Neg", "Min", "Max", "Where", "Cast", "Trilu", "Gather", "Equal"),
+    *("Less", "LessOrEqual", "Greater", "GreaterOrEqual"),
+}
+"""Operators that compute positions, or compare them."""
+STRIDES = ("Mul",)
+"""Operators that step over rows of a flattened mask."""
+MOST_BACK = 64
+"""Nodes that are followed back for the element type of a value."""
+
+
+@record(slots=False)
+class _Use:
+    """One input of a node that holds lengths: their terms."""
+
+    scope: GraphScope
+    node: NodeProto
+    index: int
+    terms: tuple[Term | None, ...]
+
+
+@dataclass(eq=False)
+class LengthUses:
+    """The uses of the past's length in a model, to be rewritten for a buffer of `capacity` rows.
+
+    Made before the graph is changed; `rewrite` then changes the nodes that it found.
+    """
+
+    model: ModelProto
+    graph: Graph
+    capacity: int
+    changes: list[Change] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lengths: Lengths = read_lengths(self.graph, read_declared_sizes(self.model))
+        if PAST not in self.lengths.traced or PAST in self.lengths.fixed:
+            raise CannotRepair("no past has a variable length")
+        self.facts = ShapeFacts(dict(self.lengths.traced))
+        rows = symbol("new") if "new" in self.lengths.traced else None
+        self.walk = ShapeWalk(self.model, self.lengths.inputs, WalkNotes(self.facts, rows))
+        self.walk.run()
+        outputs = [value.name for value in self.model.graph.output]
+        self.needed = needed_for(self.model.graph, outputs)
+
+    def rewrite(self, written: str) -> list[Change]:
+        """Rewrite all uses; `written` names the value int64[1] that holds the number of tokens in the buffer.
+
+        Raises:
+            CannotRepair: a use is of no known form; the message names the node.
+        """
+        self.writer = Writer(self.model, self.lengths, given={WRITTEN: written})
+        for scope in list(self.walk.scopes.values()):
+            for node in list(scope.graph.node):
+                self._node(scope, node)
+        self.writer.done()
+        self._drop_unused()
+        return self.changes
+
+    def _node(self, scope: GraphScope, node: NodeProto) -> None:
+        if node.op_type == "Slice" and len(node.input) > 2 and not normalize_domain(node.domain):
+            self._slice(scope, node)
+            return
+        uses = [use for use in self._uses(scope, node) if self._is_moving(use.terms)]
+        if node.op_type == "Range" and uses:
+            self._range(scope, node)
+            return
+        for use in uses:
+            if self._is_passed_on(use):
+                continue
+            if normalize_domain(node.domain):
+                self._refuse(use)
+            if SIZES.get(node.op_type) == use.index or node.op_type in STRIDES:
+                self._replace(use, [self._as_size(use, term) for term in use.terms])
+            elif node.op_type in PLACES:
+                self._replace(use, [self._as_place(use, term) for term in use.terms])
+            else:
+                self._refuse(use)
+
+    def _uses(self, scope: GraphScope, node: NodeProto) -> Iterator[_Use]:
+        for index, name in enumerate(node.input):
+            known = scope.known(name) if name else None
+            if known is not None and known.numbers is not None:
+                yield _Use(scope, node, index, self._real(known))
+
+    def _real(self, known: ValueFacts) -> tuple[Term | None, ...]:
+        return tuple(None if term is None else self.facts.real(term) for term in known.numbers or ())
+
+    @staticmethod
+    def _is_moving(terms: Sequence[Term | None]) -> bool:
+        return any(term is not None and PAST in term.symbols for term in terms)
+
+    def _is_passed_on(self, use: _Use) -> bool:
+        """Whether the node computes other known lengths from it: then their uses are rewritten."""
+        node = use.node
+        if node.op_type not in NUMBERS or (node.op_type in DATA_FIRST and use.index):
+            return False
+        found = use.scope.known(node.output[0])
+        if found is None or found.numbers is None or None in found.numbers:
+            return False
+        if found.others:
+            raise CannotRepair(f"the node {describe_node(node)} selects one of several lengths by its condition")
+        return True
+
+    def _range(self, scope: GraphScope, node: NodeProto) -> None:
+        """A Range of new positions counts from the tokens in the buffer, one of all columns ends at N."""
+        start, end = (self._single(scope, node, index) for index in (0, 1))
+        if start is None or end is None:
+            raise CannotRepair(f"the node {describe_node(node)} counts from or to a number that is not known")
+        for index, term in enumerate((start, end)):
+            use = _Use(scope, node, index, (term,))
+            if PAST not in term.symbols:
+                continue
+            if PAST not in (end - start).symbols:
+                self._replace(use, [self._as_place(use, term)])
+            elif PAST in start.symbols:
+                self._refuse(use)
+            else:
+                self._replace(use, [self._as_size(use, term)])
+
+    def _single(self, scope: GraphScope, node: NodeProto, index: int) -> Term | None:
+        """A number that a node reads: a constant, or a term."""
+        terms = self._terms(scope, node, index)
+        return terms[0] if terms and len(terms) == 1 else None
+
+    def _terms(self, scope: GraphScope, node: NodeProto, index: int) -> tuple[Term | None, ...] | None:
+        from kvdoctor.model.view import integers
+
+        name = node.input[index] if index < len(node.input) else ""
+        known = scope.known(name) if name else None
+        if known is not None:
+            return self._real(known) if known.numbers is not None else None
+        tensor = scope.constant(name) if name else None
+        if tensor is None:
+            return None
+        numbers = integers(tensor)
+        if (
+            numbers is None
+            and not tensor.dims
+            and tensor.float_data
+            and tensor.float_data[0] == int(tensor.float_data[0])
+        ):
+            numbers = (int(tensor.float_data[0]),)
+        return tuple(whole(number) for number in numbers) if numbers is not None else None
+
+    def _slice(self, scope: GraphScope, node: NodeProto) -> None:
+        """A Slice takes the rows of the new tokens, or the columns of all."""
+        starts, ends = self._terms(scope, node, 1), self._terms(scope, node, 2)
+        data = scope.known(node.input[0]) if node.input[0] else None
+        tensor = scope.constant(node.input[0])
+        shape = data.shape if data is not None else tuple(map(whole, tensor.dims)) if tensor is not None else None
+        sizes = [None if dim is None else self.facts.real(dim) for dim in shape] if shape is not None else None
+        if starts is None or ends is None:
+            return
+        axes = self._terms(scope, node, 3) or tuple(map(whole, range(len(starts))))
+        steps = self._terms(scope, node, 4) or (whole(1),) * len(starts)
+        new_starts, new_ends = list(starts), list(ends)
+        for at, (start, end, axis, step) in enumerate(zip(starts, ends, axes, steps, strict=False)):
+            number = axis.number if axis is not None else None
+            size = sizes[number] if sizes and number is not None and -len(sizes) <= number < len(sizes) else None
+            if not self._is_cut(start, end, size):
+                continue
+            if step != whole(1) or start is None or end is None:
+                raise CannotRepair(f"the node {describe_node(node)} cuts an axis of the past's length in another way")
+            new_starts[at], new_ends[at] = self._cut(_Use(scope, node, 1, (start, end)), start, end, size)
+        if new_starts != list(starts):
+            self._replace(_Use(scope, node, 1, starts), new_starts)
+        if new_ends != list(ends):
+            self._replace(_Use(scope, node, 2, ends), new_ends)
+
+    def _is_cut(self, start: Term | None, end: Term | None, size: Term | None) -> bool:
+        """Whether the rows that are taken depend on the length of the past."""
+        if self._is_moving((start, end)):
+            return True
+        if size is None or PAST not in size.symbols or start is None or end is None:
+            return False
+        return self._is_negative(start) or self._is_negative(end)
+
+    def _is_negative(self, term: Term) -> bool:
+        return self.facts.size(term) < 0
+
+    def _cut(self, use: _Use, start: Term, end: Term, size: Term | None) -> tuple[Term, Term]:
+        """The new bounds of a Slice on one axis."""
+        first, last = start, end
+        if self._is_negative(start) or self._is_negative(end) or self._is_open(end):
+            if size is None:
+                self._refuse(use)
+            first = size + start if self._is_negative(start) else start
+            last = size if self._is_open(end) else size + end if self._is_negative(end) else end
+        if PAST not in (last - first).symbols:
+            return self._as_place(use, first), self._as_place(use, last)
+        if first != whole(0):
+            self._refuse(use)
+        return first, self._as_size(use, last)
+
+    def _is_open(self, end: Term) -> bool:
+        return end.number is not None and end.number >= (1 << 31) - 1
+
+    def _as_size(self, use: _Use, term: Term | None) -> Term:
+        """The number of columns in place of past + new."""
+        if term is None:
+            self._refuse(use)
+        if PAST not in term.symbols:
+            return term
+        found = term.replaced({PAST: whole(self.capacity) - symbol("new")})
+        if any(number < 0 for _, number in found.parts):
+            self._refuse(use, term)
+        return found
+
+    def _as_place(self, use: _Use, term: Term | None) -> Term:
+        """The tokens in the buffer in place of past."""
+        if term is None:
+            self._refuse(use)
+        return term.replaced({PAST: symbol(WRITTEN)})
+
+    def _replace(self, use: _Use, terms: Sequence[Term | None]) -> None:
+        entries = [self._entry(use, term) for term in terms]
+        name = use.node.input[use.index]
+        known = use.scope.known(name)
+        tensor = use.scope.constant(name) if known is None else None
+        rank = len(tensor.dims) if tensor is not None else len((known.shape if known else None) or ())
+        element = int(tensor.data_type) if tensor is not None else _find_element(use.scope, name)
+        if element is None:
+            self._refuse(use)
+        use.node.input[use.index] = self.writer.shaped(entries, [len(entries)] if rank else [], element)
+        before = ", ".join(map(str, use.terms))
+        after = ", ".join(map(str, terms))
+        self.changes.append(Change(self.graph.file, describe_node(use.node), f"reads {before}", f"reads {after}"))
+
+    def _entry(self, use: _Use, term: Term | None) -> int | Term:
+        if term is None:
+            self._refuse(use)
+        return term if term.number is None else term.number
+
+    def _refuse(self, use: _Use, term: Term | None = None) -> NoReturn:
+        lengths = ", ".join("?" if one is None else str(one) for one in (use.terms if term is None else (term,)))
+        raise CannotRepair(
+            f"the node {describe_node(use.node)} uses the length of the past in an unknown way (input {use.index}: "
+            f"{lengths})"
+        )
+
+    def _drop_unused(self) -> None:
+        """Drop the arithmetic that nothing reads any more, and its constants."""
+        graph = self.model.graph
+        needed = needed_for(graph, [value.name for value in graph.output])
+        gone = self.needed - needed
+        keep_only(graph.node, lambda node: not node.output or not gone.issuperset(filter(None, node.output)))
+        keep_only(graph.initializer, lambda tensor: tensor.name not in gone)
+        keep_only(graph.value_info, lambda value: value.name not in gone)
+
+
+def _find_element(scope: GraphScope, name: str) -> int | None:
+    """The element type of a value that was computed from shapes."""
+    for _ in range(MOST_BACK):
+        tensor = scope.constant(name)
+        if tensor is not None:
+            return int(tensor.data_type)
+        inside: GraphScope | None = scope
+        node = None
+        while inside is not None and node is None:
+            node = producer(inside.graph, name)
+            inside = inside.outer
+        if node is None:
+            return None
+        if node.op_type in ("Shape", "Size"):
+            return INT64
+        if node.op_type == "Cast":
+            found = find_attribute(node, "to")
+            return int(found.i) if found is not None else None
+        if node.op_type == "ConstantOfShape":
+            value = find_attribute(node, "value")
+            return int(value.t.data_type) if value is not None else TensorProto.FLOAT
+        name = node.input[1 if node.op_type == "Where" else 0]
+    return None
