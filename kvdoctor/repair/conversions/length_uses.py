@@ -29,6 +29,7 @@ from kvdoctor.report.repair_record import Change
 PAST, WRITTEN = "past", "cache_position[0]"
 """The symbol of the past's length, and that of the tokens in the buffer."""
 INT64 = 7
+ENDLESS = (1 << 31) - 1
 SIZES = {"Reshape": 1, "Expand": 1, "ConstantOfShape": 0, "Tile": 1}
 """Operators and the input that gives a shape."""
 DATA_FIRST = ("Reshape", "Squeeze", "Unsqueeze", "Slice", "Gather")
@@ -216,19 +217,21 @@ class LengthUses:
     def _cut(self, use: _Use, start: Term, end: Term, size: Term | None) -> tuple[Term, Term]:
         """The new bounds of a Slice on one axis."""
         first, last = start, end
-        if self._is_negative(start) or self._is_negative(end) or self._is_open(end):
+        if self._is_negative(start) or self._is_negative(end) or self._is_open(end, size):
             if size is None:
                 self._refuse(use)
             first = size + start if self._is_negative(start) else start
-            last = size if self._is_open(end) else size + end if self._is_negative(end) else end
+            last = size if self._is_open(end, size) else size + end if self._is_negative(end) else end
         if PAST not in (last - first).symbols:
             return self._as_place(use, first), self._as_place(use, last)
         if first != whole(0):
             self._refuse(use)
         return first, self._as_size(use, last)
 
-    def _is_open(self, end: Term) -> bool:
-        return end.number is not None and end.number >= (1 << 31) - 1
+    def _is_open(self, end: Term, size: Term | None) -> bool:
+        """Whether an end is a number so large that it means the end of the axis."""
+        least = ENDLESS if size is None else self.facts.size(size)
+        return end.number is not None and end.number >= least
 
     def _as_size(self, use: _Use, term: Term | None) -> Term:
         """The number of columns in place of past + new."""
