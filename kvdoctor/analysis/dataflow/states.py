@@ -153,11 +153,28 @@ class Dataflow:
                 continue
             axes = self.axes.axes_after(node, path.axes)
             if joins:
-                yield output, _Path(axes, node, join_axis(node, path.axes), cut=path.cut)
+                yield output, _Path(axes, node, self._join_axis(node, path.axes), cut=path.cut)
                 continue
             trimmed = path.trimmed or (path.join is not None and node.op in TRIMS)
             cut = path.cut or (path.join is None and self._slices_to_computed_end(node))
             yield output, _Path(axes, path.join, path.axis, trimmed, cut)
+
+    def _join_axis(self, node: FlatNode, axes: tuple[int, ...] | None) -> int | None:
+        """The input's axis along which a node adds new entries, as far as the graph says.
+
+        The index of a ScatterND has an entry for each axis of the buffer that it counts in. Where it is put together
+        from columns, one for each of these axes, the last one counts the tokens.
+        """
+        if node.op != "ScatterND" or axes is None:
+            return join_axis(node, axes)
+        made = self.flow.producers.get(node.input(1))
+        if made is None or made.op != "Concat" or made.number("axis", 0) not in (-1, len(made.inputs)):
+            return None
+        columns = [self.flow.producers.get(name) for name in made.inputs]
+        if not all(column is not None and column.op == "Unsqueeze" for column in columns):
+            return None
+        at = axes[len(columns) - 1] if len(columns) <= len(axes) else NEW
+        return at if at != NEW else None
 
     def _slices_to_computed_end(self, node: FlatNode) -> bool:
         """Whether a node takes a part of its input whose end depends on the feeds."""

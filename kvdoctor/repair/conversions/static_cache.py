@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvdoctor.contract import CacheContract, Graph, Port, Slot
+from kvdoctor.contract import CacheContract, Graph, Port, Role, Slot
 from kvdoctor.errors import UsageError
 from kvdoctor.model.edit import fresh_name, sort_nodes
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
@@ -26,12 +26,16 @@ from kvdoctor.report.repair_record import Change
 POSITION = "cache_position"
 """The input that says where new rows are written: the name of transformers, and of its exports for ExecuTorch."""
 CHOICE = re.compile(r"static(=(?P<rows>[0-9]{1,9}))?")
+TRACE = "export.json"
+"""What the exporter of transformers writes beside the graph."""
 INT64 = 7
 LEAST_OPSET = 13
 """The first in which the axes of Unsqueeze are an input, as they are written here."""
 TENSOR_SCATTER = 24
 """The first opset that has TensorScatter."""
 LEAST_CAPACITY = 4
+LENGTHS: tuple[Role, ...] = ("past_length", "total_length", "last_index", "write_index", "token_and_position")
+"""Inputs that give the length of the past as a number, which may count rows as well as columns."""
 OWN_BUFFER = ("GroupQueryAttention",)
 """Operators that write in place by themselves if the past that they are fed is longer than the tokens in it."""
 
@@ -68,6 +72,7 @@ def convert(context: RepairContext, choice: StaticCache) -> Converted:
     for join in joins:
         changes.append(writing.write(join, file))
     changes += _declare(model, contract, slots, capacity, file)
+    changes += _forget_trace(context, file)
     sort_nodes(model.graph)
     return Converted(tuple(changes), tuple(_list_rules(contract, capacity)), capacity=capacity)
 
@@ -80,6 +85,12 @@ def _refuse_shape(context: RepairContext, contract: CacheContract) -> None:
             f"its first step is another graph ({prefill.file}), which takes no past to write into",
             "convert a decoder that is one graph (--layout single)",
         )
+    for role in LENGTHS:
+        port = decode.port(role)
+        if port is not None and port in decode.inputs:
+            found = readers(context.model(decode.file).graph).get(port.name, ())
+            node = f"the node {describe_node(found[0][0])}" if found else "no node"
+            context.cannot(f"{node} reads {port.name!r}, which gives the length of the past beside its shape")
     switch = decode.port("branch_switch")
     if switch is not None:
         found = readers(context.model(decode.file).graph).get(switch.name, ())
@@ -352,6 +363,16 @@ def _declare_inside(model: ModelProto, symbols: set[str], capacity: int) -> None
             if dim.dim_param in symbols:
                 dim.Clear()
                 dim.dim_value = capacity
+
+
+def _forget_trace(context: RepairContext, file: str) -> Iterator[Change]:
+    """Remove the inputs of the trace from export.json: the copy takes others."""
+    content = context.copy.side_car(TRACE)
+    components = content.get("components") if isinstance(content, dict) else None
+    for key, entry in (components if isinstance(components, dict) else {}).items():
+        metadata = entry.get("metadata") if isinstance(entry, dict) and entry.get("file") == file else None
+        if isinstance(metadata, dict) and metadata.pop("kwargs", None):
+            yield Change(TRACE, f"components.{key}.metadata.kwargs", "the inputs of the trace", "removed")
 
 
 def _list_rules(contract: CacheContract, capacity: int) -> Iterator[str]:
