@@ -413,7 +413,13 @@ def test_weights_that_are_none_are_not_proved(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-CHOICES = ({"logits": "last"}, {"logits": "selectable"}, {"fix": SIZES}, {"attentions": "cross"})
+CHOICES = (
+    {"logits": "last"},
+    {"logits": "selectable"},
+    {"fix": SIZES},
+    {"attentions": "cross"},
+    {"cache": "static=24"},
+)
 
 
 @pytest.mark.parametrize("choices", CHOICES)

@@ -73,10 +73,17 @@ class LengthUses:
             raise CannotRepair("no past has a variable length")
         self.facts = ShapeFacts(dict(self.lengths.traced))
         rows = symbol("new") if "new" in self.lengths.traced else None
-        self.walk = ShapeWalk(self.model, self.lengths.inputs, WalkNotes(self.facts, rows))
+        self.walk = ShapeWalk(self.model, self.lengths.inputs, WalkNotes(self.facts, rows), fed=self._fed())
         self.walk.run()
         outputs = [value.name for value in self.model.graph.output]
         self.needed = needed_for(self.model.graph, outputs)
+
+    def _fed(self) -> dict[str, tuple[Term, ...]]:
+        """The inputs that give the length of the past as a number."""
+        past, total = symbol(PAST), symbol(PAST) + symbol("new")
+        terms = {"past_length": past, "write_index": past, "total_length": total, "last_index": total - whole(1)}
+        single = [port for port in self.graph.inputs if port.shape is not None and port.shape in ((), (1,))]
+        return {port.name: (terms[port.role],) for port in single if port.role in terms}
 
     def rewrite(self, written: str) -> list[Change]:
         """Rewrite all uses; `written` names the value int64[1] that holds the number of tokens in the buffer.
@@ -283,11 +290,20 @@ class LengthUses:
         gone = self.needed - needed
         keep_only(graph.node, lambda node: not node.output or not gone.issuperset(filter(None, node.output)))
         keep_only(graph.initializer, lambda tensor: tensor.name not in gone)
+        for value in graph.input:
+            if value.name in gone:
+                self.changes.append(
+                    Change(
+                        self.graph.file, f"input {value.name!r}", "a length of the past", f"removed: {WRITTEN} is it"
+                    )
+                )
+        keep_only(graph.input, lambda value: value.name not in gone)
         keep_only(graph.value_info, lambda value: value.name not in gone)
 
 
 def _find_element(scope: GraphScope, name: str) -> int | None:
-    """The element type of a value that was computed from shapes."""
+    """The element type of a value that was computed from shapes, or of an input."""
+    outermost = scope
     for _ in range(MOST_BACK):
         tensor = scope.constant(name)
         if tensor is not None:
@@ -295,10 +311,12 @@ def _find_element(scope: GraphScope, name: str) -> int | None:
         inside: GraphScope | None = scope
         node = None
         while inside is not None and node is None:
-            node = producer(inside.graph, name)
+            node, outermost = producer(inside.graph, name), inside
             inside = inside.outer
         if node is None:
-            return None
+            graph = outermost.graph
+            types = (value.type.tensor_type.elem_type for value in graph.input if value.name == name)
+            return next(types, None)
         if node.op_type in ("Shape", "Size"):
             return INT64
         if node.op_type == "Cast":

@@ -33,9 +33,10 @@ LEAST_OPSET = 13
 """The first in which the axes of Unsqueeze are an input, as they are written here."""
 TENSOR_SCATTER = 24
 """The first opset that has TensorScatter."""
-LEAST_CAPACITY = 4
+LEAST_CAPACITY = 5
+"""Tokens of a prompt of 3 and two steps, by which the loop of a copy is tested."""
 LENGTHS: tuple[Role, ...] = ("past_length", "total_length", "last_index", "write_index", "token_and_position")
-"""Inputs that give the length of the past as a number, which may count rows as well as columns."""
+"""Inputs that give the length of the past: known as one number, not where there is one for each sequence."""
 OWN_BUFFER = ("GroupQueryAttention",)
 """Operators that write in place by themselves if the past that they are fed is longer than the tokens in it."""
 
@@ -85,9 +86,8 @@ def _refuse_shape(context: RepairContext, contract: CacheContract) -> None:
             f"its first step is another graph ({prefill.file}), which takes no past to write into",
             "convert a decoder that is one graph (--layout single)",
         )
-    for role in LENGTHS:
-        port = decode.port(role)
-        if port is not None and port in decode.inputs:
+    for port in decode.inputs:
+        if port.role in LENGTHS and (port.role == "token_and_position" or port.shape not in ((), (1,))):
             found = readers(context.model(decode.file).graph).get(port.name, ())
             node = f"the node {describe_node(found[0][0])}" if found else "no node"
             context.cannot(f"{node} reads {port.name!r}, which gives the length of the past beside its shape")

@@ -45,13 +45,14 @@ EVEN = {
 
 @dataclass(eq=False)
 class ShapeWalk:
-    """A model under a facts. `inputs` gives the axes of graph inputs as terms."""
+    """A model under a facts. `inputs` gives the axes of graph inputs as terms, `fed` the numbers that some hold."""
 
     model: ModelProto
     inputs: Mapping[str, tuple[Term, ...]]
     notes: WalkNotes
     keep: list[NodeProto] = field(default_factory=list)
     scopes: "dict[int, GraphScope]" = field(default_factory=dict)
+    fed: Mapping[str, Dims] = field(default_factory=dict)
 
     def run(self) -> GraphScope:
         """Walk until no more is bound; what is known of the values of the main graph."""
@@ -62,7 +63,7 @@ class ShapeWalk:
             self.notes.clear()
             main = GraphScope(self.model.graph, "main graph")
             for value in self.model.graph.input:
-                main.values[value.name] = ValueFacts(self.inputs.get(value.name))
+                main.values[value.name] = ValueFacts(self.inputs.get(value.name), self.fed.get(value.name))
             self._graph(self.model.graph, main)
             if len(self.notes.facts.bound) == before:
                 break

@@ -1,0 +1,281 @@
+"""`--cache static`: growing caches become buffers that decode as before up to their last token, and not beyond."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from test_conversions import DECODER, Spoil, contents, failed, faulty, first_step, write
+
+from kvdoctor import api
+from kvdoctor.errors import UsageError
+from kvdoctor.options import Options
+from kvdoctor.repair import pipeline
+from kvdoctor.repair.request import RepairRequest
+from kvdoctor.report.document import Report, exit_code
+
+EXPORTS = Path(__file__).parents[1] / "fixtures" / "exports"
+OPSET_24 = (("ir_version: 8", "ir_version: 11"), ('["" : 17]', '["" : 24]'))
+
+
+def check_static(report: Report, capacity: int) -> None:
+    assert report.repair is not None
+    assert not failed(report)
+    assert (exit_code(report, "error"), report.verdict) == (0, "healthy")
+    claims = {entry.claim: entry.detail for entry in report.repair.proof}
+    assert f"has {capacity} tokens" in claims[f"a buffer of {capacity} tokens was filled"]
+    assert "fails" in claims[f"a call that would write token {capacity + 1} fails"]
+    for stack in report.stacks:
+        assert stack.contract is not None
+        slots = stack.contract.of_kind("self-attention")
+        assert {(slot.growth, slot.carry, slot.size("capacity")) for slot in slots} == {
+            ("static", "feed-back", capacity)
+        }
+
+
+@pytest.mark.parametrize(
+    ("name", "edits"),
+    [
+        (DECODER, ()),
+        (DECODER, OPSET_24),
+        ("layout-attention-23-masked-healthy", ()),
+        ("layout-bloom-transposed-healthy", ()),
+        ("layout-llama2-msft-layers-healthy", ()),
+        pytest.param("layout-cut-positions-healthy", (), marks=pytest.mark.slow),
+        pytest.param("layout-ort-t5-healthy", (), marks=pytest.mark.slow),
+        pytest.param("layout-dynamo-anonymous-grouped-healthy", (), marks=pytest.mark.slow),
+        ("decoder-only-last-token-healthy", ()),
+    ],
+)
+def test_a_buffer_decodes_as_the_growing_cache(name: str, edits: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
+    source, out = write(tmp_path / "model", name, *edits), tmp_path / "out"
+    before = contents(source)
+    report = api.re_export(source, out, cache="static=12")
+    check_static(report, 12)
+    assert contents(source) == before
+    (file,) = (path for path in out.glob("*.onnx") if path.name == report.stacks[0].contract.graph("decode").file)
+    model = onnx.load(str(file))
+    onnx.checker.check_model(model, full_check=True)
+    writes = {node.op_type for node in model.graph.node if node.op_type in ("ScatterND", "TensorScatter")}
+    assert writes == ({"TensorScatter"} if edits else {"ScatterND"})
+    with pytest.raises(UsageError, match="is a static buffer already"):
+        api.re_export(out, tmp_path / "again", cache="static=12")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+def test_real_exports_become_buffers_of_their_context(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = api.re_export(EXPORTS / name, out, cache="static")
+    check_static(report, 64)
+    model = onnx.load(str(out / "model.onnx"))
+    onnx.checker.check_model(model, full_check=True)
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.input, *model.graph.output)}
+    assert shapes["attention_mask"][1].dim_value == 64
+    assert shapes["cache_position"][0].dim_param == shapes["input_ids"][1].dim_param
+    assert shapes["present.1.value"][2].dim_value == 64
+    written = api.loop(out, tmp_path / "loop", language="python")
+    assert written.out is not None, written.reason
+
+
+def feed_buffer(start: int, tokens: list[int], past: dict[str, Any], capacity: int) -> dict[str, Any]:
+    """One call, by the rules of the fix report."""
+    places = np.arange(start, start + len(tokens))
+    mask = (np.arange(capacity) < start + len(tokens)).astype(np.int64)[None]
+    return {
+        "input_ids": np.array([tokens]),
+        "attention_mask": mask,
+        "position_ids": places[None],
+        "cache_position": places,
+        **past,
+    }
+
+
+def test_the_rules_of_the_fix_report_decode_up_to_the_last_row(tmp_path: Path) -> None:
+    """N - 1 and N tokens are right, whatever the rows behind them hold; token N + 1 is refused."""
+    source, tokens, capacity = write(tmp_path / "model"), [3, 7, 5, 9, 4, 8], 6
+    api.re_export(source, tmp_path / "out", cache=f"static={capacity}")
+    whole = ort.InferenceSession(str(source / "model.onnx"), providers=["CPUExecutionProvider"])
+    feeds = first_step(len(tokens))
+    feeds["input_ids"] = np.array([tokens])
+    want = whole.run(["logits"], feeds)[0]
+    static = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
+    names = [name for name in feeds if name.startswith("past")]
+    returned = ["logits", *(name.replace("past_key_values", "present") for name in names)]
+    past = {name: np.full((1, 2, capacity, 4), 7, np.float32) for name in names}
+    for start, stop in ((0, 3), (3, 5), (5, 6)):
+        logits, *presents = static.run(returned, feed_buffer(start, tokens[start:stop], past, capacity))
+        past = dict(zip(names, presents, strict=True))
+        np.testing.assert_allclose(logits, want[:, start:stop], atol=1e-5)
+    with pytest.raises(Exception, match="indice"):
+        static.run(returned, feed_buffer(6, [5], past, capacity))
+
+
+def test_the_context_of_the_config_limits_the_buffer(tmp_path: Path) -> None:
+    source = write(tmp_path / "model", "decoder-only-short-context-healthy")
+    check_static(api.re_export(source, tmp_path / "out", cache="static"), 9)
+    with pytest.raises(UsageError, match="allows 9 tokens, so a buffer of 10"):
+        api.re_export(source, tmp_path / "more", cache="static=10")
+    with pytest.raises(UsageError, match="give a number"):
+        api.re_export(write(tmp_path / "other"), tmp_path / "none", cache="static")
+
+
+def test_all_sizes_are_numbers_with_fixed_sizes(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = api.re_export(write(tmp_path / "model"), out, cache="static=12", fix=("batch=1", "new=1"))
+    check_static(report, 12)
+    model = onnx.load(str(out / "model.onnx"))
+    for value in (*model.graph.input, *model.graph.output):
+        assert all(dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim), value.name
+
+
+def test_the_traced_inputs_of_the_original_are_not_those_of_the_copy(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "model", "config-agrees-healthy"), tmp_path / "out"
+    check_static(api.re_export(source, out, cache="static=12"), 12)
+    assert "kwargs" in json.loads((source / "export.json").read_text())["components"]["model"]["metadata"]
+    assert "kwargs" not in json.loads((out / "export.json").read_text())["components"]["model"]["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("merged-healthy", 'the node If "optimum::if" selects a branch without a past'),
+        ("pair-healthy", "its first step is another graph"),
+        ("layout-gqa-growing-healthy", "GroupQueryAttention .* in place by itself; instead: no conversion is needed"),
+        ("layout-attention-23-healthy", 'the node Attention "mixed0" has no mask'),
+        ("layout-multihead-attention-healthy", "the node com.microsoft.MultiHeadAttention"),
+        ("layout-canary-healthy", 'the node Slice "ids" reads'),
+        ("layout-scatter-static-healthy", "is a static buffer already"),
+        ("decoder-only-half-cache-healthy", 'the node Cast "past_k0" reads'),
+        ("cache-not-faster", 'the node Expand "large" uses the length of the past in an unknown way'),
+        ("layout-lstm-states-healthy", "no past has a variable length"),
+    ],
+)
+def test_a_graph_of_another_form_is_refused_with_the_node(name: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=named):
+        api.re_export(write(tmp_path / "model", name), tmp_path / "out", cache="static=12")
+    assert not (tmp_path / "out").exists()
+
+
+SQUARE = "square = Concat <axis = 0> (new, total)\n  ones = ConstantOfShape <value = float[1] {1}> (square)"
+CAUSAL = "causal = Trilu <upper = 0> (ones, offset)"
+OTHER_USES = {
+    "a block of past columns": (
+        (
+            SQUARE,
+            "before = Concat <axis = 0> (new, past)\n  seen_all = ConstantOfShape <value = float[1] {1}> (before)\n"
+            "  own = Concat <axis = 0> (new, new)\n  own_ones = ConstantOfShape <value = float[1] {1}> (own)",
+        ),
+        (CAUSAL, "own_causal = Trilu <upper = 0> (own_ones)\n  causal = Concat <axis = 1> (seen_all, own_causal)"),
+    ),
+    "columns behind the first": (
+        (
+            "real = Cast <to = 1> (attention_mask)",
+            "cut = Slice (attention_mask, new, total, new)\n  real = Cast <to = 1> (cut)",
+        ),
+    ),
+    "parts of past and new tokens": (
+        (
+            "real = Cast <to = 1> (attention_mask)",
+            "parts = Concat <axis = 0> (past, new)\n  one_part, two_part = Split <axis = 1> (attention_mask, parts)\n"
+            "  joined = Concat <axis = 1> (one_part, two_part)\n  real = Cast <to = 1> (joined)",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("uses", "node"),
+    [
+        ("a block of past columns", "ConstantOfShape"),
+        ("columns behind the first", "Slice"),
+        ("parts of past and new tokens", "Split"),
+    ],
+)
+def test_an_unknown_use_of_the_length_is_refused_with_the_node(uses: str, node: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "model", DECODER, *OTHER_USES[uses])
+    with pytest.raises(UsageError, match=f"the node {node} .* uses the length of the past in an unknown way"):
+        api.re_export(source, tmp_path / "out", cache="static=12")
+
+
+ROWS = "rows = Slice (all_causal, past, total)\n  causal = Slice (rows, nought, total, column)"
+KNOWN_USES = {
+    "rows of a square mask": (
+        (SQUARE, "square = Concat <axis = 0> (total, total)\n  ones = ConstantOfShape <value = float[1] {1}> (square)"),
+        (CAUSAL, f"all_causal = Trilu <upper = 0> (ones)\n  {ROWS}"),
+        ("float one = {1}", "float one = {1}, int64[1] nought = {0}, int64[1] column = {1}"),
+    ),
+    "the last rows": (
+        (SQUARE, "square = Concat <axis = 0> (total, total)\n  ones = ConstantOfShape <value = float[1] {1}> (square)"),
+        (CAUSAL, "back = Neg (new)\n  all_causal = Trilu <upper = 0> (ones)\n  causal = Slice (all_causal, back, end)"),
+        ("float one = {1}", "float one = {1}, int64[1] end = {9223372036854775807}"),
+    ),
+}
+
+
+@pytest.mark.parametrize("uses", KNOWN_USES)
+def test_masks_of_other_forms_are_converted(uses: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "model", DECODER, *KNOWN_USES[uses])
+    check_static(api.re_export(source, tmp_path / "out", cache="static=12"), 12)
+
+
+def always_at_the_start(graph: onnx.GraphProto) -> None:
+    """Every call writes at row 0."""
+    for node in graph.node:
+        if node.op_type == "Reshape" and node.input[0] == "cache_position":
+            node.input[0] = "static_zeros"
+    graph.node.insert(0, onnx.helper.make_node("Sub", ["cache_position", "cache_position"], ["static_zeros"]))
+
+
+def mask_of_the_start(graph: onnx.GraphProto) -> None:
+    """The rows of the causal mask are those of the first tokens."""
+    next(node for node in graph.node if node.op_type == "Trilu").input[1] = ""
+
+
+def last_row_again(graph: onnx.GraphProto) -> None:
+    """Behind its end a buffer is written in its last row."""
+    for node in graph.node:
+        if node.op_type == "Reshape" and node.input[0] == "cache_position":
+            node.input[0] = "static_bounded"
+    graph.initializer.append(onnx.numpy_helper.from_array(np.array(11, np.int64), "static_last"))
+    graph.node.insert(0, onnx.helper.make_node("Min", ["cache_position", "static_last"], ["static_bounded"]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "difference"),
+    [
+        (always_at_the_start, "first difference: batch 1, prompt of 2 tokens"),
+        (mask_of_the_start, "first difference: batch 1, prompt of 1, one token on a past of 1"),
+        (last_row_again, "a call that would write token 13 fails: it runs"),
+    ],
+)
+def test_a_buffer_that_is_not_proved_is_not_written(spoil: Spoil, difference: str, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "model"), tmp_path / "out"
+    asked = faulty(spoil, cache="static=12")
+    report = pipeline.re_export(RepairRequest(str(source), str(out), conversions=(asked,)), Options())
+    assert any(difference in text for text in failed(report)), failed(report)
+    assert not out.exists()
+    assert exit_code(report, "error") == 1
+
+
+@pytest.mark.parametrize("choice", ["static=4", "static=x", "static=", "dynamic", "static=12,static=13"])
+def test_a_choice_that_makes_no_sense_is_refused(choice: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--cache"):
+        api.re_export(write(tmp_path / "model"), tmp_path / "out", cache=choice)
+
+
+def test_a_buffer_and_a_fixed_past_are_two_forms(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="another form of the cache"):
+        api.re_export(write(tmp_path / "model"), tmp_path / "out", cache="static=12", fix=("new=1", "past=12"))
+
+
+def test_a_repaired_copy_is_converted(tmp_path: Path) -> None:
+    """A fault is repaired first; what is converted is the repaired graph."""
+    source = tmp_path / "model"
+    shutil.copytree(write(tmp_path / "faulty", "key-value-swapped"), source)
+    report = api.re_export(source, tmp_path / "out", cache="static=12")
+    assert not failed(report)
+    assert exit_code(report, "error") == 0
