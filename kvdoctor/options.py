@@ -343,9 +343,10 @@ class ReExportChoices:
         group=REPAIR,
     )
     cache: str | None = option(
-        Text("static or static=N", "static[=N]"),
+        Text("static, static=N or growing", "static[=N]|growing"),
         None,
-        "Make a cache that grows a buffer of N tokens, written in place (docs/conversions.md).",
+        "Make a cache that grows a buffer of N tokens, written in place, or such a buffer a cache that grows "
+        "(docs/conversions.md).",
         ("re-export",),
         unset="as PATH has it",
         group=REPAIR,

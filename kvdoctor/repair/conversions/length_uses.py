@@ -57,14 +57,14 @@ class _Use:
 
 @dataclass(eq=False)
 class LengthUses:
-    """The uses of the past's length in a model, to be rewritten for a buffer of `capacity` rows.
+    """The uses of the past's length in a model.
 
-    Made before the graph is changed; `rewrite` then changes the nodes that it found.
+    Made before the graph is changed; `rewrite` then changes the nodes that it found, for a buffer of `capacity` rows.
     """
 
     model: ModelProto
     graph: Graph
-    capacity: int
+    capacity: int = 0
     changes: list[Change] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,6 +98,29 @@ class LengthUses:
         self.writer.done()
         self._drop_unused()
         return self.changes
+
+    def rewrite_alike(self, by: Term) -> list[Change]:
+        """Put another length in place of the past's, whatever it is used for.
+
+        Raises:
+            CannotRepair: a use is only partly known; the message names the node.
+        """
+        self.writer = Writer(self.model, self.lengths)
+        for scope in list(self.walk.scopes.values()):
+            for node in list(scope.graph.node):
+                for use in self._uses(scope, node):
+                    if self._is_moving(use.terms) and not self._is_passed_on(use):
+                        self._replace(use, [None if one is None else one.replaced({PAST: by}) for one in use.terms])
+        self.writer.done()
+        self._drop_unused()
+        return self.changes
+
+    def shape_of(self, name: str) -> tuple[Term | None, ...] | None:
+        """The axes of a value of the main graph."""
+        known = self.walk.scopes[id(self.model.graph)].known(name)
+        if known is None or known.shape is None:
+            return None
+        return tuple(None if term is None else self.facts.real(term) for term in known.shape)
 
     def _node(self, scope: GraphScope, node: NodeProto) -> None:
         if node.op_type == "Slice" and len(node.input) > 2 and not normalize_domain(node.domain):
@@ -294,7 +317,7 @@ class LengthUses:
             if value.name in gone:
                 self.changes.append(
                     Change(
-                        self.graph.file, f"input {value.name!r}", "a length of the past", f"removed: {WRITTEN} is it"
+                        self.graph.file, f"input {value.name!r}", "a length of the past", "removed: nothing reads it"
                     )
                 )
         keep_only(graph.input, lambda value: value.name not in gone)

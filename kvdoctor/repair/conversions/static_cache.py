@@ -73,7 +73,7 @@ def convert(context: RepairContext, choice: StaticCache) -> Converted:
     for join in joins:
         changes.append(writing.write(join, file))
     changes += _declare(model, contract, slots, capacity, file)
-    changes += _forget_trace(context, file)
+    changes += forget_trace(context, file)
     sort_nodes(model.graph)
     return Converted(tuple(changes), tuple(_list_rules(contract, capacity)), capacity=capacity)
 
@@ -365,7 +365,7 @@ def _declare_inside(model: ModelProto, symbols: set[str], capacity: int) -> None
                 dim.dim_value = capacity
 
 
-def _forget_trace(context: RepairContext, file: str) -> Iterator[Change]:
+def forget_trace(context: RepairContext, file: str) -> Iterator[Change]:
     """Remove the inputs of the trace from export.json: the copy takes others."""
     content = context.copy.side_car(TRACE)
     components = content.get("components") if isinstance(content, dict) else None
@@ -397,11 +397,11 @@ def _list_rules(contract: CacheContract, capacity: int) -> Iterator[str]:
 
 
 def _read(choices: ReExportChoices) -> StaticCache | None:
-    if choices.cache is None:
+    if choices.cache in (None, "growing"):
         return None
     match = CHOICE.fullmatch(choices.cache)
     if match is None:
-        raise UsageError(f"--cache {choices.cache}: it takes static or static=N, N tokens")
+        raise UsageError(f"--cache {choices.cache}: it takes static, static=N for N tokens, or growing")
     capacity = int(match["rows"]) if match["rows"] else None
     if capacity is not None and capacity < LEAST_CAPACITY:
         raise UsageError(f"--cache {choices.cache}: a buffer has {LEAST_CAPACITY} tokens or more")

@@ -191,6 +191,8 @@ class _Pair:
                 # A buffer has its tokens in front, a past that is padded at its end.
                 first = 0 if slot.past in buffers else mine.shape[at] - theirs.shape[at]
                 mine = np.take(mine, range(first, first + theirs.shape[at]), axis=at)
+            elif at is not None and slot.growth == "static" and mine.ndim == theirs.ndim:
+                theirs = np.take(theirs, range(min(mine.shape[at], theirs.shape[at])), axis=at)
             if np.array_equal(mine, theirs, equal_nan=True):
                 continue
             off = slot_difference(mine, theirs)
