@@ -142,13 +142,13 @@ def _read_axis(node: NodeProto, index: int, uses: LengthUses) -> int | None:
     ):
         return None
     data = uses.shape_of(node.input[0])
-    new = uses.shape_of(node.input[1 if node.op_type == "TensorScatter" else 2])
-    if data is None or new is None or len(new) != len(data):
+    if data is None:
         return None
     if node.op_type == "ScatterND":
         places = uses.shape_of(node.input[1])
         count = places[-1].number if places and places[-1] is not None else None
-        axis = count - 1 if count else None
+        # One index for each row, counted in as many axes as the index has in front: then the rows are a tensor like it.
+        axis = count - 1 if places and count == len(places) - 1 else None
     else:
         found = find_attribute(node, "axis")
         axis = int(found.i) if found is not None else DEFAULT_AXIS[node.op_type]
@@ -198,6 +198,8 @@ def _declare(model: ModelProto, graph: Graph, slots: list[Slot], file: str) -> I
         for index in found:
             if index < len(dims):
                 before = dims[index].dim_param or str(dims[index].dim_value)
+                if before == PAST_SIZE and value.name in pasts:
+                    continue
                 dims[index].Clear()
                 dims[index].dim_param = PAST_SIZE if value.name in pasts else total
                 kind = "output" if value.name in presents else "input"

@@ -14,7 +14,7 @@ from typing import NoReturn
 from kvdoctor.contract import Graph
 from kvdoctor.model.edit import keep_only
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import find_attribute, needed_for, normalize_domain, producer
+from kvdoctor.model.traverse import find_attribute, needed_for, normalize_domain, producer, values_read
 from kvdoctor.records import record
 from kvdoctor.repair.conversions.lm_head import describe_node
 from kvdoctor.repair.shapes.facts import GraphScope, ShapeFacts, ValueFacts, WalkNotes
@@ -135,6 +135,8 @@ class LengthUses:
                 continue
             if normalize_domain(node.domain):
                 self._refuse(use)
+            if node.op_type in STRIDES and not self._is_from_past(use):
+                continue  # it is read from what has N columns by itself
             if SIZES.get(node.op_type) == use.index or node.op_type in STRIDES:
                 self._replace(use, [self._as_size(use, term) for term in use.terms])
             elif node.op_type in PLACES:
@@ -166,6 +168,21 @@ class LengthUses:
         if found.others:
             raise CannotRepair(f"the node {describe_node(node)} selects one of several lengths by its condition")
         return True
+
+    def _is_from_past(self, use: _Use) -> bool:
+        """Whether a length is computed from the shape of a past, or from a fed one."""
+        inputs = {port.name for port in self.graph.inputs if port.role == "past"} | self._fed().keys()
+        waiting, seen = [use.node.input[use.index]], set[str]()
+        while waiting:
+            name = waiting.pop()
+            node, _ = _find_maker(use.scope, name)
+            if name in inputs:
+                return True
+            if node is not None and name not in seen:
+                seen.add(name)
+                # Behind another Shape stands what is as long as the mask or the buffer.
+                waiting += [given for given in node.input if node.op_type != "Shape" or given in inputs]
+        return False
 
     def _range(self, scope: GraphScope, node: NodeProto) -> None:
         """A Range of new positions counts from the tokens in the buffer, one of all columns ends at N."""
@@ -311,6 +328,9 @@ class LengthUses:
         graph = self.model.graph
         needed = needed_for(graph, [value.name for value in graph.output])
         gone = self.needed - needed
+        for node in graph.node:  # what no output needed may read what is dropped
+            if needed.isdisjoint(node.output) and not gone.isdisjoint(values_read(node)):
+                gone |= {name for name in node.output if name}
         keep_only(graph.node, lambda node: not node.output or not gone.issuperset(filter(None, node.output)))
         keep_only(graph.initializer, lambda tensor: tensor.name not in gone)
         for value in graph.input:
@@ -324,21 +344,24 @@ class LengthUses:
         keep_only(graph.value_info, lambda value: value.name not in gone)
 
 
+def _find_maker(scope: GraphScope, name: str) -> tuple[NodeProto | None, GraphScope]:
+    """The node that makes a value, in this graph or one around it, and the last graph that was searched."""
+    while True:
+        node = producer(scope.graph, name)
+        if node is not None or scope.outer is None:
+            return node, scope
+        scope = scope.outer
+
+
 def _find_element(scope: GraphScope, name: str) -> int | None:
     """The element type of a value that was computed from shapes, or of an input."""
-    outermost = scope
     for _ in range(MOST_BACK):
         tensor = scope.constant(name)
         if tensor is not None:
             return int(tensor.data_type)
-        inside: GraphScope | None = scope
-        node = None
-        while inside is not None and node is None:
-            node, outermost = producer(inside.graph, name), inside
-            inside = inside.outer
+        node, outermost = _find_maker(scope, name)
         if node is None:
-            graph = outermost.graph
-            types = (value.type.tensor_type.elem_type for value in graph.input if value.name == name)
+            types = (value.type.tensor_type.elem_type for value in outermost.graph.input if value.name == name)
             return next(types, None)
         if node.op_type in ("Shape", "Size"):
             return INT64
@@ -347,6 +370,6 @@ def _find_element(scope: GraphScope, name: str) -> int | None:
             return int(found.i) if found is not None else None
         if node.op_type == "ConstantOfShape":
             value = find_attribute(node, "value")
-            return int(value.t.data_type) if value is not None else TensorProto.FLOAT
+            return int(value.t.data_type) if value is not None else int(TensorProto.FLOAT)
         name = node.input[1 if node.op_type == "Where" else 0]
     return None
