@@ -419,6 +419,7 @@ CHOICES = (
     {"fix": SIZES},
     {"attentions": "cross"},
     {"cache": "static=24"},
+    {"cache": "growing"},
 )
 
 

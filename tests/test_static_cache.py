@@ -1,4 +1,4 @@
-"""`--cache static`: growing caches become buffers that decode as before up to their last token, and not beyond."""
+"""`--cache static`: growing caches become buffers that decode as before up to their last token; and the way back."""
 
 import json
 import shutil
@@ -279,3 +279,68 @@ def test_a_repaired_copy_is_converted(tmp_path: Path) -> None:
     report = api.re_export(source, tmp_path / "out", cache="static=12")
     assert not failed(report)
     assert exit_code(report, "error") == 0
+
+
+def check_growing(report: Report) -> None:
+    assert report.repair is not None
+    assert not failed(report)
+    assert (exit_code(report, "error"), report.verdict) == (0, "healthy")
+    for stack in report.stacks:
+        assert stack.contract is not None
+        slots = stack.contract.of_kind("self-attention")
+        assert {(slot.growth, slot.carry, slot.first) for slot in slots} == {("grow", "feed-back", "empty")}
+
+
+@pytest.mark.parametrize(
+    "name", ["layout-scatter-static-healthy", "layout-tensor-scatter-heads-healthy", "layout-tensor-scatter-healthy"]
+)
+def test_a_static_cache_grows(name: str, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "model", name), tmp_path / "out"
+    before = contents(source)
+    check_growing(api.re_export(source, out, cache="growing"))
+    assert contents(source) == before
+    model = onnx.load(str(out / "model.onnx"))
+    onnx.checker.check_model(model, full_check=True)
+    assert not [node.op_type for node in model.graph.node if "Scatter" in node.op_type]
+    assert "write_indices" not in [value.name for value in model.graph.input]
+
+
+def test_a_buffer_grows_again_beyond_its_length(tmp_path: Path) -> None:
+    """There and back: no number of the buffer is left, and sequences are longer than it was."""
+    api.re_export(EXPORTS / "gpt2", tmp_path / "static", cache="static=24")
+    report = api.re_export(tmp_path / "static", tmp_path / "out", cache="growing")
+    check_growing(report)
+    (run,) = (run for run in report.runs if run.experiment == "long-past")
+    assert run.outcome == "passed"
+    assert len(run.steps) > 2  # its last steps have a past of 4 and of 49 tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        (DECODER, "it has no static buffer"),
+        ("layout-retained-state-healthy", "the node Where .* where a write of new rows is expected"),
+        ("layout-decoder-masked-mha-healthy", "the node com.microsoft.DecoderMaskedMultiHeadAttention"),
+        ("layout-delta-healthy", "is not written in place by the graph"),
+        ("layout-scatter-static-pair-healthy", "its first step is another graph"),
+    ],
+)
+def test_what_is_no_buffer_of_the_graph_does_not_grow(name: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=named):
+        api.re_export(write(tmp_path / "model", name), tmp_path / "out", cache="growing")
+    assert not (tmp_path / "out").exists()
+
+
+def joined_in_front(graph: onnx.GraphProto) -> None:
+    """New rows stand in front of the past."""
+    for node in graph.node:
+        if node.op_type == "Concat" and node.output[0].startswith("updated"):
+            node.input[:] = [node.input[1], node.input[0]]
+
+
+def test_a_growing_cache_that_is_not_proved_is_not_written(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "model", "layout-tensor-scatter-heads-healthy"), tmp_path / "out"
+    asked = faulty(joined_in_front, cache="growing")
+    report = pipeline.re_export(RepairRequest(str(source), str(out), conversions=(asked,)), Options())
+    assert any("first difference: batch 1, prompt of" in text for text in failed(report)), failed(report)
+    assert not out.exists()

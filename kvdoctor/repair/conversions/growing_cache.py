@@ -54,7 +54,7 @@ def convert(context: RepairContext, choice: str) -> Converted:  # noqa: ARG001 -
     model = context.model(file)
     graph = _with_buffer_lengths(contract.graph("decode"), slots)
     changes = list[Change](_free_length(context, model, graph))
-    uses = LengthUses(model, graph)
+    uses = LengthUses(model, graph, contract.capacity or 0)
     uses.lengths.where[PAST] = (slots[0].past, slots[0].axes.index("capacity"))  # a mask is not as long any more
     writes = [_find_write(context, model, slot, uses) for slot in slots]
     changes += uses.rewrite_alike(symbol(PAST) + symbol("new"))
@@ -228,4 +228,4 @@ def _read(choices: ReExportChoices) -> str | None:
     return choices.cache if choices.cache == "growing" else None
 
 
-CONVERSION = GraphConversion("cache-growing", order=25, read=_read, title=lambda _: "cache growing", convert=convert)
+CONVERSION = GraphConversion("cache growing", order=25, read=_read, title=lambda _: "cache growing", convert=convert)

@@ -60,6 +60,7 @@ class LengthUses:
     """The uses of the past's length in a model.
 
     Made before the graph is changed; `rewrite` then changes the nodes that it found, for a buffer of `capacity` rows.
+    `rewrite_alike` is told the rows of the buffer that the past was, 0 where they are no number.
     """
 
     model: ModelProto
@@ -108,12 +109,30 @@ class LengthUses:
         self.writer = Writer(self.model, self.lengths)
         for scope in list(self.walk.scopes.values()):
             for node in list(scope.graph.node):
+                self._open_cut(scope, node, by)
                 for use in self._uses(scope, node):
                     if self._is_moving(use.terms) and not self._is_passed_on(use):
                         self._replace(use, [None if one is None else one.replaced({PAST: by}) for one in use.terms])
         self.writer.done()
         self._drop_unused()
         return self.changes
+
+    def _open_cut(self, scope: GraphScope, node: NodeProto, by: Term) -> None:
+        """A cut to the buffer's length, as a number, took all of an axis that is longer now."""
+        ends = self._terms(scope, node, 2) if node.op_type == "Slice" and len(node.input) > 2 else None
+        data = scope.known(node.input[0]) if ends is not None else None
+        if ends is None or data is None or data.shape is None:
+            return
+        axes = self._terms(scope, node, 3) or tuple(map(whole, range(len(ends))))
+        new_ends = list(ends)
+        for at, (end, axis) in enumerate(zip(ends, axes, strict=False)):
+            number = axis.number if axis is not None else None
+            inside = number is not None and -len(data.shape) <= number < len(data.shape)
+            size = data.shape[number] if inside and number is not None else None
+            if end == whole(self.capacity) and size is not None and self.facts.real(size) == symbol(PAST):
+                new_ends[at] = by
+        if new_ends != list(ends):
+            self._replace(_Use(scope, node, 2, ends), new_ends)
 
     def shape_of(self, name: str) -> tuple[Term | None, ...] | None:
         """The axes of a value of the main graph."""
