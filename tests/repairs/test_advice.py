@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support.sampling import sampled
+from support.sampling import thinned
 from support.text_fixtures import load_all
 
 from kvdoctor import step_test
@@ -15,7 +15,7 @@ from kvdoctor.cli.main import cli
 FAULTY = [name for name, fixture in load_all().items() if not fixture.healthy and not fixture.targets]
 
 
-@pytest.mark.parametrize("name", sampled(FAULTY, 40))
+@pytest.mark.parametrize("name", thinned(FAULTY, 40, 2))
 def test_a_printed_command_succeeds(name: str, tmp_path: Path) -> None:
     found = [f for f in step_test(str(load_all()[name].write(tmp_path / "model"))).findings if f.severity != "note"]
     advised = [f for f in found if f.repair.kind == "graph" and f.repair.command is not None]

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
 
 def sampled(cases: Iterable[Any], every: int, rest: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
     """One case in `every` for all runs, the first one among them; a tuple holds the values of several parameters.
@@ -14,6 +16,17 @@ def sampled(cases: Iterable[Any], every: int, rest: pytest.MarkDecorator = pytes
     return [
         case if not index % every else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=rest)
         for index, case in enumerate(cases)
+    ]
+
+
+def thinned(cases: Iterable[Any], quick: int, slow: int) -> list[Any]:
+    """One case in `quick` for all runs, one in `slow` for slow ones, and the others for all tests."""
+    return [
+        pytest.param(
+            case,
+            marks=() if not n % quick else pytest.mark.slow if not n % slow else [pytest.mark.slow, EXHAUSTIVE],
+        )
+        for n, case in enumerate(cases)
     ]
 
 

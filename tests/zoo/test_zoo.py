@@ -37,7 +37,8 @@ MANY = 100
 def parameters() -> list[object]:
     """Every row: exports with all that a thorough diagnosis tries, their copies and the sample as people run it.
 
-    The copies have the graphs of the exports; what a thorough diagnosis says of them is left to `-m exhaustive`.
+    The copies have the graphs of the exports; every second one, and what a thorough diagnosis says of them, is left to
+    `-m exhaustive`.
     """
     slow, exhaustive = (pytest.mark.slow,), (pytest.mark.slow, pytest.mark.exhaustive)
     thorough = [
@@ -45,8 +46,12 @@ def parameters() -> list[object]:
         for row in ROWS
     ]
     copies = [row for row in ROWS if row.variant != "exported" and row not in SAMPLE]
-    default = [pytest.param(row, False, id=str(row), marks=() if row in SAMPLE else slow) for row in (*SAMPLE, *copies)]
-    return [*default, *thorough]
+    quick = [pytest.param(row, False, id=str(row)) for row in SAMPLE]
+    default = [
+        pytest.param(row, False, id=str(row), marks=exhaustive if number % 2 else slow)
+        for number, row in enumerate(copies)
+    ]
+    return [*quick, *default, *thorough]
 
 
 @pytest.fixture(scope="session")
