@@ -314,7 +314,7 @@ class ReExportChoices:
     layout: str | None = option(
         Text("the name of a layout", "NAME"),
         None,
-        "Convert to this layout: genai, merged, pair, optimum, optimum-pair, single (docs/layouts.md).",
+        "Convert to this layout: genai, merged, pair, optimum, optimum-pair, shared, single (docs/layouts.md).",
         ("re-export",),
         group=REPAIR,
     )
