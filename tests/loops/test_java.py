@@ -273,8 +273,10 @@ def lines_of(result: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_probe_runs_each_line_and_writes_down_its_calls(built: Program, tmp_path: Path) -> None:
     probe, result = built.project / "runs.txt", tmp_path / "result.jsonl"
-    vectors = [*built.vectors, *built.vectors[:2], built.vectors[0]]
-    names = [*(f"run-{at}" for at in range(len(built.vectors))), "rewind", "reorder", "run-0-again"]
+    most = max(built.vectors, key=lambda vector: len(vector["expected"]))
+    vectors = [*built.vectors, most, most, built.vectors[0]]
+    names = [vector["name"].replace(" ", "-") for vector in built.vectors]
+    names += ["rewind", "reorder", f"{names[0]}-again"]
     runs = [line_of(name, vector) for name, vector in zip(names, vectors, strict=True)]
     probe.write_text("\n\n".join(runs) + "\n", encoding="utf-8")
     result.write_text("an old result\n", encoding="utf-8")
