@@ -108,13 +108,14 @@ def _find_due_runs(context: ContractContext, options: Options, runtime: Runtime)
 def _compare_with_probe(
     context: ContractContext, runs: tuple[ProbeRun, ...], due: dict[str, Vector], result: str
 ) -> CheckResults:
-    """What the result lacks of the probe, and ids that are not those of the probe.
+    """List as not checked the runs that the result does not have, and runs that were fed other token ids.
 
     Raises:
         UsageError: no run has the ids of the probe: it was another model's, or of another seed.
     """
     if not due:
-        return CheckResults()
+        reason = "which runs the probe has could not be found here: a result without its last runs would look complete"
+        return CheckResults(not_checked=(NotChecked(context.stack.name, "KV420", reason, essential=True),))
     done = {run.name for run in runs}
     reasons = [f"the result has no run {name}: the program ended before it" for name in due if name not in done]
     others = [
