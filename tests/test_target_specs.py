@@ -21,9 +21,8 @@ from kvdoctor.runtime.release_environments import find_python, prepare_environme
 from kvdoctor.runtime.targets import limits as limits_table
 from kvdoctor.runtime.targets import order, parse_targets
 from kvdoctor.runtime.targets.bindings import BINDINGS
-from kvdoctor.runtime.targets.demands import read_demands
+from kvdoctor.runtime.targets.demands import find_oldest, read_demands
 from kvdoctor.runtime.targets.limits import describe_feature, limits_of, newest_limits, releases
-from kvdoctor.runtime.targets.oldest import find_oldest
 
 ROOT = Path(__file__).parent.parent
 

@@ -25,7 +25,7 @@ from kvdoctor.model.view import ELEMENT_TYPES, Declared, GraphView
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report, decide, worst_first
 from kvdoctor.report.facts import FileFacts, GraphFacts, ModelFacts, StackFacts
-from kvdoctor.runtime.targets.oldest import find_oldest
+from kvdoctor.runtime.targets.demands import find_oldest
 
 ON_TARGETS = "KV4"
 """How the codes of checks on target runtimes begin."""

@@ -1,4 +1,4 @@
-"""What a graph asks of its runtime, read off the graph: IR version, opset, operators with their attributes."""
+"""What a graph asks of its runtime: IR version, opset, operators with their attributes; and the oldest that has all."""
 
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
@@ -7,7 +7,13 @@ from kvdoctor.model.proto import NodeProto
 from kvdoctor.model.traverse import STANDARD, nodes_in, opset_version
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
-from kvdoctor.runtime.targets.limits import ReleaseLimits, tested_operators
+from kvdoctor.runtime.targets.limits import (
+    ReleaseLimits,
+    describe_feature,
+    limits_of,
+    releases,
+    tested_operators,
+)
 
 CONTRIB_IN_STANDARD = "ai.onnx"
 """Under this name the table has operators that ONNX Runtime added to the standard domain by itself."""
@@ -71,3 +77,33 @@ def _features(node: NodeProto, version: int) -> Iterator[str]:
     yield from known.other(CONTRIB_IN_STANDARD, node.op_type, attributes, len(node.input))
     if (feature := known.standard(node.op_type, version)) is not None:
         yield feature
+
+
+@record
+class OldestRelease:
+    """`release` and every newer measured one open the graph; `because` is what the one before it lacks, if any."""
+
+    release: str
+    because: str = ""
+
+
+def find_oldest(view: GraphView) -> OldestRelease | None:
+    """The oldest release that opens a graph; None if not even the newest measured one does."""
+    asked, found = read_demands(view), None
+    for name in reversed(releases()):
+        limits = limits_of(name)
+        if limits is None:
+            continue
+        if lacks := _find_lack(asked, limits):
+            return OldestRelease(found, lacks) if found is not None else None
+        found = name
+    return OldestRelease(found) if found is not None else None
+
+
+def _find_lack(asked: Demands, limits: ReleaseLimits) -> str:
+    """What a release lacks, in words; empty if nothing."""
+    if asked.opset > limits.opset:
+        return f"opset {asked.opset}"
+    if asked.ir > limits.ir:
+        return f"IR version {asked.ir}"
+    return ", ".join(sorted(map(describe_feature, asked.lacking(limits)))[:1])
