@@ -186,10 +186,10 @@ class PairedJob:
 
 @record
 class GradeJob:
-    """Run two variants of one model on the tokens that the first of them decodes."""
+    """Run variants of one model on the tokens that the base decodes; each has its own answer."""
 
     base: PairedSide
-    variant: PairedSide
+    variants: tuple[PairedSide, ...]
     seed: int = 0
     provider: str = CPU
     threads: int = field(default_factory=count_threads)
@@ -375,6 +375,7 @@ class Graded:
     """How far a variant is from the base.
 
     Attributes:
+        stack: The variant.
         tokens: The positions whose logits were compared.
         divergence: The mean Kullback-Leibler divergence of the base's next-token distribution from the variant's, nats.
         same_top1: The share of positions with the same likeliest token.
@@ -384,6 +385,7 @@ class Graded:
         failed: Why there are no figures; empty if there are.
     """
 
+    stack: str
     tokens: int = 0
     divergence: float = 0.0
     same_top1: float = 1.0

@@ -26,11 +26,11 @@ def grade_variants(
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
     for base, variants in find_variants(folder.stacks, contracts):
+        ours, *theirs = (PairedSide(one.name, folder.root.absolute(), contracts[one.name]) for one in (base, *variants))
+        job = GradeJob(ours, tuple(theirs), seed=options.seed, provider=options.provider)
+        graded = _grade(job, runtime)
         for variant in variants:
-            ours, theirs = (
-                PairedSide(one.name, folder.root.absolute(), contracts[one.name]) for one in (base, variant)
-            )
-            found = _grade(GradeJob(ours, theirs, seed=options.seed, provider=options.provider), runtime)
+            found = graded[variant.name]
             known = not found.failed
             yield VariantFacts(
                 stack=variant.name,
@@ -69,16 +69,19 @@ def find_variants(
             yield base, tuple(others)
 
 
-def _grade(job: GradeJob, runtime: Runtime) -> Graded:
-    found = Graded(failed="the comparison crashed")
+def _grade(job: GradeJob, runtime: Runtime) -> dict[str, Graded]:
+    """The grade of each variant; where the worker ends, of those that it had not graded that it did."""
+    found: dict[str, Graded] = {}
+    failed = "the comparison crashed"
     try:
         for event in runtime.ask(job):
             if isinstance(event, WorkerError):
-                found = Graded(failed=f"the comparison crashed ({event.text.strip().splitlines()[-1]})")
-            found = event if isinstance(event, Graded) else found
+                failed = f"the comparison crashed ({event.text.strip().splitlines()[-1]})"
+            elif isinstance(event, Graded):
+                found[event.stack] = event
     except WorkerDied as crash:
-        found = Graded(failed=f"the worker process ended: {crash.how}")
-    return found
+        failed = f"the worker process ended: {crash.how}"
+    return {side.stack: found.get(side.stack) or Graded(side.stack, failed=failed) for side in job.variants}
 
 
 def _count_bytes(stack: StackFiles) -> int:

@@ -1,107 +1,120 @@
-"""Grades a variant of a model by another one: logits and caches on the tokens that the other one decodes.
+"""Grades variants of a model by another one: logits and caches on the tokens that the other one decodes.
 
-Each variant runs with its own encoder and carries its own cache, as a loop does; the tokens are the same.
+Each runs with its own encoder and carries its own cache, as a loop does; the tokens are the same. One is open at a
+time, and what the base returned is kept: large models come in many variants.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
+from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, NothingToRun, Past, Scenario, TooShort
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import Graded, GradeJob, PairedSide
 from kvdoctor.decode.paired_walks import Walk, plan_decoding
 from kvdoctor.decode.parity import divergences
+from kvdoctor.records import record
 from kvdoctor.runtime.worker.runner import StackRunner
 from kvdoctor.runtime.worker.sessions import Announce, Refused, Sessions, StepFailed
 
 PROMPT, STEPS = 8, 32
 """Tokens of the prompt, which are random, and tokens that the base decodes after it."""
+NOT_RUN = (StepFailed, Refused, TooShort, NothingToRun)
 
 
-@dataclass
+@record(slots=False)
 class _Decoded:
-    """What one variant returned: the last logits of each call, float[vocabulary] each, and the answer to the prompt."""
+    """What one model returned.
 
-    logits: list[Array]
-    first: Answer
+    `logits` float[calls, vocabulary] are the last of each call, `caches` those after the prompt by layer and name, and
+    `tokens` int64[batch, total] what it was fed.
+    """
 
-
-def grade(job: GradeJob, announce: Announce) -> Graded:
-    """Decode with the base, feed the variant the same tokens, and compare."""
-    try:
-        return _grade(job, announce)
-    except (StepFailed, Refused, TooShort, NothingToRun) as error:
-        return Graded(failed=str(error)[:300])
+    walk: Walk
+    tokens: Array
+    logits: Array
+    caches: dict[tuple[str, str], Array]
 
 
-def _grade(job: GradeJob, announce: Announce) -> Graded:
-    walk = plan_decoding(job.base.contract, job.variant.contract, PROMPT, STEPS)
-    if walk is None:
-        return Graded(failed="no prompt has a size that both take")
-    builder, runner = _open(job, job.base, walk, announce)
-    theirs = _decode(builder, runner, walk, greedy=True)
-    other, runner = _open(job, job.variant, walk, announce, builder.tokens)
-    mine = _decode(other, runner, walk, greedy=False)
-    got, want = (np.stack(side.logits) for side in (mine, theirs))
-    if got.shape != want.shape:
-        return Graded(failed=f"the logits have {got.shape[-1]} tokens, those of the base {want.shape[-1]}")
-    found = divergences(got, want)
-    if found is None:
-        return Graded(failed="logits are not finite")
-    same = got.argmax(-1) == want.argmax(-1)
-    return Graded(
-        tokens=len(same),
-        divergence=float(f"{found.mean():.3g}"),
-        same_top1=round(float(same.mean()), 4),
-        first_other=None if same.all() else int(np.argmin(same)) + 1,
-        layers=_compare_caches(job, mine.first, theirs.first),
-    )
+def grade(job: GradeJob, announce: Announce) -> Iterator[Graded]:
+    """Decode with the base, feed each variant the same tokens, and compare."""
+    known: dict[Walk, _Decoded] = {}
+    for side in job.variants:
+        walk = plan_decoding(job.base.contract, side.contract, PROMPT, STEPS)
+        if walk is None:
+            yield Graded(side.stack, failed="no prompt has a size that both take")
+            continue
+        try:
+            theirs = known[walk] if walk in known else known.setdefault(walk, _decode(job, job.base, walk, announce))
+            yield _compare(side.stack, _decode(job, side, walk, announce, theirs.tokens), theirs)
+        except NOT_RUN as error:
+            yield Graded(side.stack, failed=str(error)[:300])
 
 
-def _open(
-    job: GradeJob, side: PairedSide, walk: Walk, announce: Announce, tokens: Array | None = None
-) -> tuple[FeedBuilder, StackRunner]:
-    runner = StackRunner(
-        side.stack, side.contract, Sessions(side.folder, job.provider, job.threads, announce, {}), job.seed, announce
-    )
+def _decode(job: GradeJob, side: PairedSide, walk: Walk, announce: Announce, tokens: Array | None = None) -> _Decoded:
+    """Run all calls. Without `tokens`, the one after each call is the likeliest one."""
+    sessions = Sessions(side.folder, job.provider, job.threads, announce, {})
+    runner = StackRunner(side.stack, side.contract, sessions, job.seed, announce)
     states = job.base.contract.encoder_length or Scenario().encoder
     scenario = Scenario(walk.batch, walk.prompt, walk.total - walk.prompt + 1, states, job.seed)
     embed = runner.embed if runner.can_embed else None
     builder = FeedBuilder(side.contract, scenario, runner.encode(scenario), embed=embed)
-    return builder if tokens is None else replace(builder, tokens=tokens), runner
-
-
-def _decode(builder: FeedBuilder, runner: StackRunner, walk: Walk, greedy: bool) -> _Decoded:
-    """Run all calls; where `greedy`, the token after each call is the likeliest one, for both to be fed."""
+    if tokens is not None:
+        builder = replace(builder, tokens=tokens)
     past: Past | None = None
-    logits, first = list[Array](), None
+    logits, caches = list[Array](), dict[tuple[str, str], Array]()
     for start, stop in walk.calls():
         call = builder.prefill(stop) if past is None else builder.decode(start, stop, past)
         answer = runner.run_session(call)
-        first = first or answer
+        caches = caches if past is not None else _read_caches(side.contract, answer)
         logits.append(answer.logits.reshape(-1, answer.logits.shape[-1])[-1].astype(np.float64))
-        if greedy and stop < walk.total and builder.contract.codebooks == 1:
+        if tokens is None and stop < walk.total and side.contract.codebooks == 1:
             builder.tokens[:, stop] = int(logits[-1].argmax())
         past = builder.carry(past, answer, "held")
-    assert first is not None  # noqa: S101 - a walk has a prompt
-    return _Decoded(logits, first)
+    return _Decoded(walk, builder.tokens, np.stack(logits), caches)
 
 
-def _compare_caches(job: GradeJob, mine: Answer, theirs: Answer) -> dict[str, float]:
-    """The difference of each layer's self-attention cache after the prompt."""
+def _read_caches(contract: CacheContract, answer: Answer) -> dict[tuple[str, str], Array]:
+    """The self-attention caches that the prompt left, by layer and name."""
+    slots = ((slot.filled_by, slot.layer) for slot in contract.of_kind("self-attention"))
+    known = ((name, layer) for name, layer in slots if name in answer.outputs and layer is not None)
+    return {(str(layer), str(name)): answer.outputs[str(name)].array() for name, layer in known}
+
+
+def _compare(stack: str, mine: _Decoded, theirs: _Decoded) -> Graded:
+    got, want = mine.logits, theirs.logits
+    if got.shape != want.shape:
+        return Graded(stack, failed=f"the logits have {got.shape[-1]} tokens, those of the base {want.shape[-1]}")
+    found = divergences(got, want)
+    if found is None:
+        return Graded(stack, failed="logits are not finite")
+    same = got.argmax(-1) == want.argmax(-1)
+    return Graded(
+        stack,
+        tokens=len(same),
+        divergence=float(f"{found.mean():.3g}"),
+        same_top1=round(float(same.mean()), 4),
+        first_other=None if same.all() else int(np.argmin(same)) + 1,
+        layers=_compare_caches(mine.caches, theirs.caches),
+    )
+
+
+def _compare_caches(mine: dict[tuple[str, str], Array], theirs: dict[tuple[str, str], Array]) -> dict[str, float]:
+    """By layer, the root mean square difference of its caches as a fraction of the standard deviation: the larger."""
     found: dict[str, float] = {}
-    for slot in job.base.contract.of_kind("self-attention"):
-        name = slot.filled_by
-        if name is None or slot.layer is None or not (name in mine.outputs and name in theirs.outputs):
-            continue
-        got, want = (side.outputs[name].array() for side in (mine, theirs))
-        if got.shape != want.shape or not all(np.issubdtype(one.dtype, np.floating) for one in (got, want)):
+    for (layer, name), want in theirs.items():
+        got = mine.get((layer, name))
+        if got is None or got.shape != want.shape or not all(_is_float(one) for one in (got, want)):
             continue
         exact = want.astype(np.float64)
         deviation = float(exact.std())
         error = float(np.sqrt(np.mean((got.astype(np.float64) - exact) ** 2)))
         if deviation > 0 and np.isfinite(error):
-            layer = str(slot.layer)
             found[layer] = max(found.get(layer, 0.0), float(f"{error / deviation:.2g}"))
     return found
+
+
+def _is_float(values: Array) -> bool:
+    return bool(np.issubdtype(values.dtype, np.floating))

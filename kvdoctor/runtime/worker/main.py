@@ -122,7 +122,8 @@ def run_job(job: Job, announce: Announce) -> None:
         case GradeJob():
             from kvdoctor.runtime.worker.grade import grade
 
-            announce(grade(job, announce))
+            for graded in grade(job, announce):
+                announce(graded)
         case MeasureJob():
             from kvdoctor.runtime.worker.version_limits import measure_limits
 
