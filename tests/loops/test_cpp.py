@@ -284,6 +284,7 @@ int main(int, char** argv) {
   const Source two{.shape = {2, 3}, .entries = {5, 6, 7, 8, 9, 10}};
   said([&] { decoder.prefill({{1}}); });
   said([&] { decoder.encode({.shape = {1, 0}, .entries = {}}); });
+  said([&] { decoder.encode({.shape = {1, 2}, .entries = {5, -1}}); });
   said([&] { decoder.encode(two, {{1, 1}}); });
   said([&] { decoder.encode(two, {{1, 1, 0}, {1, 1, 1}}); });
   said([&] { decoder.prefill({{1}}); });
@@ -305,6 +306,7 @@ int main(int, char** argv) {
 ANSWERS = """
 encode() first, and again after reorder()
 the source has 2 axes and is not empty; got shape [1, 0]
+the ids of the source are 0 or more
 the mask has shape [2, 3]; got [1, 2]
 nothing
 1 prompts for 2 sources

@@ -302,6 +302,7 @@ func main() {
 	two := [][]int64{{5, 6, 7}, {8, 9, 10}}
 	said(d.Prefill([][]int64{{1}}))
 	fmt.Println(d.Encode([][]int64{{}}, nil))
+	fmt.Println(d.Encode([][]int64{{5, -1}}, nil))
 	fmt.Println(d.Encode(two, [][]int64{{1, 1}}))
 	fmt.Println(d.Encode(two, [][]int64{{1, 1, 0}, {1, 1, 1}}))
 	said(d.Prefill([][]int64{{1}}))
@@ -326,6 +327,7 @@ func main() {
 ANSWERS = """
 call Encode before Prefill, and again after Reorder
 source: there is nothing in it
+the ids of the source are 0 or more; got -1
 the mask has shape [2 3]; got [1 2]
 <nil>
 1 prompts for 2 sources

@@ -401,6 +401,7 @@ public class Uses {
     try (Decoder decoder = Decoder.open(Path.of(args[0]))) {
       refused(() -> decoder.encode(source, new int[][] {{1, 1}, {1, 1}}));
       refused(() -> decoder.encode(new int[][] {{}}));
+      refused(() -> decoder.encode(new int[][] {{5, -1}}));
       decoder.encode(source);
       refused(() -> decoder.reorder(new int[] {0}));
       refused(() -> decoder.prefill(new int[][] {{5}}));
@@ -449,6 +450,7 @@ def test_a_decoder_refuses_what_does_not_fit(marian: Program) -> None:
     assert done.stdout.splitlines() == [
         "the mask of this source has the shape [2, 3]; got 2 rows of [2] numbers",
         "the source is empty",
+        "the ids of the source are 0 or more",
         "there are no rows to take",
         "1 prompts for 2 sources",
         "a step takes tokens for each of 2 sequences",

@@ -561,6 +561,7 @@ OF_MARIAN = [
     ("decoder.encode([])", "the source: give rows of the same length, at least 1"),
     ("decoder.encode([[5, 6], [5]])", "the source: give rows of the same length, at least 1"),
     ("decoder.encode([[5, 0.5]])", "the ids of the source are whole numbers"),
+    ("decoder.encode([[5, -1]])", "the ids of the source are whole numbers, 0 or more"),
     ("decoder.encode([[5, 6]], [[1]])", "the mask has shape [1,2]; got [1,1]"),
     ("decoder.encode([[5, 6]], [[1, 1]])", None),
     ("decoder.step([[1]])", "begin with prefill()"),

@@ -617,6 +617,7 @@ fn calls_are_refused() -> Result<()> {
     refused(decoder.encode(&[[5, 6], [7, 8]], Some(&[vec![1, 1]])), "[2, 2] here; got [1, 2]");
     refused(decoder.encode(&[[5, 6], [7, 8]], Some(&[vec![1], vec![1, 1]])), "the same length");
     refused(decoder.encode(&[[0; 0]], None), "not 0");
+    refused(decoder.encode(&[[5, -1]], None), "0 or more");
     refused(decoder.encode(&[[0; 0]; 0], None), "not 0");
     refused(decoder.prefill(&[[1]]), "begin with encode()");
 

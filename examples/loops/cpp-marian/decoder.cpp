@@ -348,6 +348,9 @@ void Decoder::encode(const Source& source, const Tokens& mask) {
   if (source.shape.size() != 2 || source.entries.empty()) {
     throw std::invalid_argument("the source has 2 axes and is not empty; got shape " + in_words(source.shape));
   }
+  if (std::ranges::any_of(source.entries, [](const auto id) { return id < 0; })) {
+    throw std::invalid_argument("the ids of the source are 0 or more");  // a Gather counts others from the end
+  }
   sources_ = static_cast<std::size_t>(source.shape[0]);
   const std::int64_t batch = source.shape[0];
   const std::int64_t source_length = source.shape[1];

@@ -231,6 +231,11 @@ public sealed class Decoder : IDisposable
                 $"a source of {source.Entries.Length} numbers has not the shape [{string.Join(", ", source.Shape)}]");
         }
 
+        if (source.Entries.Any(id => id < 0))
+        {
+            throw new ArgumentException("the ids of the source are 0 or more");
+        }
+
         long batch = source.Shape[0];
         long sourceLength = source.Shape[1];
         if (mask is not null && (mask.Length != batch || mask.Any(row => row.Length != sourceLength)))

@@ -199,6 +199,8 @@ class Decoder:
         source = np.ascontiguousarray(source, np.int64)
         if source.ndim != 2 or not source.size:
             raise ValueError(f"the source has 2 axes and is not empty; got shape {list(source.shape)}")
+        if source.min() < 0:  # a Gather counts it from the end
+            raise ValueError("the ids of the source are 0 or more")
         self._sources = source.shape[0]
         batch = source.shape[0]
         encoder_input = source.shape[1]

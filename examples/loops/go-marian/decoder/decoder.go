@@ -177,6 +177,11 @@ func (d *Decoder) Encode(source, mask [][]int64) error {
 	if err != nil {
 		return fmt.Errorf("source: %w", err)
 	}
+	for _, id := range input.data {
+		if id < 0 { // a Gather counts it from the end
+			return fmt.Errorf("the ids of the source are 0 or more; got %d", id)
+		}
+	}
 	d.sources = input.shape[0]
 	if mask != nil {
 		given, err := table(mask)

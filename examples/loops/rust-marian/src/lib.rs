@@ -260,6 +260,9 @@ impl Decoder {
     ) -> Result<()> {
         self.reset();
         let (ids, encoder_input) = joined(source)?;
+        if ids.iter().any(|id| *id < 0) {
+            return Err("the ids of the source are 0 or more".into()); // a Gather counts others from the end
+        }
         let batch = source.len();
         self.sources = batch;
         let source = Tensor::from_array(([batch, encoder_input], ids))?;

@@ -293,8 +293,8 @@ export class Decoder {
    */
   async encode(source: Tokens, mask?: Tokens): Promise<void> {
     const [batch, encoderInput] = shapeOf(source, "the source");
-    if (!source.flat().every(Number.isSafeInteger)) {
-      throw new RangeError("the ids of the source are whole numbers");
+    if (!source.flat().every((id) => Number.isSafeInteger(id) && id >= 0)) {
+      throw new RangeError("the ids of the source are whole numbers, 0 or more");
     }
     if (mask !== undefined) {
       const expected = [batch, encoderInput];

@@ -231,6 +231,9 @@ public final class Decoder implements AutoCloseable {
     if (Arrays.stream(source).anyMatch(row -> row.length != source[0].length)) {
       throw new IllegalArgumentException("the rows of a source must have the same length");
     }
+    if (Arrays.stream(source).flatMapToInt(Arrays::stream).anyMatch(id -> id < 0)) {
+      throw new IllegalArgumentException("the ids of the source are 0 or more");
+    }
     int batch = source.length;
     int sourceLength = source[0].length;
     requireMask(mask, batch, sourceLength);
