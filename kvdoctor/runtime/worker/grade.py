@@ -5,86 +5,42 @@ time, and what the base returned is kept: large models come in many variants.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Answer, Array, NothingToRun, Past, Scenario, TooShort
-from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.calls import Array, NothingToRun, TooShort
 from kvdoctor.decode.messages import Graded, GradeJob, PairedSide
 from kvdoctor.decode.paired_walks import Walk, plan_decoding
 from kvdoctor.decode.parity import divergences
-from kvdoctor.records import record
-from kvdoctor.runtime.worker.runner import StackRunner
-from kvdoctor.runtime.worker.sessions import Announce, Refused, Sessions, StepFailed
+from kvdoctor.runtime.worker.decoding import Decoded, Way, choose_states, decode, read_caches
+from kvdoctor.runtime.worker.sessions import Announce, Refused, StepFailed
 
 PROMPT, STEPS = 8, 32
 """Tokens of the prompt, which are random, and tokens that the base decodes after it."""
 NOT_RUN = (StepFailed, Refused, TooShort, NothingToRun)
 
 
-@record(slots=False)
-class _Decoded:
-    """What one model returned.
-
-    `logits` float[calls, vocabulary] are the last of each call, `caches` those after the prompt by layer and name, and
-    `tokens` int64[batch, total] what it was fed.
-    """
-
-    walk: Walk
-    tokens: Array
-    logits: Array
-    caches: dict[tuple[str, str], Array]
-
-
 def grade(job: GradeJob, announce: Announce) -> Iterator[Graded]:
     """Decode with the base, feed each variant the same tokens, and compare."""
-    known: dict[Walk, _Decoded] = {}
+    known: dict[tuple[Walk, Way], Decoded] = {}
     for side in job.variants:
         walk = plan_decoding(job.base.contract, side.contract, PROMPT, STEPS)
         if walk is None:
             yield Graded(side.stack, failed="no prompt has a size that both take")
             continue
         try:
-            theirs = known[walk] if walk in known else known.setdefault(walk, _decode(job, job.base, walk, announce))
-            yield _compare(side.stack, _decode(job, side, walk, announce, theirs.tokens), theirs)
+            way = Way(job.seed, job.provider, job.threads, choose_states(job.base.contract, side.contract))
+            if (walk, way) not in known:
+                known[walk, way] = decode(job.base, walk, way, announce)
+            theirs = known[walk, way]
+            mine = decode(side, walk, way, announce, theirs.tokens)
+            yield _compare(side, mine, job.base, theirs)
         except NOT_RUN as error:
             yield Graded(side.stack, failed=str(error)[:300])
 
 
-def _decode(job: GradeJob, side: PairedSide, walk: Walk, announce: Announce, tokens: Array | None = None) -> _Decoded:
-    """Run all calls. Without `tokens`, the one after each call is the likeliest one."""
-    sessions = Sessions(side.folder, job.provider, job.threads, announce, {})
-    runner = StackRunner(side.stack, side.contract, sessions, job.seed, announce)
-    states = job.base.contract.encoder_length or Scenario().encoder
-    scenario = Scenario(walk.batch, walk.prompt, walk.total - walk.prompt + 1, states, job.seed)
-    embed = runner.embed if runner.can_embed else None
-    builder = FeedBuilder(side.contract, scenario, runner.encode(scenario), embed=embed)
-    if tokens is not None:
-        builder = replace(builder, tokens=tokens)
-    past: Past | None = None
-    logits, caches = list[Array](), dict[tuple[str, str], Array]()
-    for start, stop in walk.calls():
-        call = builder.prefill(stop) if past is None else builder.decode(start, stop, past)
-        answer = runner.run_session(call)
-        caches = caches if past is not None else _read_caches(side.contract, answer)
-        logits.append(answer.logits.reshape(-1, answer.logits.shape[-1])[-1].astype(np.float64))
-        if tokens is None and stop < walk.total and side.contract.codebooks == 1:
-            builder.tokens[:, stop] = int(logits[-1].argmax())
-        past = builder.carry(past, answer, "held")
-    return _Decoded(walk, builder.tokens, np.stack(logits), caches)
-
-
-def _read_caches(contract: CacheContract, answer: Answer) -> dict[tuple[str, str], Array]:
-    """The self-attention caches that the prompt left, by layer and name."""
-    slots = ((slot.filled_by, slot.layer) for slot in contract.of_kind("self-attention"))
-    known = ((name, layer) for name, layer in slots if name in answer.outputs and layer is not None)
-    return {(str(layer), str(name)): answer.outputs[str(name)].array() for name, layer in known}
-
-
-def _compare(stack: str, mine: _Decoded, theirs: _Decoded) -> Graded:
-    got, want = mine.logits, theirs.logits
+def _compare(side: PairedSide, mine: Decoded, base: PairedSide, theirs: Decoded) -> Graded:
+    stack, got, want = side.stack, mine.logits, theirs.logits
     if got.shape != want.shape:
         return Graded(stack, failed=f"the logits have {got.shape[-1]} tokens, those of the base {want.shape[-1]}")
     found = divergences(got, want)
@@ -97,7 +53,7 @@ def _compare(stack: str, mine: _Decoded, theirs: _Decoded) -> Graded:
         divergence=float(f"{found.mean():.3g}"),
         same_top1=round(float(same.mean()), 4),
         first_other=None if same.all() else int(np.argmin(same)) + 1,
-        layers=_compare_caches(mine.caches, theirs.caches),
+        layers=_compare_caches(read_caches(side.contract, mine.first), read_caches(base.contract, theirs.first)),
     )
 
 
