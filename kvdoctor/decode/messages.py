@@ -197,6 +197,24 @@ class GradeJob:
 
 
 @record
+class DigestJob:
+    """Run one model along the golden walks, and write a digest of what it returned (decode/golden.py).
+
+    Attributes:
+        out: The file to write, an `.npz`.
+        golden: The file of earlier digests whose walks and tokens are run; None decodes anew.
+    """
+
+    side: PairedSide
+    out: Path
+    golden: Path | None = None
+    seed: int = 0
+    provider: str = CPU
+    threads: int = field(default_factory=count_threads)
+    tag: Literal["digest"] = "digest"
+
+
+@record
 class MeasureJob:
     """Measure the largest IR version and opset that the runtime opens."""
 
@@ -396,6 +414,20 @@ class Graded:
 
 
 @record
+class Digested:
+    """The digests are written.
+
+    Attributes:
+        walks: How many walks were run.
+        failed: Why one was not, or why none was; empty if all were.
+    """
+
+    walks: int = 0
+    failed: str = ""
+    tag: Literal["digested"] = "digested"
+
+
+@record
 class LimitsMeasured:
     """The largest IR version and opset that the runtime opens; None where not even the oldest model opens."""
 
@@ -452,7 +484,7 @@ class JobDone:
     tag: Literal["done"] = "done"
 
 
-Job = ExperimentJob | TrialJob | CompareJob | RecordJob | PlayJob | PairedJob | GradeJob | MeasureJob
+Job = ExperimentJob | TrialJob | CompareJob | RecordJob | PlayJob | PairedJob | GradeJob | DigestJob | MeasureJob
 Event = (
     Hello
     | ExperimentStarted
@@ -468,6 +500,7 @@ Event = (
     | TrialDone
     | PairedDone
     | Graded
+    | Digested
     | LimitsMeasured
     | CallScripted
     | CallPlaying

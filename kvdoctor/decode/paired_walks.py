@@ -84,6 +84,12 @@ def plan_decoding(one: CacheContract, other: CacheContract, prompt: int, steps: 
     return _fit(Walk(1, prompt, (1,) * steps), next(iter(rows), None), next(iter(new), None), limit)
 
 
+def fit_walk(walk: Walk, contract: CacheContract) -> Walk | None:
+    """A walk in the sizes of one contract; None where not even its prompt fits."""
+    limit = min([walk.total, *([contract.usable_length] if contract.usable_length is not None else [])])
+    return _fit(walk, contract.fixed_batch, contract.new_tokens, limit)
+
+
 def _fill(capacity: int) -> Iterator[Walk]:
     """Sequences as long as a buffer."""
     first = (capacity - 2) % PIECE or PIECE

@@ -21,6 +21,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.experiments import Experiment, load
 from kvdoctor.decode.messages import (
     CompareJob,
+    DigestJob,
     Event,
     ExperimentJob,
     ExperimentStarted,
@@ -124,6 +125,10 @@ def run_job(job: Job, announce: Announce) -> None:
 
             for graded in grade(job, announce):
                 announce(graded)
+        case DigestJob():
+            from kvdoctor.runtime.worker.digests import write_digests
+
+            announce(write_digests(job, announce))
         case MeasureJob():
             from kvdoctor.runtime.worker.version_limits import measure_limits
 
