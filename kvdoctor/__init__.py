@@ -1,8 +1,9 @@
 """kvdoctor: diagnoses and repairs ONNX decoders with a KV cache.
 
-The commands as functions: `inspect`, `step_test`, `re_export`, `repro`, `loop`, `probe`, `judge`, `gate` and `diff`;
-and `read_contracts`, `read_report`, `read_policy` and `render` (docs/python.md); `recording` notes the calls of your
-own loop. Importing this loads none of them: what they need (onnx, numpy, rich) is loaded with the first call.
+The commands as functions: `inspect`, `step_test`, `re_export`, `repro`, `record_golden`, `loop`, `probe`, `judge`,
+`gate` and `diff`; and `read_contracts`, `read_report`, `read_policy` and `render` (docs/python.md); `recording` notes
+the calls of your own loop. Importing this loads none of them: what they need (onnx, numpy, rich) is loaded with the
+first call.
 """
 
 from kvdoctor._version import __version__
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         JudgeOptions,
         LoopOptions,
         ProbeOptions,
+        RecordOptions,
         ReExportOptions,
         ReproOptions,
         StepTestOptions,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         read_contracts,
         read_policy,
         read_report,
+        record_golden,
         render,
         repro,
         step_test,
@@ -56,6 +59,7 @@ __all__ = (
     "Policy",
     "ProbeOptions",
     "ReExportOptions",
+    "RecordOptions",
     "Report",
     "ReproOptions",
     "StepTestOptions",
@@ -74,6 +78,7 @@ __all__ = (
     "read_contracts",
     "read_policy",
     "read_report",
+    "record_golden",
     "recording",
     "render",
     "repro",

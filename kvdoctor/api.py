@@ -102,6 +102,12 @@ class LoopOptions(ProbeOptions, total=False):
     offline: bool
 
 
+class RecordOptions(ReproOptions, total=False):
+    """The options of `record`; they mean what they mean for `step_test`."""
+
+    policy: "Policy | Path | None"
+
+
 class JudgeOptions(ProbeOptions, total=False):
     """The options of `judge`."""
 
@@ -124,6 +130,7 @@ class StepTestOptions(RunOptions, total=False):
     inputs: "Path | None"
     reference: "Path | None"
     trace: "Path | None"
+    against: "Path | None"
     policy: "Policy | Path | None"
 
 
@@ -138,6 +145,7 @@ class ManyModelsOptions(RunOptions, total=False):
     cache: bool
     cache_dir: "Path | None"
     cluster: str | None
+    against: "Path | None"
     policy: "Policy | Path | None"
 
 
@@ -292,6 +300,26 @@ def repro(path: "Path", out: "Path", *, force: bool = False, **options: "Unpack[
     from kvdoctor.reproducer.pipeline import ReproRequest, repro
 
     return repro(ReproRequest(os.fspath(path), os.fspath(out), force), asked)
+
+
+def record_golden(path: "Path", out: "Path", *, force: bool = False, **options: "Unpack[RecordOptions]") -> "Report":
+    """Step-test the model, and write the golden numbers of a healthy one into the file `out` (`kvdoctor record`).
+
+    `step_test` and `gate` compare with them (`against`). Nothing is written for a model with findings that count, or
+    one that could not be checked. `force` replaces an `out` that exists.
+
+    Raises:
+        UsageError: there is nothing at the path, `out` must not be written, or an option does not take a value; nothing
+            was written.
+        KvdoctorError: ONNX Runtime cannot be started.
+    """
+    asked = _read("record", options, path)
+    from kvdoctor.runtime.client import Runtime
+
+    with Runtime(asked.limits) as runtime:
+        from kvdoctor.diagnose import record_golden as recording
+
+        return recording.record_golden(os.fspath(path), os.fspath(out), asked, runtime, force=force)
 
 
 def loop(  # noqa: PLR0913 - one for each option of the command

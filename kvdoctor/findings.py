@@ -39,13 +39,20 @@ from kvdoctor.records import record
 if TYPE_CHECKING:
     # Modules that read graphs are loaded only where a graph is read: a gate without changes needs none of them.
     from kvdoctor.analysis.stacks import OnnxFile, StackFiles
-    from kvdoctor.diagnose.context import CallerContext, ContractContext, FileContext, RunContext, TargetContext
+    from kvdoctor.diagnose.context import (
+        CallerContext,
+        ContractContext,
+        FileContext,
+        GoldenContext,
+        RunContext,
+        TargetContext,
+    )
     from kvdoctor.model.view import GraphView
 
 Severity = Literal["note", "warning", "error"]
 Confidence = Literal["confirmed", "suspected"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
-Round = Literal["file", "contract", "targets", "runs", "caller"]
+Round = Literal["file", "contract", "targets", "runs", "golden", "caller"]
 """When a check runs. Each round has a context of its own (`diagnose.context`)."""
 
 CHECKS = "kvdoctor.diagnose.checks"
@@ -203,6 +210,8 @@ def check(code: str, name: str, when: Literal["targets"]) -> "Register[TargetCon
 def check(
     code: str, name: str, when: Literal["runs"], *, incomplete: bool = ..., needs: tuple[str, ...] = ...
 ) -> "Register[RunContext]": ...
+@overload
+def check(code: str, name: str, when: Literal["golden"]) -> "Register[GoldenContext]": ...
 @overload
 def check(code: str, name: str, when: Literal["caller"]) -> "Register[CallerContext]": ...
 def check(code: str, name: str, when: Round, *, incomplete: bool = False, needs: tuple[str, ...] = ()) -> Register[Any]:

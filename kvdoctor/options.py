@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 Struct = TypeVar("Struct")
 
 GATES = ("gate", "baseline", "config")
-RUNS = ("step-test", "re-export", "repro", "diff", *GATES)
+RUNS = ("step-test", "re-export", "repro", "record", "diff", *GATES)
 ALL = ("inspect", *RUNS)
-FOLLOW_POLICY = ("inspect", "step-test", *GATES)
+FOLLOW_POLICY = ("inspect", "step-test", "record", *GATES)
 LOOPS = ("loop", "probe", "judge")
 MAY_DOWNLOAD = ("step-test", "re-export", "diff", *GATES)
 """Groups of commands. An option belongs to a command on the command line and to its function in `api.py` alike."""
@@ -445,6 +445,16 @@ class Options:
         None,
         "Check the recorded steps of your own loop against the contract, and run them again (docs/trace.md).",
         ("step-test",),
+        reported="if set",
+        group=INPUT,
+    )
+    against: str | None = option(
+        File(),
+        None,
+        "Compare logits and caches with the golden numbers that `kvdoctor record` wrote into this file "
+        "(docs/golden.md).",
+        ("step-test", *GATES),
+        policy='against = "golden/marian.npz"',
         reported="if set",
         group=INPUT,
     )

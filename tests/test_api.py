@@ -196,6 +196,7 @@ def test_options_reach_the_report(models: Path) -> None:
         ("step-test", api.StepTestOptions),
         ("re-export", api.ReExportOptions),
         ("repro", api.ReproOptions),
+        ("record", api.RecordOptions),
         ("gate", api.GateOptions),
         ("baseline", api.BaselineOptions),
         ("diff", api.DiffOptions),

@@ -219,7 +219,7 @@ def test_models_are_named_as_seen_from_the_working_folder(tree: Path, monkeypatc
         policy.models()
     (tree / "kvdoctor.toml").write_text("models = ['exports/t5', 'exports/[tw]*']\nbaseline = 'b.json'")
     assert find_policy().models() == ("t5", "whisper")
-    assert find_policy().baseline() == "../b.json"
+    assert find_policy().complete(None, {})["baseline"] == "../b.json"
     assert find_policy().relative("t5/model.onnx") == "exports/t5/model.onnx"
     assert find_policy().relative("../../elsewhere") is None
     (tree.parent / "link").symlink_to(tree)

@@ -30,6 +30,7 @@ COMMANDS = {
     "contract": "diagnose",
     "diff": "diff",
     "repro": "repair",
+    "record": "record",
     "loop": "loop",
     "probe": "loop",
     "judge": "loop",

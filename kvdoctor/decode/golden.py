@@ -4,7 +4,12 @@ A digest has samples of the logits of every call and of each layer's cache, and 
 sampled in the order of axes [batch, kv_heads, tokens, head_dim], so that another layout of the file compares.
 """
 
-from collections.abc import Mapping
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +19,17 @@ from kvdoctor.decode.calls import Answer, Array, take_sample
 from kvdoctor.decode.paired_walks import Walk
 from kvdoctor.records import record
 
-WALKS = (Walk(1, 8, (1,) * 24), Walk(1, 3, (2, 1, 3, 1)), Walk(2, 4, (1, 2, 1)))
-"""A long decoding, chunks, and a batch: what a change of a runtime or of a graph tends to break."""
+WALKS = (Walk(1, 8, (1,) * 24), Walk(1, 3, (2, 1, 3, 1)), Walk(2, 4, (1, 1, 1)))
+"""A long decoding, chunks, and a batch: what a change of a runtime or of a graph tends to break. The first must run."""
 TOP = 5
 ORDER: tuple[Axis, ...] = ("batch", "layers", "parts", "kv_heads", "past", "head_dim")
 LEAST_DEVIATION = 1e-12
+SAMPLED = 64
+"""Values of a sample (`calls.take_sample`)."""
+MOST_BYTES = 64 << 20
+"""Unpacked bytes of a file: a model of 500 layers needs a fiftieth of it."""
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError, MemoryError, KeyError)
+"""What numpy and zipfile raise for archives that are damaged, encrypted, or packed in an unknown way."""
 
 
 @record(slots=False)
@@ -48,13 +59,14 @@ class GoldenWalk:
 class GoldenDifference:
     """The first place where a run is not as the golden one.
 
-    `call` is the number of the call, `what` the logits or a cache (`the cache 0.key`), `relative` how far off it is as
-    a fraction of the standard deviation, `tokens` the golden likeliest token and the one now, where these differ.
+    The call is that of the golden `walk` which ends with the token before `stop`; `cache` is the cache that differs
+    (`0.key`), None for the logits. `relative` is how far off it is as a fraction of the standard deviation; `tokens`
+    are the golden likeliest token and the one now, where these differ.
     """
 
     walk: Walk
-    call: int
-    what: str
+    stop: int
+    cache: str | None
     relative: float
     tokens: tuple[int, int] | None = None
 
@@ -73,7 +85,8 @@ def digest(walk: Walk, tokens: Array, logits: Array, last: Answer, contract: Cac
             label = f"{slot.layer}.{slot.part}"
             caches[label] = take_sample(values).astype(np.float32)
             spreads[label] = float(values.astype(np.float64).std())
-    return GoldenWalk(walk, tokens, samples, logits.std(-1).astype(np.float32), top, caches, spreads)
+    deviations = [float(row[np.isfinite(row)].std()) for row in logits]
+    return GoldenWalk(walk, tokens, samples, np.array(deviations, np.float32), top, caches, spreads)
 
 
 def _in_order(slot: Slot, values: Array, total: int) -> Array | None:
@@ -89,19 +102,55 @@ def _in_order(slot: Slot, values: Array, total: int) -> Array | None:
 
 
 def find_difference(mine: GoldenWalk, golden: GoldenWalk, passes: float) -> GoldenDifference | None:
-    """The first call whose logits are off by more than `passes` standard deviations, or else the first such cache."""
-    for call in range(min(len(mine.logits), len(golden.logits))):
-        off = _measure(mine.logits[call], golden.logits[call], float(golden.deviations[call]))
+    """The first call whose logits are off by more than `passes` standard deviations, or else the first such cache.
+
+    The calls may be cut otherwise: those that end with the same token are compared, and caches of the same tokens.
+    """
+    for stop, here, there in _pair_calls(mine, golden):
+        off = _measure(mine.logits[here], golden.logits[there], float(golden.deviations[there]))
         if not off <= passes:
-            tops = int(golden.top[call, 0]), int(mine.top[call, 0])
-            return GoldenDifference(golden.walk, call, "the logits", off, tops if tops[0] != tops[1] else None)
-    last = len(golden.logits) - 1
-    for name in golden.caches:
+            tops = int(golden.top[there, 0]), int(mine.top[here, 0])
+            return GoldenDifference(golden.walk, stop, None, off, tops if tops[0] != tops[1] else None)
+    for name in golden.caches if mine.walk.total == golden.walk.total else ():
         if name in mine.caches:
             off = _measure(mine.caches[name], golden.caches[name], golden.spreads[name])
             if not off <= passes:
-                return GoldenDifference(golden.walk, last, f"the cache {name}", off)
+                return GoldenDifference(golden.walk, golden.walk.total, name, off)
     return None
+
+
+def count_calls(mine: GoldenWalk, golden: GoldenWalk) -> int:
+    """The calls that are compared."""
+    return len(list(_pair_calls(mine, golden)))
+
+
+def measure_worst(mine: GoldenWalk, golden: GoldenWalk) -> float:
+    """The largest difference of the logits, as a fraction of their standard deviation."""
+    pairs = _pair_calls(mine, golden)
+    return max(
+        (_measure(mine.logits[here], golden.logits[at], float(golden.deviations[at])) for _, here, at in pairs),
+        default=0.0,
+    )
+
+
+def correlate(mine: GoldenWalk, golden: GoldenWalk) -> float:
+    """The correlation of the samples of the logits, as a mean over the calls; 0 where they are not finite."""
+    found = []
+    for _, here, there in _pair_calls(mine, golden):
+        one, other = (values.astype(np.float64) for values in (mine.logits[here], golden.logits[there]))
+        one, other = one - one.mean(), other - other.mean()
+        with np.errstate(all="ignore"):
+            found.append(float((one * other).sum() / np.sqrt((one**2).sum() * (other**2).sum())))
+    mean = sum(found) / max(len(found), 1)
+    return round(mean, 4) if np.isfinite(mean) else 0.0
+
+
+def _pair_calls(mine: GoldenWalk, golden: GoldenWalk) -> Iterator[tuple[int, int, int]]:
+    """The calls of both that end with the same token: the token behind it, and the number of the call in each."""
+    ends = {stop: number for number, (_, stop) in enumerate(mine.walk.calls())}
+    for number, (_, stop) in enumerate(golden.walk.calls()):
+        if stop in ends:
+            yield stop, ends[stop], number
 
 
 def _measure(got: Array, want: Array, width: float) -> float:
@@ -116,11 +165,18 @@ def to_arrays(walks: tuple[GoldenWalk, ...]) -> dict[str, Array]:
     """The digests as the arrays of a file: `WALK:FIELD`."""
     found: dict[str, Array] = {}
     for number, one in enumerate(walks):
-        found[f"{number}:sizes"] = np.array([one.walk.batch, one.walk.prompt, *one.walk.pieces], np.int64)
-        found |= {f"{number}:tokens": one.tokens, f"{number}:logits": one.logits, f"{number}:top": one.top}
-        found[f"{number}:deviations"] = one.deviations
-        found |= {f"{number}:cache:{name}": sample for name, sample in one.caches.items()}
-        found[f"{number}:spreads"] = np.array([one.spreads[name] for name in one.caches], np.float64)
+        names = tuple(one.caches)
+        fields = {
+            "sizes": np.array([one.walk.batch, one.walk.prompt, *one.walk.pieces], np.int64),
+            "tokens": one.tokens,
+            "logits": one.logits,
+            "top": one.top,
+            "deviations": one.deviations,
+            "names": to_text(list(names)),
+            "caches": np.stack([one.caches[name] for name in names]) if names else np.zeros((0, SAMPLED), np.float32),
+            "spreads": np.array([one.spreads[name] for name in names], np.float64),
+        }
+        found |= {f"{number}:{field}": values for field, values in fields.items()}
     return found
 
 
@@ -132,30 +188,94 @@ def from_arrays(arrays: Mapping[str, Array]) -> tuple[GoldenWalk, ...]:
     """
     walks: list[GoldenWalk] = []
     while f"{len(walks)}:sizes" in arrays:
-        number = len(walks)
-        own: dict[str, Any] = {
-            name.partition(":")[2]: values for name, values in arrays.items() if name.startswith(f"{number}:")
-        }
+        number = f"{len(walks)}:"
+        own = {name.removeprefix(number): values for name, values in arrays.items() if name.startswith(number)}
         walks.append(_read_walk(own))
     if not walks:
-        raise ValueError("there is no walk in it")
+        raise ValueError("there is no decoding in it")
     return tuple(walks)
 
 
 def _read_walk(own: Mapping[str, Array]) -> GoldenWalk:
-    missing = [name for name in ("sizes", "tokens", "logits", "top", "deviations", "spreads") if name not in own]
-    if missing:
+    names = ("sizes", "tokens", "logits", "top", "deviations", "names", "caches", "spreads")
+    if missing := [name for name in names if name not in own]:
         raise ValueError(f"{missing[0]} is missing")
     sizes = own["sizes"]
     if sizes.ndim != 1 or not 2 <= sizes.size <= 256 or sizes.dtype.kind != "i" or not (sizes >= 1).all():
-        raise ValueError("the sizes of a walk are no counts")
+        raise ValueError("the sizes of a decoding are no counts")
+    if int(sizes.max()) > 4096:
+        raise ValueError("the sizes of a decoding are too large")
     walk = Walk(int(sizes[0]), int(sizes[1]), tuple(map(int, sizes[2:])))
-    calls, names = 1 + len(walk.pieces), [name.partition(":")[2] for name in own if name.startswith("cache:")]
-    shapes = {"tokens": (walk.batch, walk.total), "logits": (calls, 64), "top": (calls, TOP), "deviations": (calls,)}
-    for name, shape in {**shapes, "spreads": (len(names),), **{f"cache:{one}": (64,) for one in names}}.items():
-        kinds = "i" if name in ("tokens", "top") else "f"
-        if own[name].shape != shape or own[name].dtype.kind != kinds:
+    calls, caches = 1 + len(walk.pieces), from_text(own["names"])
+    if not isinstance(caches, list) or not all(isinstance(name, str) for name in caches):
+        raise ValueError("the names of the caches are no texts")
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {
+        "logits": ((calls, SAMPLED), "f"),
+        "top": ((calls, TOP), "i"),
+        "deviations": ((calls,), "f"),
+        "caches": ((len(caches), SAMPLED), "f"),
+        "spreads": ((len(caches),), "f"),
+    }
+    tokens = own["tokens"]  # several rows for each sequence where the tokens have codebooks
+    if tokens.ndim != 2 or tokens.shape[0] % walk.batch or tokens.shape[1] != walk.total or tokens.dtype.kind != "i":
+        raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}, not [{walk.batch}, {walk.total}] numbers")
+    for name, (shape, kind) in shapes.items():
+        if own[name].shape != shape or own[name].dtype.kind != kind:
             raise ValueError(f"{name} is {own[name].dtype}{list(own[name].shape)}, not {list(shape)} numbers")
-    caches = {name: own[f"cache:{name}"] for name in names}
-    spreads = dict(zip(names, own["spreads"].tolist(), strict=True))
-    return GoldenWalk(walk, own["tokens"], own["logits"], own["deviations"], own["top"], caches, spreads)
+    samples = dict(zip(caches, own["caches"], strict=True))
+    spreads = dict(zip(caches, own["spreads"].tolist(), strict=True))
+    return GoldenWalk(walk, own["tokens"], own["logits"], own["deviations"], own["top"], samples, spreads)
+
+
+def checksum_draws(seed: int) -> int:
+    """A checksum of what numpy draws with a seed: synthetic feeds are made of it, and another numpy may draw others."""
+    random = np.random.default_rng(seed)
+    drawn = random.integers(0, 1 << 16, 64, np.int64).tobytes() + random.standard_normal(64).astype("<f4").tobytes()
+    return zlib.crc32(drawn)
+
+
+def to_text(value: object) -> Array:
+    """A JSON value as an array of bytes, uint8[length]."""
+    return np.frombuffer(json.dumps(value).encode("utf-8"), np.uint8)
+
+
+def from_text(values: Array) -> Any:
+    """The JSON value of such an array.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    if values.dtype != np.uint8 or values.ndim != 1:
+        raise ValueError("a text is no array of bytes")
+    try:
+        return json.loads(values.tobytes())
+    except RecursionError:
+        raise ValueError("a text is nested too deeply") from None
+
+
+def pack(arrays: Mapping[str, Array]) -> bytes:
+    """The content of an `.npz`. The same arrays make the same bytes: numpy would put the time into it."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as file:
+        for name, values in arrays.items():
+            one = io.BytesIO()
+            np.lib.format.write_array(one, np.ascontiguousarray(values), allow_pickle=False)
+            entry = zipfile.ZipInfo(f"{name}.npy")
+            file.writestr(entry, one.getvalue(), zipfile.ZIP_DEFLATED)
+    return content.getvalue()
+
+
+def unpack(file: Path) -> dict[str, Array]:
+    """The arrays of an `.npz`.
+
+    Raises:
+        ValueError: it is no such file, a damaged one, or too large.
+    """
+    try:
+        with zipfile.ZipFile(file) as opened:
+            if sum(entry.file_size for entry in opened.infolist()) > MOST_BYTES:
+                raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
+        with np.load(file, allow_pickle=False) as held:
+            return {name: held[name] for name in held.files}
+    except DAMAGE as error:
+        raise ValueError(str(error)[:200]) from None

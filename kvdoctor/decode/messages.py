@@ -203,11 +203,13 @@ class DigestJob:
     Attributes:
         out: The file to write, an `.npz`.
         golden: The file of earlier digests whose walks and tokens are run; None decodes anew.
+        states: The encoder states to feed; None for those that the model takes.
     """
 
     side: PairedSide
     out: Path
     golden: Path | None = None
+    states: int | None = None
     seed: int = 0
     provider: str = CPU
     threads: int = field(default_factory=count_threads)
@@ -418,11 +420,15 @@ class Digested:
     """The digests are written.
 
     Attributes:
-        walks: How many walks were run.
-        failed: Why one was not, or why none was; empty if all were.
+        walks: The numbers of the walks that were run.
+        states: The encoder states that were fed.
+        draws: A checksum of the random numbers that the feeds are made of.
+        failed: Why the first was not; empty if it was.
     """
 
-    walks: int = 0
+    walks: tuple[int, ...] = ()
+    states: int = 0
+    draws: int = 0
     failed: str = ""
     tag: Literal["digested"] = "digested"
 

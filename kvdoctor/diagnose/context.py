@@ -18,6 +18,7 @@ from kvdoctor.records import record
 if TYPE_CHECKING:
     from kvdoctor.decode.caller_trace.check import TraceCheck
     from kvdoctor.decode.caller_trace.probe import ProbeRun
+    from kvdoctor.diagnose.golden import GoldenComparison
     from kvdoctor.runtime.targets import Target
     from kvdoctor.runtime.targets.result import Refused, TargetResult
 
@@ -150,6 +151,13 @@ class RunContext(TargetContext):
     declared_faults: tuple[str, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
     thorough: bool = False
+
+
+@record(slots=False, kw_only=True)
+class GoldenContext(RunContext):
+    """Round `golden`: adds the comparison with golden numbers."""
+
+    golden: "GoldenComparison"
 
 
 @record(slots=False, kw_only=True)

@@ -18,6 +18,7 @@ from kvdoctor.decode.tolerances import list_loosened
 from kvdoctor.diagnose.context import (
     CallerContext,
     ContractContext,
+    GoldenContext,
     RunContext,
     TargetContext,
     extend_context,
@@ -45,6 +46,7 @@ from kvdoctor.runtime.targets import Target, of_release
 if TYPE_CHECKING:
     from kvdoctor.decode.caller_trace.check import TraceCheck
     from kvdoctor.diagnose.checkpoint import Checkpoint
+    from kvdoctor.diagnose.golden import Golden
     from kvdoctor.runtime.targets.result import TargetResult
 
 NOT_STARTED = "not started"
@@ -89,6 +91,7 @@ class _Session:
     plan: RunPlan
     runtime: Runtime
     checkpoint: "Checkpoint | None"
+    golden: "Golden | None"
 
     @property
     def logits(self) -> Path | None:
@@ -122,7 +125,8 @@ def step_test(
 def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) -> Report:
     folder, contracts = _read_contracts(open_folder(path, plan.at), options)
     results = check_files(folder, options)
-    session = _Session(_read_prompt(options, contracts), plan, runtime, _open_checkpoint(options))
+    golden = _read_golden(options)
+    session = _Session(_read_prompt(options, contracts), plan, runtime, _open_checkpoint(options), golden)
     traces = _check_trace(options.trace, contracts) if options.trace is not None else {}
     if options.trace is not None and not any(_is_drivable(contract) for contract in contracts.values()):
         reason = "the trace was not compared with a contract: none is complete"
@@ -185,7 +189,10 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
         )
         found = by_contract + _check_runs(after, by_contract.findings, options)
         found += run_checks(after, "targets", selection)
+        compared, agreed = _compare_with_golden(after, session)
+        found += compared
         found = correct_advice(found, after, plan.check_advice, options, runtime)
+    notes = (*notes, *agreed)
     if trace is not None:
         by_caller = run_checks(extend_context(after, CallerContext, trace_check=trace), "caller", selection)
         found += by_caller + CheckResults(not_checked=tuple(find_undecided_steps(stack.name, by_caller.findings)))
@@ -215,6 +222,8 @@ def _list_rounds(options: Options) -> Iterable[Round]:
     yield from ("file", "contract", "runs")
     if options.targets:
         yield "targets"
+    if options.against is not None:
+        yield "golden"
     if options.trace is not None:
         yield "caller"
 
@@ -249,6 +258,29 @@ def _open_checkpoint(options: Options) -> "Checkpoint | None":
     from kvdoctor.diagnose.checkpoint import Checkpoint
 
     return Checkpoint(options.reference, options.offline)
+
+
+def _read_golden(options: Options) -> "Golden | None":
+    if options.against is None:
+        return None
+    from kvdoctor.diagnose.golden import read_golden
+
+    return read_golden(options.against)
+
+
+def _compare_with_golden(context: RunContext, session: _Session) -> tuple[CheckResults, tuple[str, ...]]:
+    """What golden numbers show, if there are some, and a note on what agrees with them."""
+    if session.golden is None:
+        return CheckResults(), ()
+    from kvdoctor.diagnose.golden import compare_with_golden
+
+    compared = compare_with_golden(context, session.golden, session.options, session.runtime)
+    if isinstance(compared, NotChecked):
+        return CheckResults(not_checked=(compared,)), ()
+    found = run_checks(extend_context(context, GoldenContext, golden=compared), "golden", session.options.selection)
+    open_checks = tuple(replace(entry, essential=True) for entry in found.not_checked)
+    notes = () if found.findings or open_checks else (f"{context.stack.name}: {compared.words}",)
+    return CheckResults(found.findings, open_checks), notes
 
 
 def _compare_with_checkpoint(

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.messages import Graded, GradeJob, PairedSide, WorkerError
+from kvdoctor.decode.messages import Graded, GradeJob, PairedSide
 from kvdoctor.decode.tolerances import TOLERANCES
-from kvdoctor.errors import WorkerDied
 from kvdoctor.options import Options
 from kvdoctor.report.facts import VariantFacts
 from kvdoctor.runtime.client import Runtime
@@ -71,17 +70,10 @@ def find_variants(
 
 def _grade(job: GradeJob, runtime: Runtime) -> dict[str, Graded]:
     """The grade of each variant; where the worker ends, of those that it had not graded that it did."""
-    found: dict[str, Graded] = {}
-    failed = "the comparison crashed"
-    try:
-        for event in runtime.ask(job):
-            if isinstance(event, WorkerError):
-                failed = f"the comparison crashed ({event.text.strip().splitlines()[-1]})"
-            elif isinstance(event, Graded):
-                found[event.stack] = event
-    except WorkerDied as crash:
-        failed = f"the worker process ended: {crash.how}"
-    return {side.stack: found.get(side.stack) or Graded(side.stack, failed=failed) for side in job.variants}
+    answers, failed = runtime.answer(job, Graded)
+    found = {one.stack: one for one in answers}
+    missing = f"no comparison: {failed or 'there was no answer'}"
+    return {side.stack: found.get(side.stack) or Graded(side.stack, failed=missing) for side in job.variants}
 
 
 def _count_bytes(stack: StackFiles) -> int:

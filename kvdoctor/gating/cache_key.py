@@ -23,7 +23,7 @@ from kvdoctor.report.document import SCHEMA, Report
 from kvdoctor.runtime.process import Limits
 
 GIB = 1 << 30
-FILE_OPTIONS = ("contract", "inputs", "trace")
+FILE_OPTIONS = ("contract", "inputs", "trace", "against")
 """Options that name a file; its content is part of the key."""
 
 FileStates = dict[str, str | None]

@@ -5,6 +5,7 @@ import gc
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from kvdoctor.gating.baseline import Baseline, today
 from kvdoctor.gating.baseline_match import match_baseline
@@ -94,6 +95,13 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _make_absolute(job: GateJob) -> GateJob:
+    """The job with paths that hold in any working folder."""
+    against = job.options.against
+    kept = None if against is None else str(Path(against).absolute())
+    return replace(job, at=job.location.absolute(), options=replace(job.options, against=kept))
+
+
 def _run(jobs: dict[int, GateJob], settings: GateSettings) -> Generator[tuple[int, Report], None, None]:
     """The reports as they arrive, with the numbers of their jobs."""
     if not jobs:
@@ -104,7 +112,7 @@ def _run(jobs: dict[int, GateJob], settings: GateSettings) -> Generator[tuple[in
     if settings.cluster is not None:
         from kvdoctor.gating.cluster import Cluster
 
-        jobs = {index: replace(job, at=job.location.absolute()) for index, job in jobs.items()}
+        jobs = {index: _make_absolute(job) for index, job in jobs.items()}
         with Cluster(settings.cluster) as cluster:
             yield from _stream(cluster, jobs, _Budget(None))
     elif len(jobs) == 1:

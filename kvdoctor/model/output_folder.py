@@ -22,19 +22,22 @@ LOOP_MARK = "kvdoctor-loop.json"
 """The same for a decode loop."""
 
 
-def write_whole(file: Path, content: str) -> None:
+def write_whole(file: Path, content: str | bytes) -> None:
     """Write a file by renaming a finished one into its place; a link is followed, a pipe or device written to.
+
+    A text is written as UTF-8.
 
     Raises:
         UsageError: the folder is not there or not writable, or the disk is full.
     """
     place = Path(os.path.realpath(file))
+    data = content.encode("utf-8") if isinstance(content, str) else content
     partial = place.with_name(f".{place.name}.kvdoctor-{os.getpid()}.partial")
     try:
         if place.exists() and not place.is_file():
-            place.write_bytes(content.encode("utf-8"))
+            place.write_bytes(data)
             return
-        partial.write_bytes(content.encode("utf-8"))
+        partial.write_bytes(data)
         partial.replace(place)
     except OSError as error:
         raise UsageError(f"cannot write {str(file)!r}: {error.strerror or error}") from None

@@ -23,7 +23,9 @@ NOT_IN_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 ASKED_BY = {"inspect": {"contract"}}
 """The rounds of checks that a command runs on a stack; all other commands run `ROUNDS`."""
-ROUNDS = {"contract", "runs", "caller"}
+ROUNDS = {"contract", "runs", "golden", "caller"}
+ON_REQUEST = {"golden": "against", "caller": "trace"}
+"""Rounds that run where an option asks for them."""
 COUNTS = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 LONGEST_MESSAGE = 1200
 
@@ -126,9 +128,8 @@ def _why_not_run(report: Report, stack: str | None, check: Check) -> str | None:
     by_runs = set(check.rounds) & rounds <= {"runs"}
     if by_runs and not any(run.stack == stack and run.outcome != "skipped" for run in report.runs):
         return "no decode step was run"
-    if set(check.rounds) & rounds <= {"caller"}:
-        return "" if report.arguments.get("trace") is None else None
-    return None
+    asked = next((option for round_, option in ON_REQUEST.items() if set(check.rounds) & rounds <= {round_}), None)
+    return "" if asked is not None and report.arguments.get(asked) is None else None
 
 
 def _others(report: Report, stack: str | None) -> Iterator[ET.Element]:

@@ -5,6 +5,7 @@ A worker that crashes is replaced, and the new one goes on with the remaining ex
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kvdoctor.decode.messages import (
     CallStarting,
@@ -31,6 +32,7 @@ from kvdoctor.runtime.process import Limits, Worker
 MOST_CRASHES = 5
 """Every use of a cache rests on one of them: where the worker crashes in both, it would crash at other sizes too."""
 
+Answered = TypeVar("Answered")
 Progress = Callable[[str, int, int], None]
 """Called when an experiment begins: its name, its number counted from 1, and the number of experiments."""
 
@@ -192,6 +194,23 @@ class Runtime:
         except WorkerDied:
             self._restart(StackResults())
             raise
+
+    def answer(self, job: Job, kind: type[Answered]) -> tuple[tuple[Answered, ...], str]:
+        """The answers of one kind to a job, and why the job was not carried out; empty if it was.
+
+        Raises:
+            KvdoctorError: the worker does not even start.
+        """
+        found, failed = list[Answered](), ""
+        try:
+            for event in self.ask(job):
+                if isinstance(event, WorkerError):
+                    failed = f"it crashed ({event.text.strip().splitlines()[-1]})"
+                elif isinstance(event, kind):
+                    found.append(event)
+        except WorkerDied as crash:
+            failed = f"the worker process ended: {crash.how}"
+        return tuple(found), failed
 
     def peak_bytes(self) -> int:
         """The most resident memory that a worker of this runtime had since `forget_peak`."""

@@ -12,6 +12,8 @@ from kvdoctor.options import Options, options_of, policy_options, read_options
 from kvdoctor.records import record
 
 DEFAULT, SAID = "default", "command line"
+FILES = ("baseline", "against")
+"""Keys that name a file: relative to the folder of the policy."""
 
 
 @record
@@ -68,8 +70,9 @@ class Policy:
     def complete(self, model: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments for a model: those given, completed by the policy. None counts as not given."""
         values = {name.replace("-", "_"): value.value for name, value in self._own_values(model).items()}
-        if "baseline" in values:
-            values["baseline"] = self.baseline()
+        for key in FILES:
+            if key in values:
+                values[key] = _relative_to_cwd(self.folder / values[key])
         return values | {name: value for name, value in given.items() if value is not None} | {"policy": self.file}
 
     def read_options(self, command: str, model: str | None, given: Mapping[str, Any]) -> Options:
@@ -106,11 +109,6 @@ class Policy:
                 raise UsageError(f"{self.file}: models: {pattern!r} matches no folder and no .onnx file")
             found |= dict.fromkeys(_relative_to_cwd(self.folder / path) for path in matched)
         return tuple(found)
-
-    def baseline(self) -> str | None:
-        """Return the file of the baseline, relative to the working folder."""
-        file = self.values.get("baseline")
-        return None if file is None else _relative_to_cwd(self.folder / file)
 
     def relative(self, model: str) -> str | None:
         """Return a path relative to the policy's folder, as patterns match it; None if it lies outside."""

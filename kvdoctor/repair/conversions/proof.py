@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvdoctor.decode.messages import PairedDone, PairedJob, PairedSide, WorkerError
-from kvdoctor.errors import WorkerDied
+from kvdoctor.decode.messages import PairedDone, PairedJob, PairedSide
 from kvdoctor.repair.conversions.registry import Converted
 from kvdoctor.repair.proof import prove_loops
 from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
@@ -49,14 +48,8 @@ def _compare(
         provider=session.options.provider,
         tolerances=dict(session.options.tolerances),
     )
-    done = PairedDone(failed="the comparison crashed")
-    try:
-        for event in session.runtime.ask(job):
-            if isinstance(event, WorkerError):
-                done = PairedDone(failed=f"the comparison crashed ({event.text.strip().splitlines()[-1]})")
-            done = event if isinstance(event, PairedDone) else done
-    except WorkerDied as crash:
-        done = PairedDone(failed=f"the worker process ended: {crash.how}")
+    answers, failed = session.runtime.answer(job, PairedDone)
+    done = answers[0] if answers and not failed else PairedDone(failed=f"no comparison: {failed or 'no answer'}")
     if done.failed:
         yield Proof(stack, claim, False, f"first difference: {done.failed}")
     elif not done.calls:

@@ -2,38 +2,46 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from kvdoctor.decode.calls import Array, NothingToRun, TooShort
-from kvdoctor.decode.golden import WALKS, GoldenWalk, digest, from_arrays, to_arrays
+from kvdoctor.decode.golden import WALKS, GoldenWalk, checksum_draws, digest, from_arrays, pack, to_arrays, unpack
 from kvdoctor.decode.messages import Digested, DigestJob
 from kvdoctor.decode.paired_walks import Walk, fit_walk
 from kvdoctor.runtime.worker.decoding import Way, choose_states, decode
 from kvdoctor.runtime.worker.sessions import Announce, Refused, StepFailed
 
+NOT_RUN = (StepFailed, Refused, TooShort, NothingToRun, ValueError)
+"""How a call ends that a model does not take: `ValueError` where its sizes make no feed."""
+
 
 def write_digests(job: DigestJob, announce: Announce) -> Digested:
-    """Run every walk up to the first that fails, and write the digests of those that were run."""
-    way = Way(job.seed, job.provider, job.threads, choose_states(job.side.contract))
-    found, failed = list[GoldenWalk](), ""
-    for walk, tokens in _list_walks(job):
+    """Run the walks, and write the digests of those that the model takes. The first must be one of them."""
+    states = choose_states(job.side.contract) if job.states is None else job.states
+    way = Way(job.seed, job.provider, job.threads, states)
+    found, failed = dict[int, GoldenWalk](), list[str]()
+    for number, (walk, tokens) in enumerate(_list_walks(job)):
         try:
             done = decode(job.side, walk, way, announce, tokens)
-        except (StepFailed, Refused, TooShort, NothingToRun) as error:
-            failed = f"{walk.describe(0, walk.prompt)}: {error}"[:300]
-            break
-        found.append(digest(walk, done.tokens, done.logits, done.last, job.side.contract))
+        except NOT_RUN as error:
+            failed.append(f"{walk.describe(0, walk.prompt)}: {error}"[:300])
+            continue
+        found[number] = digest(walk, done.tokens, done.logits, done.last, job.side.contract)
     if found:
         with job.out.open("xb") as file:
-            np.savez_compressed(file, **to_arrays(tuple(found)))  # type: ignore[arg-type]
-    return Digested(len(found), failed or ("" if found else "no golden walk fits the sizes of the model"))
+            file.write(pack(to_arrays(tuple(found.values()))))
+    reason = "" if 0 in found else (failed or ["no golden decoding fits the sizes of the model"])[0]
+    return Digested(tuple(found), states, checksum_draws(job.seed), reason)
 
 
 def _list_walks(job: DigestJob) -> Iterator[tuple[Walk, Array | None]]:
-    """The walks to run, each with the tokens to feed if they are known."""
+    """The walks to run, in the sizes of the model, each with the tokens to feed if they are known."""
+    contract = job.side.contract
     if job.golden is None:
-        fitted = dict.fromkeys(filter(None, (fit_walk(walk, job.side.contract) for walk in WALKS)))
+        fitted = dict.fromkeys(filter(None, (fit_walk(walk, contract) for walk in WALKS)))
         yield from ((walk, None) for walk in fitted)
         return
-    with np.load(job.golden) as arrays:
-        yield from ((one.walk, one.tokens) for one in from_arrays({name: arrays[name] for name in arrays.files}))
+    for one in from_arrays(unpack(job.golden)):
+        walk = fit_walk(one.walk, contract)
+        if walk is not None and walk.batch == one.walk.batch:
+            yield walk, one.tokens[:, : walk.total]
+        else:
+            yield one.walk, one.tokens

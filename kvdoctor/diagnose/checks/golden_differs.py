@@ -1,0 +1,65 @@
+"""The model returns other numbers than those that were recorded of it.
+
+What it means: `kvdoctor record` kept a small digest of what a healthy model returned. The same tokens give other logits
+now, or leave other entries in a cache: weights, graph, runtime or provider changed, and the change is more than the
+arithmetic explains. A loop may still be consistent, and compute something else.
+
+How it is decided: the tokens of the file are decoded again, with its seed, in one long decoding, one with chunks, and a
+batch. Samples of the logits of each call, and of each cache after the last call, are compared; the tolerance is that of
+the coarser of the two arithmetics, then and now. Where the weights are rounded otherwise than then (8 bits, 4 bits),
+the correlation of the logits decides. Where all logits agree and a cache differs, it is a warning: an exporter may
+store keys in another form.
+
+Reproduce: `kvdoctor step-test MODEL --against golden.npz`.
+
+Repair: find the change: `kvdoctor diff OLD NEW` compares two models, `--target onnxruntime==VERSION` two runtimes. If
+it is meant, record golden numbers again.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.decode.golden import GoldenDifference
+from kvdoctor.diagnose.context import GoldenContext
+from kvdoctor.findings import Advice, CannotCheck, Fault, check
+
+FIND_CHANGE = Advice(
+    "re-export",
+    "compare the model with the one that was recorded (`kvdoctor diff OLD NEW`); if the change is meant, record again",
+)
+
+
+@check("KV321", "golden-differs", "golden")
+def golden_differs(context: GoldenContext) -> Iterator[Fault]:
+    """Logits or caches that are not those of the golden numbers."""
+    compared, found = context.golden, context.golden.difference
+    if compared.unclear:
+        raise CannotCheck(f"rounding explains it as well as a fault: {compared.words}")
+    if found is None:
+        return
+    start = next(start for start, stop in found.walk.calls() if stop == found.stop)
+    rounded = compared.correlation is not None
+    hardly = not rounded and found.relative <= compared.tolerance.fails
+    yield Fault(
+        severity="warning" if found.cache is not None or hardly else "error",
+        file=context.decode_file,
+        subject=(context.logits_name if found.cache is None else f"cache {found.cache}",),
+        where=f"{found.walk.describe(start, found.stop)}",
+        declared=f"the numbers of {compared.golden}",
+        observed=compared.words if rounded else _describe(found),
+        cause=_explain(found, hardly),
+        repair=FIND_CHANGE,
+    )
+
+
+def _describe(found: GoldenDifference) -> str:
+    what = "logits" if found.cache is None else f"the cache of layer {found.cache.replace('.', ', ')}"
+    text = f"{what} off by {found.relative:.2g} standard deviations"
+    if found.tokens is not None:
+        text += f"; the likeliest token is {found.tokens[1]}, it was {found.tokens[0]}"
+    return text
+
+
+def _explain(found: GoldenDifference, hardly: bool) -> str:
+    if found.cache is not None:
+        return "a cache has other entries than those recorded, and all logits agree"
+    return f"logits differ from those recorded{', hardly more than rounding explains' if hardly else ''}"

@@ -1,0 +1,291 @@
+"""Golden numbers: what a healthy model returned, kept in a small file, and what it returns now held against it.
+
+`record_golden` writes the file, `step-test --against` and `gate` compare with it. The tokens and the seed are those of
+the file, so that the model may have another layout, other names, another arithmetic or another runtime since.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from kvdoctor._version import __version__
+from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.golden import (
+    GoldenDifference,
+    GoldenWalk,
+    checksum_draws,
+    correlate,
+    count_calls,
+    find_difference,
+    from_arrays,
+    from_text,
+    measure_worst,
+    pack,
+    to_arrays,
+    to_text,
+    unpack,
+)
+from kvdoctor.decode.messages import Digested, DigestJob, PairedSide
+from kvdoctor.decode.tolerances import TOLERANCES, Tolerance, find_tolerance
+from kvdoctor.diagnose.checkpoint import ALIKE, ROUNDED, UNLIKE
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.errors import UsageError
+from kvdoctor.findings import NotChecked
+from kvdoctor.options import Options
+from kvdoctor.records import record
+from kvdoctor.runtime.client import Runtime
+
+SCHEMA = "kvdoctor/golden/1"
+HEAD = "golden"
+"""The name of the array with the facts on the file, as JSON."""
+CODE = "KV321"
+
+
+class CannotDigest(Exception):
+    """A stack cannot be decoded with the golden tokens; the message says why."""
+
+
+@record
+class GoldenStack:
+    """What a file keeps of one stack.
+
+    `kinds` are those of the slots, `layers` counts the layers with a cache, `states` are the encoder states of every
+    decoding, `draws` is a checksum of the random numbers that the feeds are made of. `weights` says how the weights are
+    stored, empty for floating point.
+    """
+
+    name: str
+    vocabulary: int | None
+    kinds: str
+    layers: int
+    exactness: str
+    weights: str
+    states: int
+    draws: int
+    walks: tuple[GoldenWalk, ...]
+
+
+@record
+class Golden:
+    """A file of golden numbers. `file` is its name in messages."""
+
+    file: str
+    model: str
+    onnxruntime: str
+    seed: int
+    stacks: tuple[GoldenStack, ...]
+
+    @property
+    def words(self) -> str:
+        """What it is, in words: `golden.npz (marian, onnxruntime 1.31.1)`."""
+        return f"{self.file} ({self.model}, onnxruntime {self.onnxruntime})"
+
+
+@record
+class GoldenComparison:
+    """How what a stack returns compares with golden numbers.
+
+    `difference` is the first place where it differs, None where it agrees; `words` say what was compared and how
+    closely. `correlation` decides where the weights are rounded otherwise, None where the tolerance does.
+    """
+
+    golden: str
+    tolerance: Tolerance
+    words: str
+    difference: GoldenDifference | None = None
+    correlation: float | None = None
+
+    @property
+    def unclear(self) -> bool:
+        """Whether rounded weights explain the difference as well as a fault does."""
+        return self.correlation is not None and UNLIKE <= self.correlation < ALIKE
+
+
+def read_golden(path: str) -> Golden:
+    """Read a file of golden numbers.
+
+    Raises:
+        UsageError: it cannot be read, or is no such file.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UsageError(f"{path!r} is no file; `kvdoctor record MODEL -o FILE` writes golden numbers")
+    try:
+        arrays = unpack(file)
+        head = from_text(arrays[HEAD]) if HEAD in arrays else None
+        if not isinstance(head, dict) or head.get("schema") != SCHEMA:
+            raise ValueError(f"it is not of the schema {SCHEMA}")  # noqa: TRY301 - said with the file's name below
+        stacks = tuple(_read_stack(number, facts, arrays) for number, facts in enumerate(_get(head, "stacks", list)))
+        model, runtime = (_get(head, name, str)[:80] for name in ("model", "onnxruntime"))
+        return Golden(path, model, runtime, _get(head, "seed", int), stacks)
+    except ValueError as error:
+        raise UsageError(
+            f"{path!r} holds no golden numbers of this version of kvdoctor: {error}; `kvdoctor record` writes them"
+        ) from None
+
+
+def _read_stack(number: int, facts: Any, arrays: Mapping[str, Any]) -> GoldenStack:
+    if not isinstance(facts, dict):
+        raise ValueError("a stack is no table")  # noqa: TRY004 - a value of the file
+    own = {name.partition("/")[2]: values for name, values in arrays.items() if name.startswith(f"{number}/")}
+    exactness, vocabulary = _get(facts, "exactness", str), facts.get("vocabulary")
+    if exactness not in TOLERANCES or not (vocabulary is None or type(vocabulary) is int):
+        raise ValueError("the arithmetic or the vocabulary of a stack is none")
+    name, kinds, weights = (_get(facts, key, str) for key in ("name", "kinds", "weights"))
+    layers, states, draws = (_get(facts, key, int) for key in ("layers", "states", "draws"))
+    return GoldenStack(name, vocabulary, kinds, layers, exactness, weights, states, draws, from_arrays(own))
+
+
+def _get(facts: Mapping[str, Any], name: str, kind: type) -> Any:
+    if type(facts.get(name)) is not kind:
+        raise ValueError(f"{name} is missing")
+    return facts[name]
+
+
+def render_golden(model: str, stacks: tuple[GoldenStack, ...], seed: int, onnxruntime: str) -> bytes:
+    """The content of a file of golden numbers."""
+    names = [field.name for field in fields(GoldenStack) if field.name != "walks"]
+    facts = [{name: getattr(one, name) for name in names} for one in stacks]
+    head = {"schema": SCHEMA, "kvdoctor": __version__, "onnxruntime": onnxruntime, "model": model, "seed": seed}
+    arrays = {HEAD: to_text({**head, "stacks": facts})}
+    for number, one in enumerate(stacks):
+        arrays |= {f"{number}/{name}": values for name, values in to_arrays(one.walks).items()}
+    return pack(arrays)
+
+
+def digest_stack(
+    stack: StackFiles, contract: CacheContract, folder: Path, options: Options, runtime: Runtime
+) -> GoldenStack:
+    """Decode with a stack, and keep the digests.
+
+    Raises:
+        CannotDigest: the runtime fails, or no decoding fits the sizes of the model.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    side = PairedSide(stack.name, folder, contract)
+    job = DigestJob(side, Path(), seed=options.seed, provider=options.provider)
+    done, walks = _run(job, runtime)
+    return GoldenStack(
+        name=stack.name,
+        vocabulary=contract.vocabulary,
+        kinds=_list_kinds(contract),
+        layers=_count_layers(contract),
+        exactness=contract.exactness,
+        weights=describe_rounding(stack),
+        states=done.states,
+        draws=done.draws,
+        walks=walks,
+    )
+
+
+def compare_with_golden(
+    context: ContractContext, golden: Golden, options: Options, runtime: Runtime
+) -> GoldenComparison | NotChecked:
+    """Decode with a stack along the golden tokens, and compare.
+
+    The user asked for it, so that a comparison that cannot be made is essential.
+
+    Raises:
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    contract, stack = context.contract, context.stack
+    kept = _find_stack(golden, stack.name, contract)
+    reason = _find_obstacle(context, golden) if kept is None else _find_misfit(kept, golden, contract)
+    if kept is None or reason is not None:
+        return NotChecked(stack.name, CODE, f"not compared with {golden.words}: {reason}", essential=True)
+    side = PairedSide(stack.name, context.folder.root.absolute(), contract)
+    job = DigestJob(side, Path(), states=kept.states, seed=golden.seed, provider=options.provider)
+    try:
+        done, mine = _run(job, runtime, kept.walks)
+    except CannotDigest as error:
+        return NotChecked(stack.name, CODE, f"not compared with {golden.words}: {error}", essential=True)
+    limit = max(
+        (find_tolerance(name, options.tolerances) for name in (contract.exactness, kept.exactness)),
+        key=lambda one: one.passes,
+    )
+    pairs = [(one, kept.walks[number]) for one, number in zip(mine, done.walks, strict=True)]
+    difference = next((found for one, other in pairs if (found := find_difference(one, other, limit.passes))), None)
+    calls = sum(count_calls(one, other) for one, other in pairs)
+    words = f"{calls} calls of {len(pairs)} decodings against {golden.words}"
+    if len(pairs) < len(kept.walks):
+        words += f", of the {len(kept.walks)} in it"
+    if difference is not None and describe_rounding(stack) != kept.weights:
+        alike = round(sum(correlate(one, other) for one, other in pairs) / len(pairs), 4)
+        words += f": the weights are rounded otherwise, the correlation of the logits is {alike:.3f}"
+        return GoldenComparison(golden.words, limit, words, difference if alike < UNLIKE else None, alike)
+    worst = max(measure_worst(one, other) for one, other in pairs)
+    words += f": logits within {worst:.1e} standard deviations; {limit.passes:g} are allowed"
+    return GoldenComparison(golden.words, limit, words, difference)
+
+
+def describe_rounding(stack: StackFiles) -> str:
+    """The operators of a stack that compute with rounded weights, each with its bits; empty for floating point."""
+    found = set()
+    for file in stack.files.values():
+        for scope in file.view.scopes() if file.view is not None else ():
+            for node in scope.graph.node:
+                if ROUNDED.search(node.op_type):
+                    bits = next((attribute.i for attribute in node.attribute if attribute.name == "bits"), None)
+                    found.add(f"{node.op_type}{'' if bits is None else f' {bits} bits'}")
+    return ", ".join(sorted(found))
+
+
+def _find_stack(golden: Golden, name: str, contract: CacheContract) -> GoldenStack | None:
+    """The stack of that name, else the first with the same sizes: another layout of the same model."""
+    size = (contract.vocabulary, _list_kinds(contract), _count_layers(contract))
+    same = [one for one in golden.stacks if (one.vocabulary, one.kinds, one.layers) == size]
+    return next((one for one in same if one.name == name), next(iter(same), None))
+
+
+def _find_obstacle(context: ContractContext, golden: Golden) -> str:
+    """Why no stack of the file fits."""
+    if not context.contract.slots:
+        return "there is no cache contract"
+    contract = context.contract
+    here = (contract.vocabulary, _count_layers(contract), _list_kinds(contract))
+    kept = "; ".join(_describe_size(one.vocabulary, one.layers, one.kinds) for one in golden.stacks)
+    return f"it is of another model: {kept}; this one has {_describe_size(*here)}"
+
+
+def _find_misfit(kept: GoldenStack, golden: Golden, contract: CacheContract) -> str | None:
+    """Why a stack of the right sizes cannot be decoded with the golden feeds."""
+    if checksum_draws(golden.seed) != kept.draws:
+        return "numpy draws other random numbers than at its making; record it again"
+    if contract.encoder_length not in (None, kept.states):
+        return f"it was fed {kept.states} encoder states, and this model takes {contract.encoder_length}"
+    return None
+
+
+def _describe_size(vocabulary: int | None, layers: int, kinds: str) -> str:
+    return f"{vocabulary or 'an open number of'} tokens, {layers} layers, {kinds}"
+
+
+def _list_kinds(contract: CacheContract) -> str:
+    return ", ".join(sorted({slot.kind for slot in contract.slots}))
+
+
+def _count_layers(contract: CacheContract) -> int:
+    return len({slot.layer for slot in contract.slots})
+
+
+def _run(
+    job: DigestJob, runtime: Runtime, golden: tuple[GoldenWalk, ...] = ()
+) -> tuple[Digested, tuple[GoldenWalk, ...]]:
+    """Carry out a job in a private folder; with golden walks, along their tokens.
+
+    Raises:
+        CannotDigest: the runtime fails, or no decoding fits the sizes of the model.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
+        job = replace(job, out=Path(scratch, "out.npz"))
+        if golden:
+            job = replace(job, golden=Path(scratch, "golden.npz"))
+            Path(scratch, "golden.npz").write_bytes(pack(to_arrays(golden)))
+        answers, failed = runtime.answer(job, Digested)
+        failed = failed or (answers[0].failed if answers else "there was no answer")
+        if failed:
+            raise CannotDigest(failed)
+        return answers[0], from_arrays(unpack(job.out))

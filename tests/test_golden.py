@@ -1,0 +1,281 @@
+"""Golden numbers: `record` keeps what a healthy model returns, `--against` and the gate compare with it."""
+
+import io
+import json
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from support.isolated import EXPORTS, kvdoctor
+
+from kvdoctor.decode.golden import checksum_draws, pack, unpack
+
+CHECK = "golden-differs"
+Arrays = dict[str, "np.ndarray[Any, Any]"]
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The golden numbers of GPT-2."""
+    return record("gpt2", tmp_path_factory.mktemp("golden") / "gpt2.npz")
+
+
+def record(name: str, out: Path, *options: str) -> Path:
+    done = kvdoctor("record", EXPORTS / name, "-o", out, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{out}: golden numbers of " in done.stdout
+    return out
+
+
+def compare(model: Path, golden: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the report of a step-test against golden numbers."""
+    done = kvdoctor("step-test", model, "--against", golden, "--format", "json", *options)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def found(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in report["findings"] if one["name"] == CHECK]
+
+
+def changed(tmp_path: Path, change: Callable[[str, "np.ndarray[Any, Any]"], "np.ndarray[Any, Any]"]) -> Path:
+    """A copy of GPT-2 whose weights went through a function of their name and values."""
+    folder = tmp_path / "changed"
+    shutil.copytree(EXPORTS / "gpt2", folder)
+    model = onnx.load(folder / "model.onnx")
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            values = change(tensor.name, numpy_helper.to_array(tensor)).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    onnx.save(model, folder / "model.onnx")
+    return folder
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_model_gives_the_same_bytes_and_nothing_of_the_machine(golden: Path, tmp_path: Path) -> None:
+    again = record("gpt2", tmp_path / "again.npz")
+    assert again.read_bytes() == golden.read_bytes()
+    assert str(EXPORTS) not in bytes(unpack(golden)["golden"]).decode()
+    assert golden.stat().st_size < 20_000
+
+
+def test_a_file_that_exists_is_replaced_where_that_is_asked_for(golden: Path, tmp_path: Path) -> None:
+    file = tmp_path / "golden.npz"
+    file.write_bytes(b"mine")
+    refused = kvdoctor("record", EXPORTS / "gpt2", "-o", file)
+    assert (refused.returncode, file.read_bytes()) == (2, b"mine")
+    assert "--force replaces it" in refused.stderr
+    record("gpt2", file, "--force")
+    assert file.read_bytes() == golden.read_bytes()
+
+
+def test_nothing_is_recorded_of_a_model_that_is_not_healthy(tmp_path: Path) -> None:
+    out = tmp_path / "golden.npz"
+    done = kvdoctor("record", EXPORTS / "marian-4.46.3", "-o", out)
+    assert (done.returncode, out.exists()) == (1, False)
+    assert "no golden numbers were written" in done.stdout
+    assert "cross-cache-emptied" in done.stdout
+
+
+def with_head(change: dict[str, Any]) -> Callable[[Arrays], Arrays]:
+    def changed(arrays: Arrays) -> Arrays:
+        head = json.loads(arrays["golden"].tobytes()) | change
+        return {**arrays, "golden": np.frombuffer(json.dumps(head).encode(), np.uint8)}
+
+    return changed
+
+
+BAD: dict[str, Callable[[Arrays], Arrays]] = {
+    "another version": with_head({"schema": "kvdoctor/golden/99"}),
+    "no stacks": with_head({"stacks": {}}),
+    "a stack that is a number": with_head({"stacks": [1]}),
+    "no facts": lambda arrays: {name: values for name, values in arrays.items() if name != "golden"},
+    "facts that are no JSON": lambda arrays: {**arrays, "golden": np.frombuffer(b"{", np.uint8)},
+    "facts nested too deeply": lambda arrays: {**arrays, "golden": np.frombuffer(b"[" * 100_000, np.uint8)},
+    "no logits": lambda arrays: {name: values for name, values in arrays.items() if name != "0/0:logits"},
+    "logits of another shape": lambda arrays: {**arrays, "0/0:logits": arrays["0/0:logits"][:1]},
+    "tokens that are no integers": lambda arrays: {**arrays, "0/0:tokens": arrays["0/0:tokens"] + 0.5},
+    "sizes below one": lambda arrays: {**arrays, "0/0:sizes": arrays["0/0:sizes"] - 9},
+    "sizes beyond reason": lambda arrays: {**arrays, "0/0:sizes": arrays["0/0:sizes"] * 100_000},
+    "names that are a number": lambda arrays: {**arrays, "0/0:names": np.frombuffer(b"7", np.uint8)},
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_damaged_file_is_refused(kind: str, golden: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bad.npz"
+    file.write_bytes(pack(BAD[kind](unpack(golden))))
+    refuses(file)
+
+
+def test_what_is_no_golden_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "bad.npz"
+    for content in (b"", b"PK\x03\x04 cut", b"text", pickled(), bomb()):
+        file.write_bytes(content)
+        refuses(file)
+    refuses(tmp_path / "missing.npz", "is no file")
+
+
+def pickled() -> bytes:
+    content = io.BytesIO()
+    np.savez(content, golden=np.array([{"a": 1}], dtype=object))
+    return content.getvalue()
+
+
+def bomb() -> bytes:
+    """A small file that says that it holds more than any golden file."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("golden.npy", bytes(80 << 20))
+    return content.getvalue()
+
+
+def refuses(file: Path, words: str = "holds no golden numbers") -> None:
+    done = kvdoctor("step-test", EXPORTS / "gpt2", "--against", file)
+    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def test_the_recorded_model_agrees(golden: Path) -> None:
+    code, report = compare(EXPORTS / "gpt2", golden)
+    assert (code, report["verdict"], found(report)) == (0, "healthy", [])
+    assert any("34 calls of 3 decodings against" in note for note in report["notes"])
+
+
+@pytest.mark.parametrize("options", [("--cache", "static=64"), ("--logits", "last")], ids=["buffer", "last-logits"])
+def test_another_form_of_the_model_agrees(options: tuple[str, ...], golden: Path, tmp_path: Path) -> None:
+    made = kvdoctor("re-export", EXPORTS / "gpt2", "-o", tmp_path / "made", *options)
+    assert made.returncode == 0, made.stdout + made.stderr
+    code, report = compare(tmp_path / "made", golden)
+    assert (code, found(report)) == (0, [])
+    assert any("34 calls" in note for note in report["notes"])
+
+
+def test_a_merged_decoder_agrees_with_its_repair_and_its_pair(tmp_path: Path) -> None:
+    golden = record("marian-4.57.6", tmp_path / "golden.npz", "--consumer", "held")
+    made = kvdoctor("re-export", EXPORTS / "marian-4.57.6", "-o", tmp_path / "made")
+    assert made.returncode == 0, made.stdout + made.stderr
+    code, report = compare(tmp_path / "made", golden)
+    assert (code, found(report)) == (0, [])
+    assert sum("3 decodings against" in note for note in report["notes"]) == 2
+
+
+def test_changed_weights_are_found_with_the_call_and_the_tokens(golden: Path, tmp_path: Path) -> None:
+    def other_layer(name: str, values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        return values * 1.5 if name == "transformer.h.1.attn.c_proj.weight" else values
+
+    code, report = compare(changed(tmp_path, other_layer), golden)
+    (finding,) = found(report)
+    assert (code, finding["severity"], finding["confidence"]) == (1, "error", "confirmed")
+    assert finding["where"] == "batch 1, prompt of 8 tokens"
+    assert "the likeliest token is" in finding["observed"]
+
+
+def test_a_change_that_rounding_hardly_explains_is_a_warning(golden: Path, tmp_path: Path) -> None:
+    def barely(name: str, values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        return values * 1.0004 if name == "transformer.h.1.attn.c_proj.weight" else values
+
+    code, report = compare(changed(tmp_path, barely), golden)
+    assert [(code, one["severity"]) for one in found(report)] == [(0, "warning")]
+
+
+def test_another_form_of_the_cache_with_the_same_logits_is_a_warning(golden: Path, tmp_path: Path) -> None:
+    def keys_doubled(name: str, values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """Keys twice as large and queries half as large have the same products."""
+        if ".0.attn.c_attn." not in name:
+            return values
+        width = values.shape[-1] // 3
+        return values * np.repeat([0.5, 2.0, 1.0], width)
+
+    code, report = compare(changed(tmp_path, keys_doubled), golden)
+    (finding,) = found(report)
+    assert (code, finding["severity"], finding["subject"]) == (0, "warning", ["cache 0.key"])
+    assert "all logits agree" in finding["cause"]
+
+
+@pytest.mark.parametrize(("bits", "severities"), [(8, []), (1, ["error"])])
+def test_weights_that_are_rounded_otherwise_are_judged_by_correlation(
+    bits: int, severities: list[str], golden: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "rounded"
+    shutil.copytree(EXPORTS / "gpt2", folder)
+    model = onnx.load(folder / "model.onnx")
+    rounded = [one for one in model.graph.initializer if one.name.endswith((".weight", "wte")) and len(one.dims) == 2]
+    for tensor in rounded:
+        values = numpy_helper.to_array(tensor)
+        unit = np.float32(np.abs(values).max() / (2 ** (bits - 1) - 0.5))
+        whole = np.round(values / unit).astype(np.int8)
+        model.graph.initializer.extend(
+            [
+                numpy_helper.from_array(whole, f"{tensor.name}.int8"),
+                numpy_helper.from_array(np.array(unit), f"{tensor.name}.unit"),
+            ]
+        )
+        names = [f"{tensor.name}.int8", f"{tensor.name}.unit"]
+        model.graph.node.insert(0, onnx.helper.make_node("DequantizeLinear", names, [tensor.name]))
+        model.graph.initializer.remove(tensor)
+    onnx.save(model, folder / "model.onnx")
+    _, report = compare(folder, golden)
+    assert [one["severity"] for one in found(report)] == severities
+    told = [*report["notes"], *(one["observed"] for one in found(report))]
+    assert any("the correlation of the logits is" in text for text in told)
+
+
+def test_golden_numbers_of_another_model_compare_nothing(golden: Path) -> None:
+    code, report = compare(EXPORTS / "t5", golden, "--consumer", "held")
+    assert (code, report["verdict"]) == (3, "incomplete")
+    reasons = [one["reason"] for one in report["not_checked"] if one["code"] == "KV321"]
+    assert len(reasons) == len(report["stacks"])
+    assert all("it is of another model" in reason for reason in reasons)
+
+
+def test_a_numpy_that_draws_other_numbers_is_said(golden: Path, tmp_path: Path) -> None:
+    arrays = unpack(golden)
+    head = json.loads(arrays["golden"].tobytes())
+    head["stacks"][0]["draws"] = checksum_draws(head["seed"] + 1)
+    file = tmp_path / "other.npz"
+    file.write_bytes(pack(with_head(head)(arrays)))
+    code, report = compare(EXPORTS / "gpt2", file)
+    assert code == 3
+    assert "draws other random numbers" in report["not_checked"][0]["reason"]
+
+
+def test_the_check_alone_without_golden_numbers_is_not_health() -> None:
+    done = kvdoctor("step-test", EXPORTS / "gpt2", "--select", CHECK)
+    assert done.returncode == 3, done.stdout
+
+
+# --- in a gate --------------------------------------------------------------------------------------------------------
+
+
+def test_a_gate_compares_by_its_policy_and_again_when_the_file_changes(golden: Path, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "golden").mkdir(parents=True)
+    shutil.copytree(EXPORTS / "gpt2", project / "exports" / "gpt2")
+    shutil.copytree(EXPORTS / "llama-gqa", project / "exports" / "llama")
+    shutil.copy(golden, project / "golden" / "gpt2.npz")
+    (project / "kvdoctor.toml").write_text('[[overrides]]\nmodels = ["exports/gpt2"]\nagainst = "golden/gpt2.npz"\n')
+    words = ("--config", project / "kvdoctor.toml", "--cache-dir", tmp_path / "cache", "--format", "json")
+    gate = ("gate", project / "exports" / "gpt2", project / "exports" / "llama", *words)
+    first = kvdoctor(*gate)
+    assert first.returncode == 0, first.stdout + first.stderr
+    with_golden = ["against" in one["arguments"] for one in json.loads(first.stdout)["reports"]]
+    assert with_golden == [True, False]
+
+    arrays = unpack(golden)
+    (project / "golden" / "gpt2.npz").write_bytes(pack({**arrays, "0/0:logits": arrays["0/0:logits"] + 1}))
+    second = kvdoctor(*gate)
+    assert second.returncode == 1
+    names = [[finding["name"] for finding in one["findings"]] for one in json.loads(second.stdout)["reports"]]
+    assert names == [[CHECK], []]
