@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from kvdoctor.diagnose.context import ContractContext
-    from kvdoctor.findings import Check, Finding
+    from kvdoctor.findings import Check, Finding, Issue
     from kvdoctor.gating.baseline_match import BaselineUpdate
     from kvdoctor.gating.policy import EffectiveValue, Policy
     from kvdoctor.gating.verdict import GateResult
@@ -580,6 +580,20 @@ def find_messages(text: str) -> "tuple[KnownMessage, ...]":
     from kvdoctor.report import known_messages
 
     return known_messages.find_messages(text)
+
+
+def list_issues(check: str) -> "tuple[Issue, ...]":
+    """Return the public issues of other projects that concern a check, by its name (docs/known-issues.md)."""
+    from kvdoctor.diagnose.known_issues import issues_of_check
+
+    return issues_of_check(check)
+
+
+def find_issues(text: str) -> "tuple[Issue, ...]":
+    """Return the public issues of other projects whose message is in a text, or that a part of it is."""
+    from kvdoctor.diagnose.known_issues import issues_of_message
+
+    return issues_of_message(text)
 
 
 def list_graph_repairs(check: str) -> tuple[str, ...]:

@@ -113,10 +113,23 @@ class KnownFinding:
 
 
 @record
+class Issue:
+    """A public issue of another project: its address, what happens in a few words, and the release that mends it.
+
+    `mended` is None where no release is known to mend it.
+    """
+
+    url: str
+    title: str
+    mended: str | None
+
+
+@record
 class Finding:
     """A fault with the code and name of its check, the stack and the file.
 
-    `known` is set where the baseline of a gate contains the finding: it is reported, and does not count.
+    `issues` are public issues of other projects that may be its cause. `known` is set where the baseline of a gate
+    contains the finding: it is reported, and does not count.
     """
 
     code: str
@@ -135,6 +148,7 @@ class Finding:
     fingerprint: str = ""
     use: Required | None = None
     evidence: tuple[str, ...] = ()
+    issues: tuple[Issue, ...] = ()
     known: KnownFinding | None = None
 
 

@@ -10,7 +10,7 @@ from kvdoctor.cli.options import command, examples
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvdoctor.findings import Check
+    from kvdoctor.findings import Check, Issue
     from kvdoctor.report.known_messages import KnownMessage
 
 
@@ -45,8 +45,9 @@ def explain(text: str | None) -> None:
     except UsageError:
         if found := api.find_checks(text.strip()):
             _list_checks(found)
-        elif messages := api.find_messages(text):
+        elif (messages := api.find_messages(text)) or api.find_issues(text):
             _print_messages(messages)
+            _print_issues(api.find_issues(text))
         elif " " in text.strip():
             known = (
                 "docs/faq.md lists the known ones, and `kvdoctor step-test MODEL` finds the cause by running the model"
@@ -67,15 +68,32 @@ def _print_check(found: "Check") -> None:
     text = found.documentation
     if repairs := api.list_graph_repairs(found.name):
         text += f"\n\nRepairs that `kvdoctor re-export` tries (docs/repairs.md): {', '.join(repairs)}."
+    issues = "".join(f"\n- {_format_issue(issue)}" for issue in api.list_issues(found.name))
+    text += f"\n\nKnown issues of other projects:{issues}" if issues else ""
     click.echo("\n\n".join([f"{found.code} {found.name}", *(_fill(part) for part in text.split("\n\n"))]))
 
 
 def _print_messages(messages: "tuple[KnownMessage, ...]") -> None:
     """The questions that decide, each with its answer."""
+    if not messages:
+        return
     click.echo("MODEL is your export. Steps are counted from 0, the prefill.")
     for message in messages:
         click.echo(f"\n{_fill(message.seen)}\n{_fill(message.question, '  ')}\n{_fill(message.answer, '  -> ')}")
     click.echo("\nMore messages: docs/faq.md. `kvdoctor step-test MODEL` decides by running the model.")
+
+
+def _print_issues(issues: "tuple[Issue, ...]") -> None:
+    if issues:
+        click.echo("\nKnown issues of other projects (docs/known-issues.md):")
+    for issue in issues:
+        click.echo(f"- {_format_issue(issue)}")
+
+
+def _format_issue(issue: "Issue") -> str:
+    from kvdoctor.report.wording.finding import format_issue
+
+    return format_issue(issue)
 
 
 def _fill(text: str, first: str = "") -> str:

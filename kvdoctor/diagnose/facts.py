@@ -16,6 +16,7 @@ from kvdoctor.analysis.model_folder import ModelFolder, SideCars
 from kvdoctor.analysis.slot_memory import Workload
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract
+from kvdoctor.diagnose.known_issues import find_issues
 from kvdoctor.diagnose.run_checks import CheckResults
 from kvdoctor.findings import Finding, with_distinct_fingerprints
 from kvdoctor.model.files import sha256
@@ -40,7 +41,7 @@ def build_report(
     """
     open_stacks = {entry.stack for entry in results.not_checked if entry.essential}
     found = [f if command == "inspect" or f.stack in open_stacks else _weaken(f) for f in results.findings]
-    findings = with_distinct_fingerprints(worst_first(found))
+    findings = with_distinct_fingerprints(worst_first([_with_issues(finding, folder) for finding in found]))
     return Report(
         command=command,
         arguments=options.as_arguments(),
@@ -60,6 +61,14 @@ def _weaken(finding: Finding) -> Finding:
     unproved = finding.confidence == "suspected" and finding.severity == "error"
     runs_decide = finding.stack is not None and not finding.code.startswith(ON_TARGETS)
     return replace(finding, severity="warning") if unproved and runs_decide else finding
+
+
+def _with_issues(finding: Finding, folder: ModelFolder) -> Finding:
+    """The finding with the public issues of other projects that concern it."""
+    views = [file.view for file in folder.files if file.view is not None and finding.file in (None, file.name)]
+    operators = {name for view in views for name in view.operators}
+    producer = " ".join(view.producer or "" for view in views)
+    return replace(finding, issues=find_issues(finding, operators, producer))
 
 
 def _list_notes(folder: ModelFolder) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvdoctor.findings import Finding
+from kvdoctor.findings import Finding, Issue
 
 
 def format_headline(finding: Finding, places: Sequence[str] = ()) -> str:
@@ -35,6 +35,13 @@ def list_details(finding: Finding) -> Iterator[tuple[str, str]]:
         yield "", finding.repair.text
     else:
         yield "fix", finding.repair.text
+    for issue in finding.issues:
+        yield "issue", format_issue(issue)
+
+
+def format_issue(issue: Issue) -> str:
+    """`https://...: a title; mended in ort 2.0.0-rc.11`."""
+    return f"{issue.url}: {issue.title}" + (f"; mended in {issue.mended}" if issue.mended else "")
 
 
 def known_reason(finding: Finding) -> str | None:
