@@ -1,9 +1,9 @@
 """kvdoctor: diagnoses and repairs ONNX decoders with a KV cache.
 
-The commands as functions: `inspect`, `step_test`, `re_export`, `repro`, `record_golden`, `loop`, `probe`, `judge`,
-`gate` and `diff`; and `read_contracts`, `read_report`, `read_policy` and `render` (docs/python.md); `recording` notes
-the calls of your own loop. Importing this loads none of them: what they need (onnx, numpy, rich) is loaded with the
-first call.
+The commands as functions: `inspect`, `step_test`, `re_export`, `repro`, `record_golden`, `speed`, `loop`, `probe`,
+`judge`, `gate` and `diff`; and `read_contracts`, `read_report`, `read_policy` and `render` (docs/python.md);
+`recording` notes the calls of your own loop. Importing this loads none of them: what they need (onnx, numpy, rich) is
+loaded with the first call.
 """
 
 from kvdoctor._version import __version__
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RecordOptions,
         ReExportOptions,
         ReproOptions,
+        SpeedOptions,
         StepTestOptions,
         diff,
         gate,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         record_golden,
         render,
         repro,
+        speed,
         step_test,
     )
     from kvdoctor.decode.caller_trace.recording import recording
@@ -62,6 +64,7 @@ __all__ = (
     "RecordOptions",
     "Report",
     "ReproOptions",
+    "SpeedOptions",
     "StepTestOptions",
     "Unhealthy",
     "UsageError",
@@ -82,6 +85,7 @@ __all__ = (
     "recording",
     "render",
     "repro",
+    "speed",
     "step_test",
 )
 

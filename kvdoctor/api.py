@@ -18,6 +18,7 @@ from kvdoctor.options import (
     DiffChoices,
     Options,
     ReExportChoices,
+    SpeedChoices,
     policy_options,
     read_options,
     refuse_unknown,
@@ -106,6 +107,13 @@ class RecordOptions(ReproOptions, total=False):
     """The options of `record`; they mean what they mean for `step_test`."""
 
     policy: "Policy | Path | None"
+
+
+class SpeedOptions(ProbeOptions, total=False):
+    """The options of `speed`; `earlier` is a report of it to compare with (`--against`)."""
+
+    earlier: "Path | None"
+    fail_on: "FailOn"
 
 
 class JudgeOptions(ProbeOptions, total=False):
@@ -320,6 +328,25 @@ def record_golden(path: "Path", out: "Path", *, force: bool = False, **options: 
         from kvdoctor.diagnose import record_golden as recording
 
         return recording.record_golden(os.fspath(path), os.fspath(out), asked, runtime, force=force)
+
+
+def speed(path: "Path", **options: "Unpack[SpeedOptions]") -> "Report":
+    """Measure how fast each stack decodes on this machine, and what is worse than in an earlier report.
+
+    Raises:
+        UsageError: there is nothing at the path, or `earlier` is no report of `speed`.
+        KvdoctorError: ONNX Runtime cannot be started.
+    """
+    began = time.perf_counter()
+    asked = _read("speed", options)
+    choices = read_options(SpeedChoices, options)
+    earlier = None if choices.earlier is None else read_report(choices.earlier)
+    from kvdoctor.runtime.client import Runtime
+
+    with Runtime(asked.limits) as runtime:
+        from kvdoctor.diagnose.speed import measure_speed
+
+        return _timed(began, measure_speed(os.fspath(path), asked, earlier, runtime, choices.earlier))
 
 
 def loop(  # noqa: PLR0913 - one for each option of the command

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         FileContext,
         GoldenContext,
         RunContext,
+        SpeedContext,
         TargetContext,
     )
     from kvdoctor.model.view import GraphView
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 Severity = Literal["note", "warning", "error"]
 Confidence = Literal["confirmed", "suspected"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
-Round = Literal["file", "contract", "targets", "runs", "golden", "caller"]
+Round = Literal["file", "contract", "targets", "runs", "golden", "speed", "caller"]
 """When a check runs. Each round has a context of its own (`diagnose.context`)."""
 
 CHECKS = "kvdoctor.diagnose.checks"
@@ -226,6 +227,8 @@ def check(
 ) -> "Register[RunContext]": ...
 @overload
 def check(code: str, name: str, when: Literal["golden"]) -> "Register[GoldenContext]": ...
+@overload
+def check(code: str, name: str, when: Literal["speed"]) -> "Register[SpeedContext]": ...
 @overload
 def check(code: str, name: str, when: Literal["caller"]) -> "Register[CallerContext]": ...
 def check(code: str, name: str, when: Round, *, incomplete: bool = False, needs: tuple[str, ...] = ()) -> Register[Any]:

@@ -57,7 +57,7 @@ GATES = ("gate", "baseline", "config")
 RUNS = ("step-test", "re-export", "repro", "record", "diff", *GATES)
 ALL = ("inspect", *RUNS)
 FOLLOW_POLICY = ("inspect", "step-test", "record", *GATES)
-LOOPS = ("loop", "probe", "judge")
+LOOPS = ("loop", "probe", "judge", "speed")
 MAY_DOWNLOAD = ("step-test", "re-export", "diff", *GATES)
 """Groups of commands. An option belongs to a command on the command line and to its function in `api.py` alike."""
 
@@ -245,6 +245,20 @@ class GateChoices:
     )
     by_folder: bool = option(
         Flag(), False, "Take each file for the whole export that it belongs to, and check each export once.", ("gate",)
+    )
+
+
+@record
+class SpeedChoices:
+    """The options of `speed` alone."""
+
+    earlier: str | None = option(
+        File(metavar="REPORT"),
+        None,
+        "Compare with this JSON report of `kvdoctor speed`; exit with code 1 if something got worse (docs/speed.md).",
+        ("speed",),
+        flag="against",
+        group=INPUT,
     )
 
 
@@ -528,7 +542,7 @@ class Options:
         Choice.of(FAIL_ON),
         "error",
         "Exit with code 1 from this severity on.",
-        (*ALL, "judge"),
+        (*ALL, "judge", "speed"),
         policy='fail-on = "warning"',
         reported="always",
     )
@@ -638,7 +652,7 @@ class Options:
 
 TABLE: dict[type[Any], tuple[Option, ...]] = {
     struct: tuple(replace(each.metadata["option"], keyword=each.name) for each in fields(struct))
-    for struct in (BaselineChoices, GateChoices, DiffChoices, ReExportChoices, Options)
+    for struct in (BaselineChoices, SpeedChoices, GateChoices, DiffChoices, ReExportChoices, Options)
 }
 """The options of each struct, in the order of its fields."""
 

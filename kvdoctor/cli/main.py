@@ -31,6 +31,7 @@ COMMANDS = {
     "diff": "diff",
     "repro": "repair",
     "record": "record",
+    "speed": "record",
     "loop": "loop",
     "probe": "loop",
     "judge": "loop",

@@ -1,4 +1,4 @@
-"""`kvdoctor record`: the golden numbers of a healthy model."""
+"""`kvdoctor record` and `speed`: what a model returns and how fast it is, to be compared with later."""
 
 from functools import partial
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ _option = partial(click.option, cls=GroupedOption, group=OUTPUT)
     "Keep a small digest of what a healthy model returns.",
     epilog=examples(
         ("kvdoctor record exports/marian -o golden.npz", "keep what it returns"),
-        ("kvdoctor step-test exports/marian --against golden.npz", "and compare later"),
+        ("kvdoctor record exports/marian --consumer held -o golden.npz --force", "for a loop that holds, again"),
     ),
 )
 @click.argument("path", type=click.Path())
@@ -46,4 +46,28 @@ def record(path: str, out: str, force: bool, **given: Any) -> NoReturn:
         report = api.record_golden(
             path, out, force=force, policy=chosen_policy(given), progress=progress, **given_options()
         )
+    finish(report, output)
+
+
+@command(
+    "Measure how fast a model decodes here.",
+    epilog=examples(
+        ("kvdoctor speed exports/llama --output speed.json", "first token, steps, memory"),
+        ("kvdoctor speed exports/llama --against speed.json", "what got slower since"),
+    ),
+)
+@click.argument("path", type=click.Path())
+@table_options("speed")
+@output_options()
+def speed(path: str, **given: Any) -> NoReturn:
+    """Measure the time to the first token and of a step, and memory, at several lengths of the past (docs/speed.md).
+
+    Exit code 0: measured, and with --against not worse. 1: something is worse. 2: wrong usage. 3: it could not be
+    measured or compared.
+    """
+    from kvdoctor import api
+
+    output = read_output(given)
+    with progress_line(quiet=given["quiet"]) as progress:
+        report = api.speed(path, progress=progress, **given_options())
     finish(report, output)

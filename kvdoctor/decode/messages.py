@@ -14,6 +14,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.paired_walks import Rows
 from kvdoctor.decode.runs import Run, Step
 from kvdoctor.decode.script import CallScript, Comparison, ScriptCall
+from kvdoctor.decode.speed import SpeedPoint
 from kvdoctor.records import from_plain, record, to_plain
 
 CPU = "CPUExecutionProvider"
@@ -214,6 +215,18 @@ class DigestJob:
     provider: str = CPU
     threads: int = field(default_factory=count_threads)
     tag: Literal["digest"] = "digest"
+
+
+@record
+class SpeedJob:
+    """Measure how fast a stack decodes (decode/speed.py); `steps` equal steps show whether memory grows."""
+
+    side: PairedSide
+    steps: int = 2000
+    seed: int = 0
+    provider: str = CPU
+    threads: int = field(default_factory=count_threads)
+    tag: Literal["speed"] = "speed"
 
 
 @record
@@ -434,6 +447,24 @@ class Digested:
 
 
 @record
+class SpeedDone:
+    """What was measured.
+
+    Attributes:
+        points: The figures at each length of the past.
+        steps: The equal steps that were run.
+        grown_bytes: By how much the resident memory grew over them, the first ones left out.
+        left_out: Why lengths were not measured.
+    """
+
+    points: tuple[SpeedPoint, ...]
+    steps: int
+    grown_bytes: int
+    left_out: tuple[str, ...] = ()
+    tag: Literal["speed-done"] = "speed-done"
+
+
+@record
 class LimitsMeasured:
     """The largest IR version and opset that the runtime opens; None where not even the oldest model opens."""
 
@@ -490,7 +521,18 @@ class JobDone:
     tag: Literal["done"] = "done"
 
 
-Job = ExperimentJob | TrialJob | CompareJob | RecordJob | PlayJob | PairedJob | GradeJob | DigestJob | MeasureJob
+Job = (
+    ExperimentJob
+    | TrialJob
+    | CompareJob
+    | RecordJob
+    | PlayJob
+    | PairedJob
+    | GradeJob
+    | DigestJob
+    | SpeedJob
+    | MeasureJob
+)
 Event = (
     Hello
     | ExperimentStarted
@@ -507,6 +549,7 @@ Event = (
     | PairedDone
     | Graded
     | Digested
+    | SpeedDone
     | LimitsMeasured
     | CallScripted
     | CallPlaying

@@ -18,7 +18,9 @@ from kvdoctor.records import record
 if TYPE_CHECKING:
     from kvdoctor.decode.caller_trace.check import TraceCheck
     from kvdoctor.decode.caller_trace.probe import ProbeRun
+    from kvdoctor.decode.speed import SpeedDifference
     from kvdoctor.diagnose.golden import GoldenComparison
+    from kvdoctor.report.facts import SpeedFacts
     from kvdoctor.runtime.targets import Target
     from kvdoctor.runtime.targets.result import Refused, TargetResult
 
@@ -158,6 +160,14 @@ class GoldenContext(RunContext):
     """Round `golden`: adds the comparison with golden numbers."""
 
     golden: "GoldenComparison"
+
+
+@record(slots=False, kw_only=True)
+class SpeedContext(ContractContext):
+    """Round `speed`: adds how fast the stack decodes, and what is worse than in an earlier report."""
+
+    speed: "SpeedFacts"
+    differences: "tuple[SpeedDifference, ...]" = ()
 
 
 @record(slots=False, kw_only=True)

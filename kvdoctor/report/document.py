@@ -10,7 +10,7 @@ from kvdoctor.decode.runs import Run
 from kvdoctor.errors import Unhealthy
 from kvdoctor.findings import SEVERITIES, Finding, NotChecked, means_incomplete
 from kvdoctor.records import record, to_plain
-from kvdoctor.report.facts import ModelFacts, StackFacts, TargetFacts, VariantFacts, Verdict
+from kvdoctor.report.facts import ModelFacts, SpeedFacts, StackFacts, TargetFacts, VariantFacts, Verdict
 from kvdoctor.report.repair_record import RepairRecord
 from kvdoctor.report.wording.summary import format_verdict, name_worst, summarize
 
@@ -21,6 +21,8 @@ CONTRACT_SCHEMA = "kvdoctor/contract/1"
 TOTAL_SECONDS = "total_seconds"
 """The time of the whole command, among the other things that were measured."""
 
+NEVER_HEALTHY = ("inspect", "judge", "speed")
+"""Commands that do not show that a loop with the model is right."""
 EXIT_HEALTHY, EXIT_FINDINGS, EXIT_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
 
 
@@ -61,6 +63,7 @@ class Report:
         stacks: its stacks.
         targets: the target runtimes.
         variants: variants of one model in the folder, each compared with the most exact one.
+        speed: how fast each stack decodes; only of the command `speed`.
         runs: every experiment on every stack and runtime.
         findings: the findings, worst first.
         not_checked: the checks that could not run.
@@ -79,6 +82,7 @@ class Report:
     stacks: tuple[StackFacts, ...] = ()
     targets: tuple[TargetFacts, ...] = ()
     variants: tuple[VariantFacts, ...] = ()
+    speed: tuple[SpeedFacts, ...] = ()
     runs: tuple[Run, ...] = ()
     findings: tuple[Finding, ...] = ()
     not_checked: tuple[NotChecked, ...] = ()
@@ -123,13 +127,13 @@ def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
 def decide(
     command: str, findings: tuple[Finding, ...], not_checked: tuple[NotChecked, ...], fail_on: FailOn
 ) -> Verdict:
-    """The verdict. A model that could not be checked is never healthy; an inspection or a probe never says healthy."""
+    """The verdict. A model that could not be checked is never healthy; some commands never say healthy."""
     lowest = "error" if fail_on == "never" else fail_on
     if any(counts(finding, lowest) and not means_incomplete(finding.code) for finding in findings):
         return "unhealthy"
     if is_open(findings, not_checked):
         return "incomplete"
-    return "nothing-found" if command in ("inspect", "judge") else "healthy"
+    return "nothing-found" if command in NEVER_HEALTHY else "healthy"
 
 
 def counts(finding: Finding, fail_on: FailOn) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from kvdoctor.analysis.memory import MemoryPlan
 from kvdoctor.contract import CacheContract
+from kvdoctor.decode.speed import SpeedPoint
 from kvdoctor.records import record
 
 Verdict = Literal["healthy", "unhealthy", "incomplete", "nothing-found"]
@@ -121,6 +122,31 @@ class VariantFacts:
     first_other: int | None = None
     layers: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
+
+
+@record
+class SpeedFacts:
+    """How fast a stack decodes on this machine (`kvdoctor speed`).
+
+    Attributes:
+        stack: the name of its stack.
+        processor: the processor of the machine, and its cores.
+        threads: the threads of the runtime.
+        provider: the execution provider.
+        points: the figures at each length of the past.
+        steps: the equal steps that were run to see whether memory grows.
+        grown_bytes: by how much the resident memory grew over them, the first ones left out.
+        left_out: why lengths were not measured.
+    """
+
+    stack: str
+    processor: str
+    threads: int
+    provider: str
+    points: tuple[SpeedPoint, ...]
+    steps: int
+    grown_bytes: int
+    left_out: tuple[str, ...] = ()
 
 
 @record

@@ -72,6 +72,8 @@ def _sections(report: Report, place: PagePosition) -> Iterator[Part]:
         yield place.id(name), f"Stack {facts.name[:40]}", stack.stack_section(facts, report, place, name)
     if report.variants:
         yield _part(place, "variants", "Variants", *overview.show_variants(report, place))
+    if report.speed:
+        yield _part(place, "speed", "Speed", *overview.show_speed(report, place))
     if left := [facts.name for facts in report.stacks[MOST_STACKS:]]:
         yield _part(place, "more", "More stacks", h("p", f"{len(left)} more are in --format json: {', '.join(left)}"))
     yield _part(place, "not-checked", "Not checked", *findings.show_not_checked(report.not_checked, place))

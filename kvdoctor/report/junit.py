@@ -21,7 +21,7 @@ from kvdoctor.report.wording.targets import select_local_runs
 NOT_IN_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that an XML 1.0 document must not have, not even escaped."""
 
-ASKED_BY = {"inspect": {"contract"}}
+ASKED_BY = {"inspect": {"contract"}, "speed": {"speed"}}
 """The rounds of checks that a command runs on a stack; all other commands run `ROUNDS`."""
 ROUNDS = {"contract", "runs", "golden", "caller"}
 ON_REQUEST = {"golden": "against", "caller": "trace"}

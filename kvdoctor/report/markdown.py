@@ -36,6 +36,7 @@ from kvdoctor.report.wording.runs import (
     tabulate_differences,
     tabulate_steps,
 )
+from kvdoctor.report.wording.speed import tabulate_speed
 from kvdoctor.report.wording.summary import format_counts, format_reproducer
 from kvdoctor.report.wording.targets import list_target_releases, select_local_runs, tabulate_targets
 from kvdoctor.report.wording.units import format_count
@@ -168,7 +169,7 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _targets(report, stack.name)
         if stack.cache is not None and stack.cache.parts and is_plan_requested(report.arguments):
             yield from _plan(stack.cache)
-    for title, header, rows in tabulate_variants(report):
+    for title, header, rows in [*tabulate_variants(report), *tabulate_speed(report)]:
         yield ""
         yield f"## {markdown(title)}"
         yield ""

@@ -17,6 +17,7 @@ from kvdoctor.report.text_details import (
     show_findings,
     show_plan,
     show_repair,
+    show_speed,
     show_targets,
     show_variants,
 )
@@ -139,6 +140,7 @@ def _show_screen(page: Page, report: Report, verbosity: int, show_diff: bool) ->
     for stack in report.stacks:
         show_targets(page, report, stack)
     show_variants(page, report)
+    show_speed(page, report)
     _show_open_checks(page, report, False if report.verdict == "incomplete" else None)
     for note in report.notes[:MOST_NOTES]:
         page.line(f"note: {note}", "dim")

@@ -36,6 +36,7 @@ from kvdoctor.report.wording.runs import (
     tabulate_differences,
     tabulate_steps,
 )
+from kvdoctor.report.wording.speed import list_speed_remarks, tabulate_speed
 from kvdoctor.report.wording.targets import (
     list_target_limits,
     list_target_releases,
@@ -63,6 +64,7 @@ def show_details(page: Page, report: Report, show_diff: bool = False) -> None:
         page.line("")
         _show_stack(page, stack, report)
     show_variants(page, report)
+    show_speed(page, report)
     if report.command == "inspect":
         _show_ports(page, report)
     if report.repair is not None:
@@ -172,6 +174,16 @@ def show_variants(page: Page, report: Report) -> None:
         page.line("")
         page.line(title, "bold")
         page.table(header, rows)
+
+
+def show_speed(page: Page, report: Report) -> None:
+    """Print how fast each stack decodes."""
+    for title, header, rows in tabulate_speed(report):
+        page.line("")
+        page.line(title, "bold")
+        page.table(header, rows)
+    for line in list_speed_remarks(report):
+        page.line(f"  {line}", "dim")
 
 
 def _show_steps(page: Page, run: Run, stack: StackFacts) -> None:

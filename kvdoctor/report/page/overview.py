@@ -29,6 +29,7 @@ from kvdoctor.report.wording.contract import list_file_facts, list_ports
 from kvdoctor.report.wording.deciding import find_deciding, list_fixes, name_cause
 from kvdoctor.report.wording.health import explain_undecided
 from kvdoctor.report.wording.repair import format_copy
+from kvdoctor.report.wording.speed import list_speed_remarks, tabulate_speed
 from kvdoctor.report.wording.summary import format_reproducer, name_verdict
 from kvdoctor.report.wording.targets import list_target_limits
 from kvdoctor.report.wording.units import format_count
@@ -188,6 +189,13 @@ def show_variants(report: Report, place: PagePosition) -> Iterator[Content]:
     for number, (title, header, rows) in enumerate(tabulate_variants(report)):
         cells = [(code(row[0]), *row[1:]) for row in rows]
         yield table(place.id(f"variants-{number}"), f"{title[0].upper()}{title[1:]}", tuple(header), cells)
+
+
+def show_speed(report: Report, place: PagePosition) -> Iterator[Content]:
+    """How fast each stack decodes."""
+    for number, (title, header, rows) in enumerate(tabulate_speed(report)):
+        yield table(place.id(f"speed-{number}"), f"{title[0].upper()}{title[1:]}", tuple(header), map(tuple, rows))
+    yield bullets(list_speed_remarks(report))
 
 
 def show_notes(report: Report) -> Iterator[Content]:

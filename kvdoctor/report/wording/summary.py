@@ -23,6 +23,9 @@ VERDICT_WORDS = {
 }
 AS_HERE = "the probe shows what the same calls show here; step-test checks the model itself"
 """`nothing-found` of a judged probe."""
+AS_FAST = "as fast as before; step-test checks that it decodes right"
+MEASURED = "measured; step-test checks that it decodes right"
+"""`nothing-found` of a measured speed, with an earlier report and without."""
 ONLY_KNOWN = "healthy but for known findings"
 
 
@@ -54,6 +57,8 @@ def name_verdict(report: "Report") -> str:
         return f"nothing was written: the new export would be {record.after.verdict}"
     if report.command == "judge" and report.verdict == "nothing-found":
         return AS_HERE
+    if report.command == "speed" and report.verdict == "nothing-found":
+        return AS_FAST if report.arguments.get("against") is not None else MEASURED
     known = any(finding.known is not None for finding in report.findings)
     return ONLY_KNOWN if known and report.verdict == "healthy" else VERDICT_WORDS[report.verdict]
 

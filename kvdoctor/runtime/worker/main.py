@@ -5,6 +5,7 @@ It reads jobs from standard input, runs whole experiments, and writes small fact
 library, numpy and onnxruntime only, so that it starts in an environment that has nothing else.
 """
 
+import importlib
 import os
 import platform
 import queue
@@ -13,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -35,6 +37,7 @@ from kvdoctor.decode.messages import (
     PlayJob,
     RecordJob,
     RunDone,
+    SpeedJob,
     StepDone,
     TrialJob,
     WorkerError,
@@ -102,6 +105,14 @@ def _read_trace(path: str, run: str | None, contract: CacheContract, announce: A
         return ()
 
 
+ANSWERS: dict[type[Any], tuple[str, str]] = {
+    PairedJob: ("paired", "run_paired"),
+    DigestJob: ("digests", "write_digests"),
+    SpeedJob: ("speed", "measure_speed"),
+}
+"""The module and function of each job with one answer: loaded when it is asked for."""
+
+
 def run_job(job: Job, announce: Announce) -> None:
     """Carry out a job and announce its events."""
     match job:
@@ -116,19 +127,14 @@ def run_job(job: Job, announce: Announce) -> None:
                 replay.record_experiment(job, announce)
             else:
                 replay.replay_script(job, announce)
-        case PairedJob():
-            from kvdoctor.runtime.worker.paired import run_paired
-
-            announce(run_paired(job, announce))
+        case PairedJob() | DigestJob() | SpeedJob():
+            module, function = ANSWERS[type(job)]
+            announce(getattr(importlib.import_module(f"kvdoctor.runtime.worker.{module}"), function)(job, announce))
         case GradeJob():
             from kvdoctor.runtime.worker.grade import grade
 
             for graded in grade(job, announce):
                 announce(graded)
-        case DigestJob():
-            from kvdoctor.runtime.worker.digests import write_digests
-
-            announce(write_digests(job, announce))
         case MeasureJob():
             from kvdoctor.runtime.worker.version_limits import measure_limits
 

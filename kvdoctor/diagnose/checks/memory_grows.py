@@ -1,0 +1,37 @@
+"""Equal decode steps take more and more memory.
+
+What it means: a step that is fed the same past again and again needs the same memory each time. Here the resident
+memory of the process grows with the number of steps, so a long conversation or a server runs out of it.
+
+How it is decided: `kvdoctor speed` repeats one step on a past of 16 tokens 2,000 times, or for 20 seconds. The resident
+memory after the first 200 of them is compared with that after the last; more than 8 MiB is a leak.
+
+Reproduce: `kvdoctor speed MODEL`.
+
+Repair: try another release of the runtime, or without its memory arena (`SessionOptions.enable_cpu_mem_arena`).
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.decode.speed import LEAK_BYTES
+from kvdoctor.diagnose.context import SpeedContext
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording.units import format_bytes
+
+
+@check("KV504", "memory-grows", "speed")
+def memory_grows(context: SpeedContext) -> Iterator[Fault]:
+    """Memory that equal steps never give back."""
+    speed = context.speed
+    if speed.grown_bytes <= LEAK_BYTES:
+        return
+    yield Fault(
+        severity="error",
+        file=context.decode_file,
+        subject=(context.decode_file,),
+        where=f"{speed.steps} equal steps on a past of {speed.points[0].past}",
+        declared=f"at most {format_bytes(LEAK_BYTES)} more after the last step than after the first ones",
+        observed=f"{format_bytes(speed.grown_bytes)} more",
+        cause="equal steps take more and more memory",
+        repair=Advice("caller", "try another release of the runtime, or without its memory arena"),
+    )

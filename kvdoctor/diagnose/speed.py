@@ -1,0 +1,121 @@
+"""`speed`: how fast each stack decodes here, and what got slower since an earlier report."""
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.decode.messages import PairedSide, SpeedDone, SpeedJob, count_threads
+from kvdoctor.decode.speed import SpeedDifference, find_worse
+from kvdoctor.diagnose.context import ContractContext, SpeedContext, extend_context
+from kvdoctor.diagnose.facts import build_report, stack_facts
+from kvdoctor.diagnose.inspection import build_context, check_files
+from kvdoctor.diagnose.not_checked import find_unmet_preconditions
+from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.errors import UsageError
+from kvdoctor.findings import NotChecked
+from kvdoctor.options import Options
+from kvdoctor.report.document import Report
+from kvdoctor.report.facts import SpeedFacts
+from kvdoctor.runtime.client import Runtime
+
+SLOWER = "KV503"
+TIMES = 2
+"""Figures of a length that are times: noise concerns no others."""
+
+
+def measure_speed(
+    path: str, options: Options, earlier: Report | None, runtime: Runtime, against: str | None = None
+) -> Report:
+    """Measure each stack that can be run; `earlier` is a report of `speed` to compare with, of the file `against`.
+
+    Raises:
+        UsageError: there is nothing at the path, or the earlier report holds no speed.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    if earlier is not None and not earlier.speed:
+        raise UsageError("the earlier report holds no speed; `kvdoctor speed MODEL --output speed.json` writes one")
+    before = {} if earlier is None else {one.stack: one for one in earlier.speed}
+    folder = open_folder(path)
+    results, stacks, measured = check_files(folder, options), [], list[SpeedFacts]()
+    for stack in folder.stacks:
+        contract = read_contract(stack, folder.side_cars)
+        stacks.append(stack_facts(stack, contract, folder.side_cars))
+        context = build_context(folder, stack, contract, options)
+        if (unmet := next(find_unmet_preconditions(stack, contract), None)) is not None:
+            results += _leave_open(stack.name, unmet)
+            continue
+        facts, reason = _measure(context, options, runtime)
+        if facts is None:
+            results += _leave_open(stack.name, reason)
+            continue
+        measured.append(facts)
+        differences, reasons = _compare(facts, before) if earlier is not None else ((), CheckResults())
+        judged = extend_context(context, SpeedContext, speed=facts, differences=differences)
+        results += reasons + run_checks(judged, "speed", options.selection)
+    report = build_report("speed", folder, options, results, stacks)
+    environment = {"onnxruntime": runtime.versions.get("onnxruntime", ""), **report.environment}
+    arguments = report.arguments if against is None else {**report.arguments, "against": against}
+    return replace(report, environment=environment, speed=tuple(measured), arguments=arguments)
+
+
+def _measure(context: ContractContext, options: Options, runtime: Runtime) -> tuple[SpeedFacts | None, str]:
+    """The figures of a stack, or why there are none."""
+    side = PairedSide(context.stack.name, context.folder.root.absolute(), context.contract)
+    job = SpeedJob(side, seed=options.seed, provider=options.provider)
+    if options.progress is not None:
+        options.progress(f"speed of {context.stack.name}", 1, 1)
+    answers, failed = runtime.answer(job, SpeedDone)
+    if failed or not answers or not answers[0].points:
+        return None, failed or "; ".join(reason for one in answers for reason in one.left_out) or "no answer"
+    done = answers[0]
+    facts = SpeedFacts(
+        stack=context.stack.name,
+        processor=describe_processor(),
+        threads=count_threads(),
+        provider=options.provider,
+        points=done.points,
+        steps=done.steps,
+        grown_bytes=done.grown_bytes,
+        left_out=done.left_out,
+    )
+    return facts, ""
+
+
+def _compare(now: SpeedFacts, before: Mapping[str, SpeedFacts]) -> tuple[tuple[SpeedDifference, ...], CheckResults]:
+    """What got worse since the earlier report, and what cannot be compared: it is never the same."""
+    old = before.get(now.stack)
+    if old is None:
+        return (), _leave_open(now.stack, f"the earlier report has no stack {now.stack}, but {', '.join(before)}")
+    for what in ("processor", "threads", "provider"):
+        if getattr(old, what) != getattr(now, what):
+            reason = f"the earlier report is from another machine or setting: {what} {getattr(old, what)}"
+            return (), _leave_open(now.stack, f"{reason}, and here {getattr(now, what)}")
+    compared = {point.past for point in now.points} & {point.past for point in old.points}
+    if not compared:
+        return (), _leave_open(now.stack, "no length of the past was measured both times")
+    differences = tuple(find_worse(now.points, old.points))
+    noisy = [f"{one.what} at a past of {one.past}" for one in differences if one.noisy]
+    if not noisy:
+        return differences, CheckResults()
+    reason = f"the rounds lie too far apart to tell: {', '.join(noisy)}"
+    everything = len(noisy) == len(compared) * TIMES
+    open_check = NotChecked(now.stack, SLOWER, reason, essential=everything)
+    return differences, CheckResults(not_checked=(open_check,))
+
+
+def _leave_open(stack: str, reason: str) -> CheckResults:
+    return CheckResults(not_checked=(NotChecked(stack, SLOWER, f"speed: {reason}", essential=True),))
+
+
+def describe_processor() -> str:
+    """The name of the processor, and how many cores the process may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name or platform.processor() or platform.machine()}, {os.cpu_count()} cores"

@@ -1,0 +1,144 @@
+"""Measures how fast a stack decodes: the first token, a step at several lengths of the past, and memory."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from kvdoctor.decode.calls import Answer, NothingToRun, Past, Scenario, TooShort
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.messages import SpeedDone, SpeedJob
+from kvdoctor.decode.paired_walks import Walk, fit_walk
+from kvdoctor.decode.speed import PASTS, ROUNDS, SpeedPoint, middle
+from kvdoctor.runtime.worker.decoding import choose_states
+from kvdoctor.runtime.worker.runner import StackRunner
+from kvdoctor.runtime.worker.sessions import Announce, Refused, Sessions, StepFailed
+
+Result = TypeVar("Result")
+
+ROUND_SECONDS, MOST_CALLS = 0.05, 50
+"""A round repeats a call until this time is over, and no more often."""
+MOST_SECONDS = 20.0
+"""A length is left out where its rounds would take longer, by the time of the length before it."""
+SETTLED = 200
+"""Steps after which the runtime has all memory that equal steps need."""
+NOT_RUN = (StepFailed, Refused, TooShort, NothingToRun, ValueError)
+
+
+def measure_speed(job: SpeedJob, announce: Announce) -> SpeedDone:
+    """Measure each length of the past, then many equal steps at the first of them."""
+    sessions = Sessions(job.side.folder, job.provider, job.threads, announce, {})
+    runner = StackRunner(job.side.stack, job.side.contract, sessions, job.seed, announce)
+    limit = job.side.contract.usable_length
+    pasts = [past for past in PASTS if limit is None or past < limit]
+    longest = [limit - 1] if limit is not None and limit - 1 not in pasts and limit > 1 else []
+    left_out, points = list[str](), list[SpeedPoint]()
+    for past in [*pasts, *longest]:
+        if points and (seconds := _predict(points[-1], past)) > MOST_SECONDS:
+            left_out.append(f"a past of {past} tokens was left out: it would take about {seconds:.0f} s")
+            continue
+        try:
+            points.append(_measure(runner, past, job))
+        except NOT_RUN as error:
+            left_out.append(f"a past of {past} tokens could not be measured: {error}"[:300])
+            break
+    steps, grown = _run_equal_steps(runner, points[0].past, job) if points else (0, 0)
+    return SpeedDone(tuple(points), steps, grown, tuple(left_out))
+
+
+def _predict(last: SpeedPoint, past: int) -> float:
+    """Seconds for all rounds at a longer past: attention is quadratic, everything else less."""
+    return ROUNDS * middle(last.first) * (past / last.past) ** 2
+
+
+def _measure(runner: StackRunner, past: int, job: SpeedJob) -> SpeedPoint:
+    firsts, steps, written = [], [], 0
+    for number in range(ROUNDS + 1):
+        builder = _build(runner, past, job)
+        first, carried = _time(partial(_fill, runner, builder, past))
+        step, answer = _time(partial(_run_step, runner, builder, carried))
+        written = _count_written(runner, answer)
+        if number:  # the first round warms up
+            firsts.append(first)
+            steps.append(step)
+    return SpeedPoint(past, tuple(firsts), tuple(steps), _peak_bytes(), written)
+
+
+def _build(runner: StackRunner, past: int, job: SpeedJob) -> FeedBuilder:
+    contract = job.side.contract
+    scenario = Scenario(
+        contract.fixed_batch or 1, past, (contract.new_tokens or 1) + 1, choose_states(contract), job.seed
+    )
+    embed = runner.embed if runner.can_embed else None
+    return FeedBuilder(contract, scenario, runner.encode(scenario), np.zeros((0, 0), np.int64), embed=embed)
+
+
+def _fill(runner: StackRunner, builder: FeedBuilder, past: int) -> Past:
+    """The cache after a prompt, in one call or in as many as the contract asks for."""
+    walk = fit_walk(Walk(1, past, ()), builder.contract)
+    if walk is None or walk.total != past:
+        raise NothingToRun(f"no prompt of {past} tokens fits the sizes of the model")
+    carried: Past | None = None
+    for start, stop in walk.calls():
+        call = builder.prefill(stop) if carried is None else builder.decode(start, stop, carried)
+        answer = runner.run_session(call)
+        answer.logits  # noqa: B018 - the token is known when the logits are
+        carried = builder.carry(carried, answer, "held")
+    return carried if carried is not None else builder.first_past(0)
+
+
+def _run_step(runner: StackRunner, builder: FeedBuilder, carried: Past) -> Answer:
+    """A step of one token on a cache, up to its logits."""
+    past = builder.scenario.prompt
+    answer = runner.run_session(builder.decode(past, past + (builder.contract.new_tokens or 1), carried))
+    answer.logits  # noqa: B018
+    return answer
+
+
+def _time(call: Callable[[], Result]) -> tuple[float, Result]:
+    """The median time of equal calls, and what the last one returned."""
+    seconds, begin = list[float](), time.perf_counter()
+    while not seconds or (len(seconds) < MOST_CALLS and time.perf_counter() - begin < ROUND_SECONDS):
+        before = time.perf_counter()
+        result = call()
+        seconds.append(time.perf_counter() - before)
+    return middle(tuple(seconds)), result
+
+
+def _count_written(runner: StackRunner, answer: Answer) -> int:
+    """Bytes of the caches that a step returned."""
+    presents = {slot.present for slot in runner.contract.slots if slot.present in answer.outputs}
+    return sum(answer.outputs[str(name)].array().nbytes for name in presents)
+
+
+def _run_equal_steps(runner: StackRunner, past: int, job: SpeedJob) -> tuple[int, int]:
+    """Repeat one step: how often, and by how many bytes the resident memory grew after the first of them."""
+    builder = _build(runner, past, job)
+    carried = _fill(runner, builder, past)
+    begin, settled, done = time.perf_counter(), 0, 0
+    while done < job.steps and (done <= SETTLED or time.perf_counter() - begin < MOST_SECONDS):
+        _run_step(runner, builder, carried)
+        done += 1
+        if done == SETTLED:
+            settled = _resident_bytes()
+    return done, max(_resident_bytes() - settled, 0) if done > SETTLED else 0
+
+
+def _peak_bytes() -> int:
+    return _read_status("VmHWM")
+
+
+def _resident_bytes() -> int:
+    return _read_status("VmRSS")
+
+
+def _read_status(name: str) -> int:
+    """A figure of this process in bytes; 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
