@@ -73,6 +73,7 @@ Role = Literal[
     "beam_input",
     "block_table",
     "scale",
+    "adapter",
     "past",
     "present",
     "logits",
@@ -84,8 +85,8 @@ Role = Literal[
 `cache_position` is the arange past..total, `write_index` the past length as the place to write at; `last_index` is
 total - 1 (`seqlens_k`); `features` of images or sound go into an embedding graph, none of them where all tokens are
 text; a `setting` is a part of the configuration that is fed, or a row that the caller chooses for all tokens (a
-language, a speaker, a kind), the number fed here in `value`; nothing reads what is `unused`, which has to be fed all
-the same.
+language, a speaker, a kind), the number fed here in `value`; an `adapter` is a matrix of LoRA, zeros without an
+adapter; nothing reads what is `unused`, which has to be fed all the same.
 """
 
 SlotKind = Literal[

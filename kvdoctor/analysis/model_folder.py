@@ -3,10 +3,11 @@
 import json
 import os
 import shlex
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
+from kvdoctor.analysis.adapter_files import AdapterFile, read_adapter
 from kvdoctor.analysis.embedding_graphs import add_embedding_graphs
 from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles, group_stacks, role_of
 from kvdoctor.errors import UnreadableError
@@ -16,17 +17,22 @@ from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 
+ADAPTER_SUFFIX = ".onnx_adapter"
 MOST_CONFIG_BYTES = 8 << 20
 
 
 @record(slots=False)
 class SideCars:
-    """The JSON files beside a model, each empty where it is missing; `problems` says which cannot be read, and why."""
+    """The JSON files beside a model, each empty where it is missing, and its adapter files.
+
+    `problems` says which JSON files cannot be read, and why.
+    """
 
     config: dict[str, Any] = field(default_factory=dict)
     genai: dict[str, Any] = field(default_factory=dict)
     export: dict[str, Any] = field(default_factory=dict)
     generation: dict[str, Any] = field(default_factory=dict)
+    adapters: tuple[AdapterFile, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -61,7 +67,7 @@ def open_folder(shown: str, at: Path | None = None) -> ModelFolder:
     root, names = candidates(path)
     chosen = None if path.is_dir() else path
     files = tuple(_read_file(p, root) for p in names)
-    side_cars = _read_side_cars(side_car_folder(root))
+    side_cars = replace(_read_side_cars(side_car_folder(root)), adapters=_read_adapters(root))
     stacks = tuple(group_stacks(files, side_cars.genai))
     files, stacks = add_embedding_graphs(files, stacks, side_cars.config, side_cars.genai)
     if chosen is not None:
@@ -89,7 +95,12 @@ def _read_side_cars(folder: Path) -> SideCars:
         found[name] = content
         problems += [problem] if problem else []
     config, genai, export, generation = (found[name] for name in SIDE_CARS)
-    return SideCars(config, genai, export, generation, tuple(problems))
+    return SideCars(config, genai, export, generation, (), tuple(problems))
+
+
+def _read_adapters(root: Path) -> tuple[AdapterFile, ...]:
+    """The adapter files beside the graphs."""
+    return tuple(map(read_adapter, sorted(path for path in root.glob(f"*{ADAPTER_SUFFIX}") if path.is_file())))
 
 
 def read_json_object(path: Path) -> tuple[dict[str, Any], str | None]:

@@ -45,7 +45,7 @@ class FeedBuilder:
     earlier builder that this one has, unless it has all of them in order. `tolerances` are the requested
     ones (decode/tolerances.py), `thresholds` the lengths at which the graphs may change what they compute, `ring` the
     tokens after which the graph writes its buffers from their start again. `embed` makes embeddings of tokens by the
-    contract's embedding graph; without it they are synthetic.
+    contract's embedding graph; without it they are synthetic. `adapted` feeds an adapter of noise to inputs of LoRA.
     """
 
     contract: CacheContract
@@ -60,6 +60,7 @@ class FeedBuilder:
     thresholds: tuple[int, ...] = ()
     ring: int | None = None
     embed: Embed | None = None
+    adapted: bool = False
 
     def __post_init__(self) -> None:
         if not self.tokens.size:
@@ -112,6 +113,7 @@ class FeedBuilder:
             drawn=drawn,
             tolerances=self.tolerances,
             embed=self.embed,
+            adapted=self.adapted,
         )
 
     def token_rows(self, order: Sequence[int]) -> list[int]:
@@ -285,6 +287,7 @@ class FeedBuilder:
             encoder_padding=self.encoder_padding,
             states=self.encoded.states,
             embedded=self.embed(phase, tokens) if self.embed is not None else {},
+            adapted=self.adapted,
         )
         feeds = {port.name: self._feed(port, past, step) for port in self.contract.graph(phase).inputs}
         return Call(phase=phase, feeds=feeds, past=past_length, new=stop - start, **more)

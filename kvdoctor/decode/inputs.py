@@ -4,6 +4,7 @@ One function for each role. Standard library and numpy only.
 """
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import field
 
@@ -62,7 +63,8 @@ class StepInputs:
     `tokens` int64[batch * codebooks, new] are the new ones, `begin` tokens stand in the cache before them. `sizes` are
     the lengths of all axes, and `columns` those of a mask with a row for each query. `padding` and `encoder_padding`
     say for each row what is to be masked; `states` float[batch, encoder, hidden] are those of the encoder, `embedded`
-    the embeddings of the tokens by the name of their input, as far as a graph made them.
+    the embeddings of the tokens by the name of their input, as far as a graph made them. Where the step is `adapted`,
+    an adapter of noise is active, else none.
     """
 
     contract: CacheContract
@@ -75,6 +77,7 @@ class StepInputs:
     encoder_padding: tuple[int, ...] = ()
     states: Array | None = None
     embedded: Mapping[str, Array] = field(default_factory=dict)
+    adapted: bool = False
 
     @property
     def end(self) -> int:
@@ -184,6 +187,14 @@ def _setting(want: InputRequest) -> Array:
     return np.full(want.shape, want.port.value)
 
 
+def _adapter(want: InputRequest) -> Array:
+    """A matrix of an adapter, float[in, rank] or float[rank, out]: none, or noise that leaves the size of its input."""
+    if not want.step.adapted:
+        return np.zeros(want.shape)
+    rng = np.random.default_rng(zlib.crc32(want.port.name.encode("utf-8", "surrogatepass")))
+    return rng.standard_normal(want.shape) / math.sqrt(max(want.shape[0], 1))
+
+
 FILLS: dict[str, Callable[[InputRequest], Array]] = {
     "token_ids": _token_ids,
     "token_and_position": _token_and_position,
@@ -203,6 +214,7 @@ FILLS: dict[str, Callable[[InputRequest], Array]] = {
     "beam_input": lambda want: np.full(want.shape, 1 if len(want.shape) < 2 else 0),
     "scale": lambda want: np.ones(want.shape),
     "setting": _setting,
+    "adapter": _adapter,
     "unused": lambda want: np.zeros(want.shape),
     "write_index": lambda want: np.full(want.shape, want.step.begin),
     "past_length": lambda want: np.full(want.shape, want.step.begin),

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from kvdoctor.runtime.targets.result import TargetResult
 
 NOT_STARTED = "not started"
-HAS_OWN_LOOP = "cross-cache-emptied"
-"""The fault of the contract that leaves a loop to check: the held one."""
+EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits")
+"""Faults of the contract that leave a loop to check: the held one, and the one without an adapter."""
 
 
 @record
@@ -183,7 +183,7 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
             tested,
             RunContext,
             runs=locate_faults(tested, options, runtime, files.calls) if plan.locate else tested.runs,
-            declared_faults=tuple(name for name in errors if name != HAS_OWN_LOOP),
+            declared_faults=tuple(name for name in errors if name not in EXPLAIN_NO_RUN),
             timings=seen.timings,
             thorough=options.thorough,
         )

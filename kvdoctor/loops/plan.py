@@ -439,6 +439,8 @@ def _constant(port: Port, dims: tuple[Dim, ...], phase: PhaseName, contract: Cac
     value = CONSTANTS.get(port.role)
     if port.role == "features":  # of images or sound, of which there are none
         dims = tuple(dim if isinstance(dim, int) else 0 for dim in dims)
+    elif port.role == "adapter":  # none: zeros, of rank 1 where the rank is open
+        dims, value = tuple(dim if isinstance(dim, int) else 1 for dim in dims), 0.0
     elif port.role == "branch_switch":
         if (contract.phases["prefill"].switch, contract.phases["decode"].switch) == (False, True):
             return Input(port.name, port.dtype, dims, "number", "cached")

@@ -33,6 +33,7 @@ SAMPLE = {
 }
 """What every test run sees."""
 LEFT_OUT = {
+    "adapter-misfits": "a fault of an adapter file beside the export",
     "golden-differs": "it compares with an earlier run, which a fault of the graph does not have",
     "names-mislead": "names hurt nobody who goes by the graph: it has fixtures of its own",
     "loop-breaks-contract": "a fault of the caller's loop, not of an export",

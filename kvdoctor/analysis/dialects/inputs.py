@@ -1,6 +1,7 @@
 """Names of a decoder's inputs and outputs besides the cache, common to all dialects.
 
-Sources: transformers, onnxruntime-genai, sherpa-onnx and the conversion scripts of ONNX Runtime. The first rule that
+Sources: transformers, onnxruntime-genai, sherpa-onnx, the conversion scripts of ONNX Runtime, and, for adapters, PEFT
+and Olive (ExtractAdapters with make_inputs). The first rule that
 fits name, rank and element type holds.
 """
 
@@ -39,6 +40,7 @@ INPUTS = (
     RoleRule(r"args_0", "token_ids", "BQ", "integer"),
     RoleRule(r"args_1", "encoder_states", "BED", "float"),
     RoleRule(r"args_2", "total_length", "1", "integer"),
+    RoleRule(r"(.*[./_])?lora_?(A|B|a|b|down|up)([./_].*)?", "adapter", "11", "float"),
     RoleRule(r"use_cache_branch", "branch_switch", "1"),
     RoleRule(r"(num_)?logits_to_keep", "logits_to_keep", "", "integer"),
     RoleRule(r"(num_)?logits_to_keep", "logits_to_keep", "1", "integer"),

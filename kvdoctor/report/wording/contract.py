@@ -58,6 +58,8 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
     yield "axes", _axes(contract)
     yield "first step", _first_step(contract)
     yield "feed", _fed(contract)
+    if adapters := _adapters(contract):
+        yield "adapter", adapters
     if "embed" in contract.phases:
         yield "embed", _embedded(contract)
     for carry, (verb, rule) in CARRY_WORDS.items():
@@ -233,6 +235,12 @@ def _fed(contract: CacheContract) -> str:
     return f"every step: {_port_names(every)}" + (f"; first step also: {_port_names(first)}" if first else "")
 
 
+def _adapters(contract: CacheContract) -> str:
+    """How many inputs take the matrices of an adapter; empty where none does."""
+    found = [port for port in contract.graph("decode").inputs if port.role == "adapter"]
+    return f"{len(found)} inputs, as {found[0].name}: zeros without an adapter" if found else ""
+
+
 def _embedded(contract: CacheContract) -> str:
     """The embedding graph, what it is fed, and which of its outputs go where."""
     graph = contract.graph("embed")
@@ -243,7 +251,7 @@ def _embedded(contract: CacheContract) -> str:
 
 
 def _is_fed(port: Port) -> bool:
-    return port.role not in ("past", "branch_switch", "auxiliary")
+    return port.role not in ("past", "branch_switch", "auxiliary", "adapter")
 
 
 def _port_names(ports: list[Port]) -> str:

@@ -1,0 +1,70 @@
+"""An adapter file beside the model does not fit the inputs of its graph.
+
+What it means: the graph takes the matrices of a LoRA adapter as inputs, and ONNX Runtime fills them from an
+`.onnx_adapter` file. Here a matrix of the file has no input, an input has no matrix, or one has another type, another
+width, or another rank than its partner: running with that adapter fails.
+
+How it is decided: names, element types and shapes of the file are compared with the declared inputs. The two matrices
+of a pair (`lora_A`, `lora_B`) must have the same rank. The values are not read.
+
+Reproduce: `kvdoctor inspect MODEL`.
+
+Repair: make the adapter again for this graph (Olive's ExtractAdapters writes both), or remove the file.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.analysis.adapter_files import AdapterFile, AdapterParameter, find_misfit
+from kvdoctor.contract import Port
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Advice, Fault, check
+
+MAKE_AGAIN = Advice("caller", "make the adapter again for this graph, or remove the file from the folder")
+
+
+@check("KV114", "adapter-misfits", "contract")
+def adapter_misfits(context: ContractContext) -> Iterator[Fault]:
+    """Adapter files whose matrices are not those that the decoder takes, one finding for each file."""
+    wanted = {
+        port.name: port for graph in context.contract.graphs.values() for port in graph.inputs if port.role == "adapter"
+    }
+    for file in context.folder.side_cars.adapters if wanted else ():
+        problems = dict(_list_problems(file, wanted))
+        if problems:
+            names = tuple(sorted(problems))
+            more = f"; {len(names) - 1} more do not fit" if len(names) > 1 else ""
+            yield Fault(
+                severity="error",
+                subject=(file.name, *names),
+                where=f"adapter {file.name}",
+                declared=f"a matrix for each of the {len(wanted)} adapter inputs of {context.decode_file}",
+                observed=f"{names[0]}: {problems[names[0]]}{more}",
+                cause="the adapter file does not fit the graph",
+                repair=MAKE_AGAIN,
+            )
+
+
+def _list_problems(file: AdapterFile, wanted: dict[str, Port]) -> Iterator[tuple[str, str]]:
+    if file.problem is not None:
+        yield file.name, file.problem
+        return
+    given = {parameter.name: parameter for parameter in file.parameters}
+    for name, parameter in given.items():
+        port = wanted.get(name)
+        if port is None:
+            yield name, "no input of the graph takes it"
+        elif (misfit := find_misfit(parameter, port.dtype, port.shape)) is not None:
+            yield name, misfit
+        elif (partner := given.get(_name_partner(name))) is not None and _ranks_differ(parameter, partner):
+            yield name, f"its rank is {parameter.shape[-1]}, that of {partner.name} is {partner.shape[0]}"
+    for name in wanted.keys() - given.keys():
+        yield name, "the file has no matrix for this input"
+
+
+def _name_partner(name: str) -> str:
+    """The second matrix of a pair by the name of the first; empty for another."""
+    return name.replace("lora_A", "lora_B") if "lora_A" in name else ""
+
+
+def _ranks_differ(first: AdapterParameter, second: AdapterParameter) -> bool:
+    return bool(first.shape and second.shape) and first.shape[-1] != second.shape[0]
