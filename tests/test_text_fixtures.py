@@ -86,7 +86,15 @@ def test_a_faulty_model_has_a_healthy_twin(faulty: Fixture) -> None:
     assert set(faulty.files) <= set(twin.files)
 
 
-ASKED_FOR = {"adapter-misfits", "golden-differs", "memory-grows", "reference-differs", "slower", "target-fails", "target-differs"}
+ASKED_FOR = {
+    "adapter-misfits",
+    "golden-differs",
+    "memory-grows",
+    "reference-differs",
+    "slower",
+    "target-fails",
+    "target-differs",
+}
 """Checks of what the user gives beside the model, or of other runtimes: their tests are elsewhere."""
 
 
