@@ -20,6 +20,7 @@ from kvdoctor.choices import (
     FAIL_ON,
     LOGITS_ROWS,
     REQUIRED,
+    RESTS_ON,
     Agree,
     Attentions,
     AxisNames,
@@ -140,7 +141,8 @@ def _check_uses(words: tuple[str, ...]) -> tuple[Required, ...]:
     if unknown is not None:
         meant = did_you_mean(unknown, REQUIRED)
         raise WrongValue(f"it takes {', '.join(REQUIRED)}; got {unknown!r}{'; ' if meant else ''}{meant}")
-    return tuple(use for use in REQUIRED if use in words)
+    wanted = {*words, *(RESTS_ON[use] for use in words if use in RESTS_ON)}
+    return tuple(use for use in REQUIRED if use in wanted)
 
 
 def _read_targets(words: tuple[str, ...]) -> "tuple[Target, ...]":

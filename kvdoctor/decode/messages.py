@@ -46,6 +46,7 @@ class ExperimentJob:
         tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
         thresholds: Lengths in tokens at which the graphs may change what they compute.
         ring: Tokens after which the graph writes its buffers from their start again; None where it does not.
+        scratch: A private folder for files that an experiment leaves for another worker.
     """
 
     stack: str
@@ -65,6 +66,7 @@ class ExperimentJob:
     tolerances: dict[str, float] = field(default_factory=dict)
     thresholds: tuple[int, ...] = ()
     ring: int | None = None
+    scratch: Path | None = None
     threads: int = field(default_factory=count_threads)
     tag: Literal["experiments"] = "experiments"
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvdoctor.analysis.completeness import find_unfilled
 from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.choices import RESTS_ON
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import UNDECIDED, Run
 from kvdoctor.diagnose.context import ContractContext
@@ -113,10 +114,16 @@ def find_unproved_uses(context: ContractContext, findings: Iterable[Finding]) ->
 
     denied = {finding.use for finding in findings}
     for required in context.required:
-        runs = [run for run in context.runs if run.experiment in uses() and uses()[run.experiment].required == required]
-        if required in denied or any(run.outcome == "passed" for run in runs):
+        if required in denied or RESTS_ON.get(required) in denied:
             continue
-        reason = next((run.reason for run in runs if run.reason), "it was not run")
+        tried = {name: use for name, use in uses().items() if use.required == required}
+        needed = {name for name, use in tried.items() if use.needed}
+        runs = [run for run in context.runs if run.experiment in (needed or tried)]
+        passed = {run.experiment for run in runs if run.outcome == "passed"}
+        if passed and passed >= needed:
+            continue
+        reasons = (REASONS[run.outcome].format(reason=run.reason) for run in runs if run.outcome in REASONS)
+        reason = next((reason for reason in reasons if reason != "None"), "it was not run")
         yield NotChecked(context.stack.name, "KV2-KV3", f"required use {required}: {reason}", essential=True)
 
 

@@ -174,7 +174,8 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
         tested, on_targets = _run_targets(tested, context.contract, options, runtime, files.logits)
         tested, on_checkpoint, notes = _compare_with_checkpoint(tested, session.checkpoint, files.logits)
         by_contract = run_checks(tested, "contract", selection)
-        errors = (finding.name for finding in by_contract.findings if finding.severity == "error")
+        # A use that cannot work explains no fault of the loop, however severe it is for who requires it.
+        errors = (f.name for f in by_contract.findings if f.severity == "error" and f.use is None)
         after = extend_context(
             tested,
             RunContext,
