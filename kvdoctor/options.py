@@ -442,6 +442,15 @@ class Options:
         reported="if set",
         group=INPUT,
     )
+    draft: str | None = option(
+        File("the path of a model", "MODEL"),
+        None,
+        "Compare this model as the draft of speculative decoding: its vocabulary, and the tokens that are accepted "
+        "(docs/uses.md).",
+        ("step-test",),
+        reported="if set",
+        group=INPUT,
+    )
     trace: str | None = option(
         File(),
         None,

@@ -46,7 +46,8 @@ class FeedBuilder:
     earlier builder that this one has, unless it has all of them in order. `tolerances` are the requested
     ones (decode/tolerances.py), `thresholds` the lengths at which the graphs may change what they compute, `ring` the
     tokens after which the graph writes its buffers from their start again. `embed` makes embeddings of tokens by the
-    contract's embedding graph; without it they are synthetic. `scratch` is a private folder for files that outlive the worker.
+    contract's embedding graph; without it they are synthetic. `scratch` is a private folder for files that outlive the
+    worker.
     """
 
     contract: CacheContract

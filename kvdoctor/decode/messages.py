@@ -188,10 +188,14 @@ class PairedJob:
 
 @record
 class GradeJob:
-    """Run variants of one model on the tokens that the base decodes; each has its own answer."""
+    """Run variants of one model on the tokens that the base decodes; each has its own answer.
+
+    `prompt` are token ids to begin with, in place of random ones.
+    """
 
     base: PairedSide
     variants: tuple[PairedSide, ...]
+    prompt: tuple[int, ...] = ()
     seed: int = 0
     provider: str = CPU
     threads: int = field(default_factory=count_threads)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.contract import CacheContract
+from kvdoctor.decode.messages import PairedSide
 from kvdoctor.decode.runs import REPLAY, Run
 from kvdoctor.decode.tolerances import list_loosened
 from kvdoctor.diagnose.context import (
@@ -30,6 +31,7 @@ from kvdoctor.diagnose.not_checked import (
     find_undecided_runs,
     find_undecided_steps,
     find_unexplained_loop,
+    find_ungraded,
     find_unproved_uses,
 )
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
@@ -38,13 +40,14 @@ from kvdoctor.findings import Finding, NotChecked, Round, Selection
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.document import TOTAL_SECONDS, Report
-from kvdoctor.report.facts import StackFacts
+from kvdoctor.report.facts import DraftFacts, StackFacts
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.targets import Target, of_release
 
 if TYPE_CHECKING:
     from kvdoctor.decode.caller_trace.check import TraceCheck
     from kvdoctor.diagnose.checkpoint import Checkpoint
+    from kvdoctor.diagnose.draft import DraftModel
     from kvdoctor.runtime.targets.result import TargetResult
 
 NOT_STARTED = "not started"
@@ -79,6 +82,7 @@ class StackDiagnosis:
     measured: dict[str, Any]
     target_results: "tuple[TargetResult, ...]" = ()
     notes: tuple[str, ...] = ()
+    draft: DraftFacts | None = None
 
 
 @record
@@ -89,6 +93,7 @@ class _Session:
     plan: RunPlan
     runtime: Runtime
     checkpoint: "Checkpoint | None"
+    draft: "DraftModel | None" = None
 
     @property
     def logits(self) -> Path | None:
@@ -122,7 +127,8 @@ def step_test(
 def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) -> Report:
     folder, contracts = _read_contracts(open_folder(path, plan.at), options)
     results = check_files(folder, options)
-    session = _Session(_read_prompt(options, contracts), plan, runtime, _open_checkpoint(options))
+    draft = _open_draft(options)
+    session = _Session(_read_prompt(options, contracts), plan, runtime, _open_checkpoint(options), draft)
     traces = _check_trace(options.trace, contracts) if options.trace is not None else {}
     if options.trace is not None and not any(_is_drivable(contract) for contract in contracts.values()):
         reason = "the trace was not compared with a contract: none is complete"
@@ -131,7 +137,7 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     diagnoses: dict[str, StackDiagnosis] = {}
     for stack in folder.stacks:
         if plan.stacks is None or stack.name in plan.stacks:
-            context = build_context(folder, stack, contracts[stack.name], options)
+            context = replace(build_context(folder, stack, contracts[stack.name], options), draft=draft)
             diagnoses[stack.name] = _diagnose_stack(context, session, traces.get(stack.name))
             results += diagnoses[stack.name].results
 
@@ -147,8 +153,11 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
         session.checkpoint.close()
         environment |= session.checkpoint.versions
     measured = {name: diagnosis.measured for name, diagnosis in diagnoses.items()}
+    drafts = tuple(diagnosis.draft for diagnosis in diagnoses.values() if diagnosis.draft is not None)
     variants = tuple(grade_variants(folder, contracts, options, runtime)) if _compares_variants(options, plan) else ()
-    report = replace(report, notes=notes, environment=environment, runs=runs, measured=measured, variants=variants)
+    report = replace(
+        report, notes=notes, environment=environment, runs=runs, measured=measured, variants=variants, drafts=drafts
+    )
     return add_targets(report, options, {name: d.target_results for name, d in diagnoses.items()})
 
 
@@ -191,6 +200,9 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
         by_caller = run_checks(extend_context(after, CallerContext, trace_check=trace), "caller", selection)
         found += by_caller + CheckResults(not_checked=tuple(find_undecided_steps(stack.name, by_caller.findings)))
         notes = (_describe_trace(trace, after, options.trace or ""), *notes)
+    graded = _grade_draft(after, session)
+    if graded is not None:
+        found += CheckResults(not_checked=tuple(find_ungraded(graded, found.findings)))
     return StackDiagnosis(
         facts=stack_facts(stack, after.contract, context.folder.side_cars),
         results=CheckResults(not_checked=(*seen.not_checked, *on_targets, *on_checkpoint)) + found,
@@ -198,7 +210,27 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
         measured=seen.measured,
         target_results=after.target_results,
         notes=notes,
+        draft=graded,
     )
+
+
+def _open_draft(options: Options) -> "DraftModel | None":
+    if options.draft is None:
+        return None
+    from kvdoctor.diagnose.draft import open_draft
+
+    return open_draft(options.draft)
+
+
+def _grade_draft(context: RunContext, session: _Session) -> DraftFacts | None:
+    """The tokens of the draft that are accepted; none where the model itself does not decode rightly."""
+    loop = context.checked_loop
+    if context.draft is None or loop is None or loop.shows != "passed":
+        return None
+    from kvdoctor.diagnose.draft import grade_draft
+
+    target = PairedSide(context.stack.name, context.folder.root.absolute(), context.contract)
+    return grade_draft(target, context.draft, session.options, session.runtime)
 
 
 def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Options) -> CheckResults:

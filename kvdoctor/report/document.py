@@ -10,7 +10,7 @@ from kvdoctor.decode.runs import Run
 from kvdoctor.errors import Unhealthy
 from kvdoctor.findings import SEVERITIES, Finding, NotChecked, means_incomplete
 from kvdoctor.records import record, to_plain
-from kvdoctor.report.facts import ModelFacts, StackFacts, TargetFacts, VariantFacts, Verdict
+from kvdoctor.report.facts import DraftFacts, ModelFacts, StackFacts, TargetFacts, VariantFacts, Verdict
 from kvdoctor.report.repair_record import RepairRecord
 from kvdoctor.report.wording.summary import format_verdict, name_worst, summarize
 
@@ -61,6 +61,7 @@ class Report:
         stacks: its stacks.
         targets: the target runtimes.
         variants: variants of one model in the folder, each compared with the most exact one.
+        drafts: the draft of each stack, and the tokens of it that are accepted.
         runs: every experiment on every stack and runtime.
         findings: the findings, worst first.
         not_checked: the checks that could not run.
@@ -79,6 +80,7 @@ class Report:
     stacks: tuple[StackFacts, ...] = ()
     targets: tuple[TargetFacts, ...] = ()
     variants: tuple[VariantFacts, ...] = ()
+    drafts: tuple[DraftFacts, ...] = ()
     runs: tuple[Run, ...] = ()
     findings: tuple[Finding, ...] = ()
     not_checked: tuple[NotChecked, ...] = ()

@@ -33,7 +33,8 @@ from onnx.numpy_helper import from_array
 FOLDER = Path(__file__).parents[2] / "fixtures" / "text"
 FILE = re.compile(r"^# file: (\S+)$", re.MULTILINE)
 DIRECTIVE = re.compile(
-    r"^# (?P<key>twin|platform|option|require|trace|target|expect(?:-inspect|-not-checked)?): (?P<value>.+?)\s*$", re.MULTILINE
+    r"^# (?P<key>twin|platform|option|require|trace|target|expect(?:-inspect|-not-checked)?): (?P<value>.+?)\s*$",
+    re.MULTILINE,
 )
 SPREAD = 0.5
 """Standard deviation of the weights: logits well apart, attention neither uniform nor saturated."""

@@ -62,7 +62,7 @@ class Use:
         severity: Of the finding where only this use fails.
         required: The choice of `--require` that demands it.
         after: Experiments that fail from the same cause, if they do.
-        needed: The required use is proved only where this experiment passes; of experiments that are not, one is enough.
+        needed: The required use is proved only where this experiment passes; of the others one is enough.
         obstacles: Lists what in the contract stands in the way; each is a finding where the use is required.
     """
 

@@ -77,8 +77,8 @@ def find_uncut(contract: CacheContract) -> Iterator[Obstacle]:
     """The slots from which tokens cannot be taken back, grouped by the reason."""
     found: dict[tuple[str, str], list[str]] = {}
     for slot in contract.slots:
-        if (reason := _why_uncut(slot)) is not None:
-            found.setdefault(reason, []).append(slot.past)
+        if (why := _why_uncut(slot)) is not None:
+            found.setdefault(why, []).append(slot.past)
     for (reason, advice), names in found.items():
         yield Obstacle(tuple(names), reason, advice)
 

@@ -51,7 +51,8 @@ def save(builder: FeedBuilder) -> Calls:
     start = builder.scenario.prompt
     answer = yield builder.prefill(start, expected[:, :start])
     past = builder.carry(None, answer, "held")
-    np.savez(file, length=np.array(past.length), **{f"past:{name}": as_array(value) for name, value in past.items()})
+    arrays = {f"past:{name}": as_array(value) for name, value in past.items()}
+    np.savez(file, length=np.array(past.length), **arrays)  # type: ignore[arg-type]
     yield builder.decode(start, start + 1, past, expected[:, start : start + 1])
     yield from builder.controls(start, start + 1, past, expected)
 

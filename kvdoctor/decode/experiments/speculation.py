@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.experiments import Calls, Experiment, Obstacle, Use, several_tokens
-from kvdoctor.decode.experiments.chunk import BEFORE, SHARED, takes_chunks
+from kvdoctor.decode.experiments.chunk import SHARED, takes_chunks
 from kvdoctor.decode.experiments.multi_turn import can_be_cut, cut, find_uncut
 from kvdoctor.decode.feeds import FeedBuilder
 

@@ -17,16 +17,22 @@ refuses to crop a sliding-window layer that has seen more tokens than its window
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from kvdoctor.contract import describe
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.report.wording.units import shorten_names
 
+if TYPE_CHECKING:
+    from kvdoctor.diagnose.draft import DraftModel
+
 
 @check("KV114", "use-impossible", "contract")
 def use_impossible(context: ContractContext) -> Iterator[Fault]:
     """What in the contract stands in the way of the uses that are required."""
+    if context.draft is not None:
+        yield from _judge_draft(context, context.draft)
     if not context.required or context.contract.missing or not context.contract.slots:
         return
     from kvdoctor.decode.experiments import uses  # with numpy, which no inspection needs
@@ -49,3 +55,22 @@ def use_impossible(context: ContractContext) -> Iterator[Fault]:
                 use=use.required,
                 apart=(use.required or "",),
             )
+
+
+def _judge_draft(context: ContractContext, draft: "DraftModel") -> Iterator[Fault]:
+    """What keeps a draft from going back to the tokens that were accepted."""
+    from kvdoctor.decode.experiments.multi_turn import find_uncut
+
+    for obstacle in find_uncut(draft.contract):
+        yield Fault(
+            severity="warning",
+            file=context.decode_file,
+            subject=obstacle.names,
+            where=f"--draft {draft.shown}, {shorten_names(obstacle.names)}",
+            declared="a draft that takes refused tokens back",
+            observed=f"{draft.contract.graph('decode').file}: {obstacle.names[0]}",
+            cause=f"the cache of the draft cannot be cut back: {obstacle.reason}",
+            repair=Advice("caller", obstacle.advice),
+            use="speculation",
+            apart=("draft",),
+        )

@@ -100,7 +100,7 @@ def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, 
         required = uses()[run.experiment].required if run.experiment in uses() else None
         if required is not None:
             by_use.setdefault(required, []).append(run)
-    tried = {use.required for experiment in load() if (use := experiment.use) and not experiment.thorough}
+    tried = {one.use.required for one in load() if one.use is not None and not one.thorough}
     needed = {use.required for use in uses().values() if use.needed}
     for use, runs in by_use.items():
         if use in tried - needed and all(run.outcome == "skipped" for run in runs):
