@@ -174,8 +174,8 @@ def coverage_of(report: Report, code: str) -> tuple[str, ...]:
     thorough = bool(arguments.get("thorough"))
     whole = thorough or "full-context" in arguments.get("require", ())
     targets = arguments.get("target", ()) if check is not None and "targets" in check.rounds else ()
-    required = {use: use in arguments.get("require", ()) for use in RESTS_ON}
-    extended = {"thorough": thorough, "full-context": whole, **required}
+    extended = {"thorough": thorough, "full-context": whole}
+    extended |= {use: use in arguments.get("require", ()) for use in RESTS_ON}
     return (*(word for word, so in extended.items() if so), *(f"target {target}" for target in targets))
 
 

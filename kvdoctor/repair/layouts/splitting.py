@@ -1,7 +1,7 @@
 """One graph for all steps as two: the graph of the first step takes no past, the other one stays as it is.
 
 Requires: a decoder that is one graph, whose first step is fed an empty past, or states of zeros.
-Ensures: in the graph of the first step every past is computed: zeros of its type, as many rows as token ids have, and of
+Ensures: in the graph of the first step every past is computed: zeros of its type, as many rows as token ids have, of
 length 0 where it grows. A Concat that would join such a past with the new entries passes these on. Both graphs refer to
 the same weights, which lie once in a data file beside them.
 """
