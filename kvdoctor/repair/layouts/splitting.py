@@ -73,6 +73,7 @@ def split_single(source: LayoutSource) -> ConvertedModels:
     made = ConvertedModels(dict(zip(names, (first, later), strict=True)), (name,), limit=BESIDE)
     joined = make_first(first, source.contract)
     for model in made.models.values():
+        _declare_sizes(model.graph, source.contract)
         for tensor in [*external_tensors(model)]:
             if span_of(tensor).length < LINE:
                 restore(tensor, source.root)
@@ -83,6 +84,16 @@ def split_single(source: LayoutSource) -> ConvertedModels:
     made.notes.append(f"Keep {names[0]}_data beside both files: neither opens without it.")
     made.notes.append(f"Feed {names[0]} the prompt, and its presents to {names[1]} as the past.")
     return made
+
+
+def _declare_sizes(graph: GraphProto, contract: CacheContract) -> None:
+    """Declare the heads and widths of caches that only a config tells: it may name one decoder alone, and is gone."""
+    slots = {name: slot for slot in contract.slots for name in (slot.past, slot.present)}
+    for value in (*graph.input, *graph.output):
+        dims, slot = value.type.tensor_type.shape.dim, slots.get(value.name)
+        for dim, axis, size in zip(dims, slot.axes, slot.shape, strict=False) if slot is not None else ():
+            if axis in ("kv_heads", "head_dim", "state", "channels") and isinstance(size, int):
+                dim.dim_value = size
 
 
 def make_first(model: ModelProto, contract: CacheContract) -> int:
