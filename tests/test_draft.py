@@ -69,6 +69,14 @@ def test_the_first_other_token_is_found() -> None:
     assert find_other_token({"a": 0, "b": 1}, {"a": 0}) == (1, "b", "")
 
 
+def test_a_model_that_decodes_wrongly_is_not_compared(tmp_path: Path) -> None:
+    faulty = load_all()["positions-not-offset"].write(tmp_path)
+    code, report = run(faulty, "--draft", faulty)
+    assert code == 1
+    assert report["drafts"][0]["reason"] == "the loop of the model itself did not pass"
+    assert any("the draft was not compared" in entry["reason"] for entry in report["not_checked"])
+
+
 @pytest.mark.parametrize("path", ["nothing", "README.md"])
 def test_what_is_no_draft_is_refused(path: str) -> None:
     code, report = run(EXPORTS / "gpt2", "--draft", path)

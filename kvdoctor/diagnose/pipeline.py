@@ -223,10 +223,14 @@ def _open_draft(options: Options) -> "DraftModel | None":
 
 
 def _grade_draft(context: RunContext, session: _Session) -> DraftFacts | None:
-    """The tokens of the draft that are accepted; none where the model itself does not decode rightly."""
+    """The tokens of the draft that are accepted, or why there are no figures; None without a draft."""
     loop = context.checked_loop
-    if context.draft is None or loop is None or loop.shows != "passed":
+    if context.draft is None:
         return None
+    if loop is None or loop.shows != "passed":
+        return DraftFacts(
+            context.stack.name, context.draft.shown, 0, reason="the loop of the model itself did not pass"
+        )
     from kvdoctor.diagnose.draft import grade_draft
 
     target = PairedSide(context.stack.name, context.folder.root.absolute(), context.contract)
