@@ -13,7 +13,7 @@ from kvdoctor.records import record
 
 Consumer = Literal["plain", "held"]
 """The loop that calls the model: every present is fed back, or the cross-attention cache of the prefill is kept."""
-Required = Literal["chunked-prefill", "batch", "left-padding", "beam", "full-context"]
+Required = Literal["chunked-prefill", "batch", "left-padding", "beam", "full-context", "speculation", "prefix-sharing"]
 """Uses that must work."""
 FailOn = Literal["note", "warning", "error", "never"]
 """The lowest severity that counts as a failure."""
@@ -29,6 +29,8 @@ Dtype = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 
 CONSUMERS: tuple[Consumer, ...] = get_args(Consumer)
 REQUIRED: tuple[Required, ...] = get_args(Required)
+RESTS_ON: dict[Required, Required] = {"speculation": "chunked-prefill", "prefix-sharing": "batch"}
+"""Uses that cannot work without another one: whoever requires the first requires the second as well."""
 FAIL_ON: tuple[FailOn, ...] = get_args(FailOn)
 AGREE: tuple[Agree, ...] = get_args(Agree)
 ATTENTIONS: tuple[Attentions, ...] = get_args(Attentions)

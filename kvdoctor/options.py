@@ -20,6 +20,7 @@ from kvdoctor.choices import (
     FAIL_ON,
     LOGITS_ROWS,
     REQUIRED,
+    RESTS_ON,
     Agree,
     Attentions,
     AxisNames,
@@ -140,7 +141,8 @@ def _check_uses(words: tuple[str, ...]) -> tuple[Required, ...]:
     if unknown is not None:
         meant = did_you_mean(unknown, REQUIRED)
         raise WrongValue(f"it takes {', '.join(REQUIRED)}; got {unknown!r}{'; ' if meant else ''}{meant}")
-    return tuple(use for use in REQUIRED if use in words)
+    wanted = {*words, *(RESTS_ON[use] for use in words if use in RESTS_ON)}
+    return tuple(use for use in REQUIRED if use in wanted)
 
 
 def _read_targets(words: tuple[str, ...]) -> "tuple[Target, ...]":
@@ -451,6 +453,15 @@ class Options:
         "Compare the logits with this PyTorch checkpoint: a folder, or a model of the Hugging Face Hub (uses the "
         "network).",
         ("step-test", "loop"),
+        reported="if set",
+        group=INPUT,
+    )
+    draft: str | None = option(
+        File("the path of a model", "MODEL"),
+        None,
+        "Compare this model as the draft of speculative decoding: its vocabulary, and the tokens that are accepted "
+        "(docs/uses.md).",
+        ("step-test",),
         reported="if set",
         group=INPUT,
     )

@@ -56,6 +56,18 @@ def test_every_conversion_has_an_option_and_a_page() -> None:
         assert one.summary
 
 
+def test_a_later_graph_of_one_token_is_compared_with_one_token_a_step(tmp_path: Path) -> None:
+    """Its inputs have that size, so a chunk cannot even be fed."""
+    frozen = ("int64[s43, s69]", "int64[s43, 1]")
+    source = write(tmp_path / "model", "layout-scatter-static-pair-healthy", frozen)
+    report = api.re_export(source, logits="last")
+    assert report.repair is not None
+    assert not failed(report)
+    (proof,) = (entry for entry in report.repair.proof if "the last row of logits" in entry.claim)
+    assert "steps of 1 on pasts up to" in proof.detail
+    assert "a later step takes 1 new token only" in proof.detail
+
+
 @pytest.mark.parametrize("name", [DECODER, "merged-healthy", "pair-healthy"])
 def test_last_logits_are_those_of_the_original(name: str, tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", name), tmp_path / "out"

@@ -298,12 +298,68 @@ def test_a_pair_shares_its_weights(beside: bool, tmp_path: Path) -> None:
         converted(out, tmp_path / "again", "shared")
 
 
+def test_one_graph_becomes_two_that_share_their_weights(tmp_path: Path) -> None:
+    source, out = EXPORTS / "gpt2" / "model.onnx", tmp_path / "pair"
+    report = converted(EXPORTS / "gpt2", out, "pair")
+    assert "the loop's logits are those of the source, bit for bit" in claims(report)
+    assert (report.verdict, [stack.name for stack in report.stacks]) == ("healthy", ["pair"])
+    assert not any("no logits to compare" in note for note in report.notes)
+    first, later = (
+        onnx.load(str(out / f"decoder{half}_model.onnx"), load_external_data=False) for half in ("", "_with_past")
+    )
+    assert [value.name for value in first.graph.input] == ["input_ids", "attention_mask", "position_ids"]
+    assert {value.name for value in first.graph.output} == {value.name for value in later.graph.output}
+    places = [
+        {tuple((e.key, e.value) for e in t.external_data) for t in half.graph.initializer if t.external_data}
+        for half in (first, later)
+    ]
+    assert places[0] == places[1] != set()
+    files = sorted(path.name for path in out.glob("decoder*"))
+    assert files == ["decoder_model.onnx", "decoder_model.onnx_data", "decoder_with_past_model.onnx"]
+    assert (out / files[1]).stat().st_size < 1.1 * source.stat().st_size
+    assert source.read_bytes() == (EXPORTS / "gpt2" / "model.onnx").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layout-bloom-transposed-healthy",
+        "layout-hybrid-recurrent-healthy",
+        "layout-delta-appended-healthy",
+        "layout-heads-first-healthy",
+        "layout-gqa-growing-healthy",
+        "layout-fused-key-value-healthy",
+        "decoder-only-embeds-language-healthy",
+    ],
+)
+def test_other_caches_of_one_graph(name: str, tmp_path: Path) -> None:
+    """Batch and heads in one axis, states of zeros, new entries alone, other orders of axes, attention operators."""
+    report = converted(load_all()[name].write(tmp_path / "model"), tmp_path / "out", "pair")
+    assert any(claim.startswith("the loop's logits are those of the source") for claim in claims(report))
+    assert report.verdict == "healthy", report.not_checked
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("layout-tensor-scatter-healthy", "is a buffer that the loop allocates"),
+        ("layout-paged-healthy", "no input with a batch axis"),
+        ("layout-shift-left-healthy", "is a buffer"),
+        ("layout-delta-healthy", "is a buffer"),
+    ],
+)
+def test_one_graph_that_cannot_become_two(name: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        converted(load_all()[name].write(tmp_path / "model"), tmp_path / "out", "pair")
+    assert says in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("path", "layout", "says"),
     [
         ("gpt2", "shared", "it is one file"),
         ("gpt2", "merged", "one graph serves the first and the later steps, so there is nothing to merge"),
-        ("gpt2", "pair", "one graph without a switch serves all steps"),
         ("gpt2", "optimum", "it already has Optimum's names"),
         ("t5", "pair", "already holds 'decoder_model.onnx' beside 'decoder_model_merged.onnx'"),
         ("t5/decoder_model_merged.onnx", "merged", "it is already a merged decoder"),

@@ -13,7 +13,7 @@ from support.text_fixtures import Expected, Fixture, load_all
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.findings import all_checks
-from kvdoctor.options import Options
+from kvdoctor.options import Options, read_options
 from kvdoctor.report import text
 from kvdoctor.report.document import Report
 from kvdoctor.runtime.client import Runtime
@@ -46,7 +46,7 @@ def fixture(request: pytest.FixtureRequest) -> Fixture:
 
 
 def test_inspection(fixture: Fixture, tmp_path: Path) -> None:
-    options = Options(targets=parse_targets(fixture.targets))
+    options = read_options(Options, {"targets": fixture.targets, "require": fixture.require})
     _demand(fixture.expect_inspect, inspect(str(fixture.write(tmp_path)), options))
 
 
@@ -59,6 +59,7 @@ def test_steps(fixture: Fixture, tmp_path: Path, runtime: Runtime, monkeypatch: 
     trace = str(folder / fixture.trace) if fixture.trace is not None else None
     targets = parse_targets(fixture.targets)
     options = Options(thorough=fixture.thorough, trace=trace, targets=targets, offline=bool(targets))
+    options = replace(options, require=read_options(Options, {"require": fixture.require}).require)
     report = step_test(str(folder), options, runtime)
     _demand(fixture.expect, report)
     assert _count_lines(report) <= 40
@@ -88,6 +89,7 @@ def test_a_faulty_model_has_a_healthy_twin(faulty: Fixture) -> None:
 
 ASKED_FOR = {
     "adapter-misfits",
+    "draft-vocabulary-differs",
     "golden-differs",
     "memory-grows",
     "reference-differs",

@@ -48,6 +48,11 @@ def test_every_use_is_an_experiment() -> None:
             ("batch-rows-interact-steps", "batch", "batch-rows-interact"),
             ("batch-axis-frozen", "batch", "batch-axis-frozen"),
             ("context-limit-fails", "full-context", "context-limit-fails"),
+            ("chunk-fails", "speculation", "chunk-fails"),
+            ("use-impossible-logits", "speculation", "use-impossible"),
+            ("cached-differs-behind", "speculation", "cached-differs"),
+            ("batch-axis-frozen", "prefix-sharing", "batch-axis-frozen"),
+            ("batch-rows-interact-steps", "prefix-sharing", "batch-rows-interact"),
         ],
         2,
     ),
@@ -63,7 +68,9 @@ def test_a_required_use_that_works_is_none(tmp_path: Path) -> None:
     assert (code, report["verdict"], report["not_checked"]) == (0, "healthy", [])
     assert report["arguments"]["require"] == list(REQUIRED)
     outcomes = {r["experiment"]: r["outcome"] for r in report["runs"]}
-    assert outcomes["full-context"] == "passed"
+    assert {outcomes[name] for name in ("full-context", "speculation", "prefix-sharing", "restored-prefix")} == {
+        "passed"
+    }
     assert outcomes["sweep"] == "skipped"
 
 

@@ -7,6 +7,7 @@ contract and one `Scenario`. Sizes of the default scenario differ pairwise, sinc
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class FeedBuilder:
     ones (decode/tolerances.py), `thresholds` the lengths at which the graphs may change what they compute, `ring` the
     tokens after which the graph writes its buffers from their start again. `embed` makes embeddings of tokens by the
     contract's embedding graph; without it they are synthetic. `adapted` feeds an adapter of noise to inputs of LoRA.
+    `scratch` is a private folder for files that outlive the worker.
     """
 
     contract: CacheContract
@@ -61,6 +63,7 @@ class FeedBuilder:
     ring: int | None = None
     embed: Embed | None = None
     adapted: bool = False
+    scratch: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens.size:

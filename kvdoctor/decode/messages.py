@@ -47,6 +47,7 @@ class ExperimentJob:
         tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
         thresholds: Lengths in tokens at which the graphs may change what they compute.
         ring: Tokens after which the graph writes its buffers from their start again; None where it does not.
+        scratch: A private folder for files that an experiment leaves for another worker.
     """
 
     stack: str
@@ -66,6 +67,7 @@ class ExperimentJob:
     tolerances: dict[str, float] = field(default_factory=dict)
     thresholds: tuple[int, ...] = ()
     ring: int | None = None
+    scratch: Path | None = None
     threads: int = field(default_factory=count_threads)
     tag: Literal["experiments"] = "experiments"
 
@@ -187,10 +189,14 @@ class PairedJob:
 
 @record
 class GradeJob:
-    """Run variants of one model on the tokens that the base decodes; each has its own answer."""
+    """Run variants of one model on the tokens that the base decodes; each has its own answer.
+
+    `prompt` are token ids to begin with, in place of random ones.
+    """
 
     base: PairedSide
     variants: tuple[PairedSide, ...]
+    prompt: tuple[int, ...] = ()
     seed: int = 0
     provider: str = CPU
     threads: int = field(default_factory=count_threads)

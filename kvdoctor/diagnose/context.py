@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvdoctor.decode.caller_trace.check import TraceCheck
     from kvdoctor.decode.caller_trace.probe import ProbeRun
     from kvdoctor.decode.speed import SpeedDifference
+    from kvdoctor.diagnose.draft import DraftModel
     from kvdoctor.diagnose.golden import GoldenComparison
     from kvdoctor.report.facts import SpeedFacts
     from kvdoctor.runtime.targets import Target
@@ -43,7 +44,7 @@ class ContractContext:
 
     `consumer` is the loop that will use the model, `required` are the uses that must work, `targets` the runtimes in
     which it must run. `tolerances` are shares of the logits' standard deviation that pass in place of the table's.
-    `runs` are the experiments, none where nothing was run.
+    `runs` are the experiments, none where nothing was run. `draft` is the model that proposes tokens, if one is given.
     """
 
     folder: ModelFolder
@@ -54,6 +55,7 @@ class ContractContext:
     targets: "tuple[Target, ...]" = ()
     tolerances: Mapping[str, float] = field(default_factory=dict)
     runs: tuple[Run, ...] = ()
+    draft: "DraftModel | None" = None
 
     def find_run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""

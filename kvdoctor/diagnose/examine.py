@@ -61,7 +61,7 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
         return StackObservation(contract, measured=_list_measurements(StackResults()), not_checked=(reason,))
 
     runtime.require_provider(options.provider)
-    job = replace(build_job(context, options), keep_logits=files.logits, keep_calls=files.calls)
+    job = replace(build_job(context, options), keep_logits=files.logits, keep_calls=files.calls, scratch=files.calls)
     results = runtime.examine(job, options.progress)
     others = (e for e in load() if e.on_request in ("", "reference") and not _is_wanted(e, options))
     skipped = tuple(_skip(name, e, options, runtime) for e in others)

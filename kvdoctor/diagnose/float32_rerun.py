@@ -97,6 +97,7 @@ def _build_copy_job(job: ExperimentJob, copy: Float32Copy, names: tuple[str, ...
         experiments=names,
         keep_logits=None,
         keep_calls=None,
+        scratch=copy.folder,
         trace=None,
         settings=SETTINGS,
         timed=False,

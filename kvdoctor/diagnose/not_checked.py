@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvdoctor.analysis.completeness import find_unfilled
 from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.choices import RESTS_ON
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import UNDECIDED, Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
+from kvdoctor.report.facts import DraftFacts
 from kvdoctor.report.wording.runs import describe_rounding
 
 REASONS = {
@@ -107,17 +109,36 @@ def find_undecided_steps(stack: str, findings: Iterable[Finding]) -> Iterator[No
             yield NotChecked(stack, finding.code, reason, essential=True)
 
 
+def find_ungraded(draft: DraftFacts, findings: Iterable[Finding]) -> Iterator[NotChecked]:
+    """A draft without figures; essential unless a finding says that its vocabulary is another one."""
+    if draft.reason is not None:
+        known = any(finding.name == "draft-vocabulary-differs" for finding in findings)
+        yield NotChecked(draft.stack, "KV022", f"the draft was not compared: {draft.reason}", essential=not known)
+
+
 def find_unproved_uses(context: ContractContext, findings: Iterable[Finding]) -> Iterator[NotChecked]:
     """Uses that must work, and that neither a run showed to work nor a finding denies."""
     from kvdoctor.decode.experiments import uses
 
     denied = {finding.use for finding in findings}
     for required in context.required:
-        runs = [run for run in context.runs if run.experiment in uses() and uses()[run.experiment].required == required]
-        if required in denied or any(run.outcome == "passed" for run in runs):
+        if denied & {required, RESTS_ON.get(required, required)}:
             continue
-        reason = next((run.reason for run in runs if run.reason), "it was not run")
+        tried = {name: use for name, use in uses().items() if use.required == required}
+        needed = {name for name, use in tried.items() if use.needed}
+        runs = [run for run in context.runs if run.experiment in (needed or tried)]
+        passed = {run.experiment for run in runs if run.outcome == "passed"}
+        if passed and passed >= needed:
+            continue
+        reasons = (_why_unproved(run) for run in runs if run.outcome != "passed")
+        reason = next(reasons, "it was not run")
         yield NotChecked(context.stack.name, "KV2-KV3", f"required use {required}: {reason}", essential=True)
+
+
+def _why_unproved(run: Run) -> str:
+    if run.outcome not in REASONS:
+        return f"{run.experiment} {run.outcome} at step {run.failed_step}"
+    return REASONS[run.outcome].format(reason=run.reason or "it was not run")
 
 
 def find_unexplained_loop(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.contract import CacheContract
+from kvdoctor.decode.messages import PairedSide
 from kvdoctor.decode.runs import REPLAY, Run
 from kvdoctor.decode.tolerances import list_loosened
 from kvdoctor.diagnose.context import (
@@ -31,6 +32,7 @@ from kvdoctor.diagnose.not_checked import (
     find_undecided_runs,
     find_undecided_steps,
     find_unexplained_loop,
+    find_ungraded,
     find_unproved_uses,
 )
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
@@ -39,13 +41,14 @@ from kvdoctor.findings import Finding, NotChecked, Round, Selection
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.document import TOTAL_SECONDS, Report
-from kvdoctor.report.facts import StackFacts
+from kvdoctor.report.facts import DraftFacts, StackFacts
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.targets import Target, of_release
 
 if TYPE_CHECKING:
     from kvdoctor.decode.caller_trace.check import TraceCheck
     from kvdoctor.diagnose.checkpoint import Checkpoint
+    from kvdoctor.diagnose.draft import DraftModel
     from kvdoctor.diagnose.golden import Golden
     from kvdoctor.runtime.targets.result import TargetResult
 
@@ -81,6 +84,7 @@ class StackDiagnosis:
     measured: dict[str, Any]
     target_results: "tuple[TargetResult, ...]" = ()
     notes: tuple[str, ...] = ()
+    draft: DraftFacts | None = None
 
 
 @record
@@ -91,7 +95,8 @@ class _Session:
     plan: RunPlan
     runtime: Runtime
     checkpoint: "Checkpoint | None"
-    golden: "Golden | None"
+    golden: "Golden | None" = None
+    draft: "DraftModel | None" = None
 
     @property
     def logits(self) -> Path | None:
@@ -125,8 +130,8 @@ def step_test(
 def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) -> Report:
     folder, contracts = _read_contracts(open_folder(path, plan.at), options)
     results = check_files(folder, options)
-    golden = _read_golden(options)
-    session = _Session(_read_prompt(options, contracts), plan, runtime, _open_checkpoint(options), golden)
+    golden, draft = _read_golden(options), _open_draft(options)
+    session = _Session(_read_prompt(options, contracts), plan, runtime, _open_checkpoint(options), golden, draft)
     traces = _check_trace(options.trace, contracts) if options.trace is not None else {}
     if options.trace is not None and not any(_is_drivable(contract) for contract in contracts.values()):
         reason = "the trace was not compared with a contract: none is complete"
@@ -135,7 +140,7 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     diagnoses: dict[str, StackDiagnosis] = {}
     for stack in folder.stacks:
         if plan.stacks is None or stack.name in plan.stacks:
-            context = build_context(folder, stack, contracts[stack.name], options)
+            context = replace(build_context(folder, stack, contracts[stack.name], options), draft=draft)
             diagnoses[stack.name] = _diagnose_stack(context, session, traces.get(stack.name))
             results += diagnoses[stack.name].results
 
@@ -151,8 +156,11 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
         session.checkpoint.close()
         environment |= session.checkpoint.versions
     measured = {name: diagnosis.measured for name, diagnosis in diagnoses.items()}
+    drafts = tuple(diagnosis.draft for diagnosis in diagnoses.values() if diagnosis.draft is not None)
     variants = tuple(grade_variants(folder, contracts, options, runtime)) if _compares_variants(options, plan) else ()
-    report = replace(report, notes=notes, environment=environment, runs=runs, measured=measured, variants=variants)
+    report = replace(
+        report, notes=notes, environment=environment, runs=runs, measured=measured, variants=variants, drafts=drafts
+    )
     return add_targets(report, options, {name: d.target_results for name, d in diagnoses.items()})
 
 
@@ -178,7 +186,8 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
         tested, on_targets = _run_targets(tested, context.contract, options, runtime, files.logits)
         tested, on_checkpoint, notes = _compare_with_checkpoint(tested, session.checkpoint, files.logits)
         by_contract = run_checks(tested, "contract", selection)
-        errors = (finding.name for finding in by_contract.findings if finding.severity == "error")
+        # A use that cannot work explains no fault of the loop, however severe it is for who requires it.
+        errors = (f.name for f in by_contract.findings if f.severity == "error" and f.use is None)
         after = extend_context(
             tested,
             RunContext,
@@ -197,6 +206,9 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
         by_caller = run_checks(extend_context(after, CallerContext, trace_check=trace), "caller", selection)
         found += by_caller + CheckResults(not_checked=tuple(find_undecided_steps(stack.name, by_caller.findings)))
         notes = (_describe_trace(trace, after, options.trace or ""), *notes)
+    graded = _grade_draft(after, session)
+    if graded is not None:
+        found += CheckResults(not_checked=tuple(find_ungraded(graded, found.findings)))
     return StackDiagnosis(
         facts=stack_facts(stack, after.contract, context.folder.side_cars),
         results=CheckResults(not_checked=(*seen.not_checked, *on_targets, *on_checkpoint)) + found,
@@ -204,7 +216,31 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
         measured=seen.measured,
         target_results=after.target_results,
         notes=notes,
+        draft=graded,
     )
+
+
+def _open_draft(options: Options) -> "DraftModel | None":
+    if options.draft is None:
+        return None
+    from kvdoctor.diagnose.draft import open_draft
+
+    return open_draft(options.draft)
+
+
+def _grade_draft(context: RunContext, session: _Session) -> DraftFacts | None:
+    """The tokens of the draft that are accepted, or why there are no figures; None without a draft."""
+    loop = context.checked_loop
+    if context.draft is None:
+        return None
+    if loop is None or loop.shows != "passed":
+        return DraftFacts(
+            context.stack.name, context.draft.shown, 0, reason="the loop of the model itself did not pass"
+        )
+    from kvdoctor.diagnose.draft import grade_draft
+
+    target = PairedSide(context.stack.name, context.folder.root.absolute(), context.contract)
+    return grade_draft(target, context.draft, session.options, session.runtime)
 
 
 def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Options) -> CheckResults:

@@ -27,7 +27,7 @@ def grade_variants(
     for base, variants in find_variants(folder.stacks, contracts):
         ours, *theirs = (PairedSide(one.name, folder.root.absolute(), contracts[one.name]) for one in (base, *variants))
         job = GradeJob(ours, tuple(theirs), seed=options.seed, provider=options.provider)
-        graded = _grade(job, runtime)
+        graded = run_grades(job, runtime)
         for variant in variants:
             found = graded[variant.name]
             known = not found.failed
@@ -68,7 +68,7 @@ def find_variants(
             yield base, tuple(others)
 
 
-def _grade(job: GradeJob, runtime: Runtime) -> dict[str, Graded]:
+def run_grades(job: GradeJob, runtime: Runtime) -> dict[str, Graded]:
     """The grade of each variant; where the worker ends, of those that it had not graded that it did."""
     answers, failed = runtime.answer(job, Graded)
     found = {one.stack: one for one in answers}

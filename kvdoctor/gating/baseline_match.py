@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from kvdoctor.choices import RESTS_ON
 from kvdoctor.findings import Finding, KnownFinding, Selection, find_check, means_incomplete
 from kvdoctor.gating.baseline import Baseline, BaselineEntry, sort_entries
 from kvdoctor.records import record, to_plain
@@ -165,12 +166,16 @@ def _with_known(finding: Finding, entry: BaselineEntry | None, day: dt.date) -> 
 
 
 def coverage_of(report: Report, code: str) -> tuple[str, ...]:
-    """The options that extended a run and affect a check. A thorough run includes the full context."""
+    """The options that extended a run and affect a check. A thorough run includes the full context.
+
+    What stands in the way of a use that rests on another one is found only where it is required.
+    """
     arguments, check = report.arguments, find_check(code)
     thorough = bool(arguments.get("thorough"))
     whole = thorough or "full-context" in arguments.get("require", ())
     targets = arguments.get("target", ()) if check is not None and "targets" in check.rounds else ()
     extended = {"thorough": thorough, "full-context": whole}
+    extended |= {use: use in arguments.get("require", ()) for use in RESTS_ON}
     return (*(word for word, so in extended.items() if so), *(f"target {target}" for target in targets))
 
 

@@ -7,7 +7,7 @@ import shlex
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
@@ -45,6 +45,7 @@ from kvdoctor.report.repair_record import Change, Proof
 if TYPE_CHECKING:
     import numpy as np
 
+GENAI = "genai_config.json"
 NEW = ".kvdoctor-layout"
 """The folder in OUT in which new files are written before they replace the old ones."""
 
@@ -183,14 +184,25 @@ def _refuse_clashes(folder: ModelFolder, layout: Layout, stacks: list[StackFiles
 def find_replaced_files(folder: ModelFolder, done: Iterable[ConvertedStack]) -> frozenset[Path]:
     """The files of an export that the new ones replace.
 
-    Models, weights that no other model uses, and the list of graphs that the exporter of transformers writes.
+    Models, weights that no other model uses, the list of graphs that the exporter of transformers writes, and the
+    config of onnxruntime-genai, which names a file that is gone.
     """
     gone = {name for one in done for name in one.made.replaces}
     listing = side_car_path(folder, "export.json")
     stale = {listing} if gone and listing is not None else set()
+    stale |= {path for one in done if (path := find_stale_config(folder, one)) is not None}
     stay = {data.path for file in folder.files if file.name not in gone for data in file.external}
     data = {data.path for file in folder.files if file.name in gone for data in file.external}
     return frozenset({folder.root / name for name in gone} | (data - stay) | stale)
+
+
+def find_stale_config(folder: ModelFolder, one: ConvertedStack) -> Path | None:
+    """The genai_config.json that describes a converted stack, and nothing of its new layout."""
+    path, named = side_car_path(folder, GENAI), cast("Any", folder.side_cars.genai)
+    for key in ("model", "decoder", "filename"):
+        named = named.get(key) if isinstance(named, dict) else None
+    gone = {Path(name).name for name in one.made.replaces} - {Path(name).name for name in one.files}
+    return path if isinstance(named, str) and named in gone and GENAI not in one.made.texts else None
 
 
 def put_in_place(done: Iterable[ConvertedStack], root: Path, out: Path, gone: Iterable[Path]) -> None:
@@ -292,6 +304,9 @@ def _convert(
         ready = convert_stacks(copy, outcome.after.contracts, request)
         put_in_place(ready, copy.root, copy.root, find_replaced_files(copy, ready))
     _copy_beside(session, ready)
+    for one in ready:
+        if find_stale_config(session.folder, one) is not None:
+            one.made.changes.append(Change(GENAI, "file", "names a file that is gone", "left out"))
     after = diagnose_copy(session)
     proof = [entry for one in ready for entry in _prove_conversion(session, one, outcome, after)]
     applied = [Applied(one.stack.name, one.layout.conversion(one.made), tuple(one.made.changes)) for one in ready]

@@ -45,7 +45,8 @@ def report_fix(session: RepairSession, outcome: Outcome, out: str | None) -> Rep
         notes.append("nothing was written: this shows the result of a run with -o OUT")
     notes += [
         f"{stack}: the original returns no logits to compare; the proof rests on the parity of the copy's own loops"
-        for stack in dict.fromkeys(one.stack for one in outcome.applied)
+        # A layout is compared under the name that the stack has in the copy.
+        for stack in dict.fromkeys(one.stack for one in outcome.applied if not one.repair.name.startswith("layout "))
         if not any(entry.stack == stack and "original" in entry.claim for entry in outcome.proof)
     ]
     if not outcome.holds:

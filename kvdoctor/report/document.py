@@ -10,7 +10,15 @@ from kvdoctor.decode.runs import Run
 from kvdoctor.errors import Unhealthy
 from kvdoctor.findings import SEVERITIES, Finding, NotChecked, means_incomplete
 from kvdoctor.records import record, to_plain
-from kvdoctor.report.facts import ModelFacts, SpeedFacts, StackFacts, TargetFacts, VariantFacts, Verdict
+from kvdoctor.report.facts import (
+    DraftFacts,
+    ModelFacts,
+    SpeedFacts,
+    StackFacts,
+    TargetFacts,
+    VariantFacts,
+    Verdict,
+)
 from kvdoctor.report.repair_record import RepairRecord
 from kvdoctor.report.wording.summary import format_verdict, name_worst, summarize
 
@@ -64,6 +72,7 @@ class Report:
         targets: the target runtimes.
         variants: variants of one model in the folder, each compared with the most exact one.
         speed: how fast each stack decodes; only of the command `speed`.
+        drafts: the draft of each stack, and the tokens of it that are accepted.
         runs: every experiment on every stack and runtime.
         findings: the findings, worst first.
         not_checked: the checks that could not run.
@@ -83,6 +92,7 @@ class Report:
     targets: tuple[TargetFacts, ...] = ()
     variants: tuple[VariantFacts, ...] = ()
     speed: tuple[SpeedFacts, ...] = ()
+    drafts: tuple[DraftFacts, ...] = ()
     runs: tuple[Run, ...] = ()
     findings: tuple[Finding, ...] = ()
     not_checked: tuple[NotChecked, ...] = ()

@@ -74,6 +74,8 @@ def _sections(report: Report, place: PagePosition) -> Iterator[Part]:
         yield _part(place, "variants", "Variants", *overview.show_variants(report, place))
     if report.speed:
         yield _part(place, "speed", "Speed", *overview.show_speed(report, place))
+    if report.drafts:
+        yield _part(place, "drafts", "Draft", *overview.show_drafts(report))
     if left := [facts.name for facts in report.stacks[MOST_STACKS:]]:
         yield _part(place, "more", "More stacks", h("p", f"{len(left)} more are in --format json: {', '.join(left)}"))
     yield _part(place, "not-checked", "Not checked", *findings.show_not_checked(report.not_checked, place))

@@ -12,6 +12,7 @@ from kvdoctor.report.facts import StackFacts
 from kvdoctor.report.repair_record import ExportRecord, RepairRecord
 from kvdoctor.report.safe import code, markdown, printable, shortened
 from kvdoctor.report.wording.contract import describe_contract
+from kvdoctor.report.wording.drafts import describe_drafts
 from kvdoctor.report.wording.finding import format_headline, known_reason, list_details
 from kvdoctor.report.wording.memory import (
     describe_plan,
@@ -169,6 +170,7 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _targets(report, stack.name)
         if stack.cache is not None and stack.cache.parts and is_plan_requested(report.arguments):
             yield from _plan(stack.cache)
+    yield from (f"- {markdown(line)}" for line in describe_drafts(report))
     for title, header, rows in [*tabulate_variants(report), *tabulate_speed(report)]:
         yield ""
         yield f"## {markdown(title)}"

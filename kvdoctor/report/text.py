@@ -25,6 +25,7 @@ from kvdoctor.report.text_page import VERDICTS, Page, open_console, open_text
 from kvdoctor.report.wording.alike import FindingGroup, format_places, group_findings, group_open_checks
 from kvdoctor.report.wording.contract import describe_contract, format_files, outline_contracts
 from kvdoctor.report.wording.deciding import find_deciding, find_pictured, tabulate_cache
+from kvdoctor.report.wording.drafts import describe_drafts
 from kvdoctor.report.wording.finding import format_name, known_reason
 from kvdoctor.report.wording.health import (
     count_uses,
@@ -141,6 +142,8 @@ def _show_screen(page: Page, report: Report, verbosity: int, show_diff: bool) ->
         show_targets(page, report, stack)
     show_variants(page, report)
     show_speed(page, report)
+    for line in describe_drafts(report):
+        page.line(line)
     _show_open_checks(page, report, False if report.verdict == "incomplete" else None)
     for note in report.notes[:MOST_NOTES]:
         page.line(f"note: {note}", "dim")

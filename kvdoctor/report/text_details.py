@@ -10,6 +10,7 @@ from kvdoctor.report.safe import shortened
 from kvdoctor.report.text_page import STYLES, Page
 from kvdoctor.report.wording.alike import group_findings, group_open_checks, list_group_details
 from kvdoctor.report.wording.contract import describe_contract, describe_logits, list_file_facts, list_ports
+from kvdoctor.report.wording.drafts import describe_drafts
 from kvdoctor.report.wording.finding import format_headline
 from kvdoctor.report.wording.memory import (
     describe_plan,
@@ -65,6 +66,8 @@ def show_details(page: Page, report: Report, show_diff: bool = False) -> None:
         _show_stack(page, stack, report)
     show_variants(page, report)
     show_speed(page, report)
+    for line in describe_drafts(report):
+        page.line(line)
     if report.command == "inspect":
         _show_ports(page, report)
     if report.repair is not None:

@@ -128,14 +128,20 @@ class Runtime:
         return {"onnxruntime": hello.onnxruntime, "numpy": hello.numpy, "python": hello.python}
 
     def examine(self, job: ExperimentJob, progress: Progress | None = None) -> StackResults:
-        """Run the experiments of a job, with a new worker after each crash.
+        """Run the experiments of a job, with a new worker after each crash and for each one that asks for it.
 
         Raises:
             KvdoctorError: the worker does not even start.
         """
+        from kvdoctor.decode.experiments import load
+
         results, left, crashes = StackResults(), job.experiments, 0
+        fresh = {experiment.name for experiment in load() if experiment.fresh}
         while left:
-            self._worker.send(replace(job, experiments=left))
+            part, later = _split_at_fresh(left, fresh)
+            # What a worker keeps is not written over by the one that is started for an experiment.
+            kept = job.keep_logits if part[0] not in fresh else None
+            self._worker.send(replace(job, experiments=part, keep_logits=kept))
             current = _Current(left[0])
             try:
                 for event in self._worker.events():
@@ -144,7 +150,8 @@ class Runtime:
                         progress(name, job.experiments.index(name) + 1, len(job.experiments))
                     _update_position(event, current)
                     _collect(event, results, tuple(current.steps.values()))
-                break
+                if left := later:
+                    self._restart(results)
             except WorkerDied as crash:
                 crashes += 1
                 results.runs.append(_crashed_run(job, current, crash, self.versions))
@@ -228,6 +235,12 @@ class Runtime:
         self._worker.stop()
         self._worker = Worker(self.limits, self.python)
         self._worker.hello = hello
+
+
+def _split_at_fresh(names: tuple[str, ...], fresh: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The experiments that one worker runs, and those from the next one on that asks for a worker of its own."""
+    stop = next((at for at, name in enumerate(names) if at and name in fresh), len(names))
+    return names[:stop], names[stop:]
 
 
 @dataclass

@@ -11,6 +11,7 @@ A fixture begins with comment lines:
     # trace: FILE                       the step test is given this file of the fixture as what the caller's loop did
     # platform: MACHINE                 the only machine it is meant for
     # option: thorough                  the step test is thorough
+    # require: USE                      a use that must work
     # target: SPEC                      a target, of which nothing but the table of limits is there
 
 A fixture whose name ends in `healthy` has no fault; a use that its layout does not allow may still be a warning.
@@ -32,7 +33,8 @@ from onnx.numpy_helper import from_array
 FOLDER = Path(__file__).parents[2] / "fixtures" / "text"
 FILE = re.compile(r"^# file: (\S+)$", re.MULTILINE)
 DIRECTIVE = re.compile(
-    r"^# (?P<key>twin|platform|option|trace|target|expect(?:-inspect|-not-checked)?): (?P<value>.+?)\s*$", re.MULTILINE
+    r"^# (?P<key>twin|platform|option|require|trace|target|expect(?:-inspect|-not-checked)?): (?P<value>.+?)\s*$",
+    re.MULTILINE,
 )
 SPREAD = 0.5
 """Standard deviation of the weights: logits well apart, attention neither uniform nor saturated."""
@@ -64,6 +66,7 @@ class Fixture:
     thorough: bool
     trace: str | None
     targets: tuple[str, ...] = ()
+    require: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -116,6 +119,7 @@ def read(path: Path) -> Fixture:
         thorough=directives.get("option") == ["thorough"],
         trace=directives.get("trace", [None])[0],
         targets=tuple(directives.get("target", ())),
+        require=tuple(directives.get("require", ())),
     )
 
 

@@ -6,7 +6,7 @@ scripted steps. A module of this package that defines `EXPERIMENTS` is found by 
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import field
 from functools import cache
 from typing import Literal
@@ -40,6 +40,18 @@ def grows(contract: CacheContract) -> str | None:
 
 
 @record
+class Obstacle:
+    """What in a contract stands in the way of a use: the inputs or outputs concerned, why, and a way round it."""
+
+    names: tuple[str, ...]
+    reason: str
+    advice: str
+
+
+Obstacles = Callable[[CacheContract], Iterable[Obstacle]]
+
+
+@record
 class Use:
     """A use of the model beyond one sequence, token by token. An experiment tries it with other sizes.
 
@@ -50,12 +62,16 @@ class Use:
         severity: Of the finding where only this use fails.
         required: The choice of `--require` that demands it.
         after: Experiments that fail from the same cause, if they do.
+        needed: The required use is proved only where this experiment passes; of the others one is enough.
+        obstacles: Lists what in the contract stands in the way; each is a finding where the use is required.
     """
 
     words: str
     severity: Literal["warning", "error"] = "warning"
     required: Required | None = None
     after: tuple[str, ...] = ()
+    needed: bool = False
+    obstacles: Obstacles | None = None
 
 
 @record
@@ -73,6 +89,7 @@ class Experiment:
         unless_passed: The experiment whose success makes this one pointless.
         changes_feeds: Uses other rows or masks than those of the builder that it is given: no reference run of that
             builder can locate a difference.
+        fresh: Run in a worker process that is started for it.
         on_request: Run only where this option or command needs it.
         keeps: What it leaves in the scratch file, given the builder and the logits of its steps; without it the logits
             of all steps in a row.
@@ -92,6 +109,7 @@ class Experiment:
     explains: tuple[str, ...] = ()
     unless_passed: str | None = None
     changes_feeds: bool = False
+    fresh: bool = False
     on_request: Literal["", "reference", "loop", "generate"] = ""
     keeps: Callable[[FeedBuilder, list[Array]], dict[str, Array]] | None = None
     order: int = 50
@@ -110,6 +128,11 @@ def load() -> tuple[Experiment, ...]:
 def uses() -> dict[str, Use]:
     """The uses of a model, by the name of the experiment that tries them."""
     return {experiment.name: experiment.use for experiment in load() if experiment.use is not None}
+
+
+def first_reason(obstacles: Iterable[Obstacle]) -> str | None:
+    """The first obstacle in words, as the reason why an experiment is not run; None where there is none."""
+    return next((f"{one.names[0]}: {one.reason}" for one in obstacles), None)
 
 
 @cache

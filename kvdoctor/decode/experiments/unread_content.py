@@ -98,7 +98,7 @@ EXPERIMENTS = (
         unread,
         Scenario(steps=4),
         has_unread_content,
-        use=Use("other content than zeros in places of the cache that count as empty"),
+        use=Use("other content than zeros in places of the cache that count as empty", required="speculation"),
         order=7,
     ),
     Experiment(

@@ -1,6 +1,6 @@
-"""Pair: the two branches of a merged decoder in files of their own, as Optimum's decoder and decoder_with_past.
+"""Pair: the first step and later ones in files of their own, as Optimum's decoder and decoder_with_past.
 
-Requires: an `If` that is controlled by an input.
+Requires: an `If` that is controlled by an input; or one graph whose first step takes an empty past (`splitting`).
 Ensures: no switch, no placeholders, and no inputs that a half does not use. Each branch is inlined in place of its
 `If`. The file with past does not return values that never change: constants without elements, which Optimum's merged
 decoders return in place of the cross-attention cache, and pasts that are passed through. The caller keeps those of the
@@ -16,6 +16,7 @@ from kvdoctor.model.traverse import all_names, captures, needed_for, own_names, 
 from kvdoctor.model.view import Branches, GraphView
 from kvdoctor.repair.layouts.naming import FIRST, LATER, axis_names, first_of, name_axes, port_axes
 from kvdoctor.repair.layouts.registry import ConvertedModels, Layout, LayoutSource
+from kvdoctor.repair.layouts.splitting import refuse_split, split_single
 from kvdoctor.report.repair_record import Change
 
 
@@ -24,12 +25,14 @@ def refuse(stack: StackFiles, contract: CacheContract) -> str | None:
     if stack.kind == "pair":
         return "it is already a pair"
     if stack.kind != "merged":
-        return "one graph without a switch serves all steps, so there are no two branches to split"
+        return refuse_split(contract) if contract.slots else "its cache contract could not be read"
     return None if contract.slots else "its cache contract could not be read"
 
 
 def make(source: LayoutSource) -> ConvertedModels:
-    """Split a merged decoder."""
+    """Split a merged decoder, or make a graph of the first step from the one for all steps."""
+    if source.stack.kind != "merged":
+        return split_single(source)
     merged = source.model("decoder-merged")
     first, later = split_halves(merged, source.contract)
     made = ConvertedModels(

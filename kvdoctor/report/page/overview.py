@@ -27,6 +27,7 @@ from kvdoctor.report.safe import shortened
 from kvdoctor.report.wording.alike import FindingGroup, group_findings
 from kvdoctor.report.wording.contract import list_file_facts, list_ports
 from kvdoctor.report.wording.deciding import find_deciding, list_fixes, name_cause
+from kvdoctor.report.wording.drafts import describe_drafts
 from kvdoctor.report.wording.health import explain_undecided
 from kvdoctor.report.wording.repair import format_copy
 from kvdoctor.report.wording.speed import list_speed_remarks, tabulate_speed
@@ -196,6 +197,11 @@ def show_speed(report: Report, place: PagePosition) -> Iterator[Content]:
     for number, (title, header, rows) in enumerate(tabulate_speed(report)):
         yield table(place.id(f"speed-{number}"), f"{title[0].upper()}{title[1:]}", tuple(header), map(tuple, rows))
     yield bullets(list_speed_remarks(report))
+
+
+def show_drafts(report: Report) -> Iterator[Content]:
+    """How many tokens of a draft are accepted."""
+    yield bullets(tuple(describe_drafts(report)))
 
 
 def show_notes(report: Report) -> Iterator[Content]:

@@ -65,13 +65,10 @@ def _find_run(report: Report, finding: Finding) -> Run | None:
 
     experiments = {experiment.name: experiment for experiment in load()}
     judged = [run for run in runs if (known := experiments.get(run.experiment)) and known.judged and known.shown]
-    if finding.use is not None:
-        for run in judged:
-            use = experiments[run.experiment].use
-            if use is not None and use.required == finding.use:
-                return run
-        return None
     named = finding.where.rpartition(", ")[2].removeprefix("experiment ")
+    if finding.use is not None:
+        tried = [r for r in judged if (use := experiments[r.experiment].use) and use.required == finding.use]
+        return next((run for run in tried if run.experiment == named), next(iter(tried), None))
     for run in judged:
         if run.experiment == named:
             return run

@@ -92,16 +92,18 @@ def _name_uses(report: Report, stack: StackFacts) -> str:
 
 
 def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, str]]:
-    """The uses that `--require` names and no run of the stack could try, with the reason."""
-    from kvdoctor.decode.experiments import uses
+    """The uses that `--require` names, that are tried by default and that no run could try, with the reason."""
+    from kvdoctor.decode.experiments import load, uses
 
     by_use: dict[str, list[Run]] = {}
     for run in select_local_runs(report, stack.name):
         required = uses()[run.experiment].required if run.experiment in uses() else None
-        if required is not None and required != "full-context":
+        if required is not None:
             by_use.setdefault(required, []).append(run)
+    tried = {one.use.required for one in load() if one.use is not None and not one.thorough}
+    needed = {use.required for use in uses().values() if use.needed}
     for use, runs in by_use.items():
-        if all(run.outcome == "skipped" for run in runs):
+        if use in tried - needed and all(run.outcome == "skipped" for run in runs):
             yield use, cut(runs[0].reason or "not run", LONGEST_REASON)
 
 

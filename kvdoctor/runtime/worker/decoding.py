@@ -7,6 +7,7 @@ from kvdoctor.decode.calls import Answer, Array, Past, Scenario
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import PairedSide
 from kvdoctor.decode.paired_walks import Walk
+from kvdoctor.decode.samples import Samples
 from kvdoctor.records import record
 from kvdoctor.runtime.worker.runner import StackRunner
 from kvdoctor.runtime.worker.sessions import Announce, Sessions
@@ -14,12 +15,16 @@ from kvdoctor.runtime.worker.sessions import Announce, Sessions
 
 @record
 class Way:
-    """What every model is run with: the seed and the encoder states of its feeds, the provider, and the threads."""
+    """What every model is run with: the seed and the encoder states of its feeds, the provider, and the threads.
+
+    `prompt` are token ids to begin with, in place of random ones.
+    """
 
     seed: int
     provider: str
     threads: int
     states: int
+    prompt: tuple[int, ...] = ()
 
 
 @record(slots=False)
@@ -57,7 +62,8 @@ def decode(side: PairedSide, walk: Walk, way: Way, announce: Announce, tokens: A
     scenario = Scenario(walk.batch, walk.prompt, walk.total - walk.prompt + 1, way.states, way.seed)
     embed = runner.embed if runner.can_embed else None
     given = np.zeros((0, 0), np.int64) if tokens is None else tokens
-    builder = FeedBuilder(side.contract, scenario, runner.encode(scenario), given, embed=embed)
+    samples = Samples(way.prompt)
+    builder = FeedBuilder(side.contract, scenario, runner.encode(scenario), given, samples=samples, embed=embed)
     past: Past | None = None
     logits, answers = list[Array](), list[Answer]()
     for start, stop in walk.calls():

@@ -48,6 +48,7 @@ class ExperimentRunner:
         tolerances: Largest differences that pass in place of the table's, by arithmetic.
         thresholds: Lengths in tokens at which the graphs may change what they compute.
         ring: Tokens after which the graph writes its buffers from their start again.
+        scratch: A private folder for files that an experiment leaves for another worker.
     """
 
     stack: StackRunner
@@ -57,6 +58,7 @@ class ExperimentRunner:
     tolerances: Mapping[str, float] = field(default_factory=dict)
     thresholds: tuple[int, ...] = ()
     ring: int | None = None
+    scratch: Path | None = None
     logits: dict[str, Array] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
@@ -134,6 +136,7 @@ class _ExperimentRun:
                 thresholds=self.runner.thresholds,
                 ring=self.runner.ring,
                 embed=self.stack.embed if self.stack.can_embed else None,
+                scratch=self.runner.scratch,
             )
             calls = self.experiment.calls(self.builder)
             call = next(calls)

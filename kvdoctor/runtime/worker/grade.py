@@ -24,12 +24,12 @@ def grade(job: GradeJob, announce: Announce) -> Iterator[Graded]:
     """Decode with the base, feed each variant the same tokens, and compare."""
     known: dict[tuple[Walk, Way], Decoded] = {}
     for side in job.variants:
-        walk = plan_decoding(job.base.contract, side.contract, PROMPT, STEPS)
+        walk = plan_decoding(job.base.contract, side.contract, len(job.prompt) or PROMPT, STEPS)
         if walk is None:
             yield Graded(side.stack, failed="no prompt has a size that both take")
             continue
         try:
-            way = Way(job.seed, job.provider, job.threads, choose_states(job.base.contract, side.contract))
+            way = Way(job.seed, job.provider, job.threads, choose_states(job.base.contract, side.contract), job.prompt)
             if (walk, way) not in known:
                 known[walk, way] = decode(job.base, walk, way, announce)
             theirs = known[walk, way]

@@ -65,6 +65,7 @@ def run_experiments(job: ExperimentJob, announce: Announce) -> None:
         tolerances=job.tolerances,
         thresholds=job.thresholds,
         ring=job.ring,
+        scratch=job.scratch,
     )
     for experiment in _find_experiments(job, announce):
         announce(ExperimentStarted(experiment.name))

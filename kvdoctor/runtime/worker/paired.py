@@ -212,8 +212,17 @@ def _check_weights(name: str, answer: Answer, batch: int, new: int) -> None:
 
 
 def _make_call(builder: FeedBuilder, past: Past | None, start: int, stop: int) -> Call:
+    """The call of a side.
+
+    Raises:
+        NothingToRun: its later graph takes another number of new tokens.
+    """
     if past is None:
         return builder.prefill(stop)
+    ids = builder.contract.graph("decode").port("token_ids")
+    fixed = ids.shape[ids.axes.index("new")] if ids is not None and ids.shape and "new" in ids.axes else None
+    if isinstance(fixed, int) and fixed != stop - start:
+        raise NothingToRun(f"a later step takes {fixed} new token{'s' * (fixed > 1)} only")
     return builder.decode(start, stop, past)
 
 

@@ -1,0 +1,65 @@
+"""The draft of speculative decoding has another vocabulary.
+
+What it means: speculative decoding feeds the token ids of the draft to the model, so both must mean the same token by
+the same id. With other ids the model refuses almost every draft, and ids that it does not have fail, or read past the
+end of its table.
+
+How it is decided: by the size of the logits of both, and by the tokenizer.json beside both. Where the two files agree
+and the logits differ in size, one of them is padded: a warning, since programs compare the sizes.
+
+Reproduce: `kvdoctor step-test MODEL --draft DRAFT`.
+
+Repair: take a draft of the same family, with the same tokenizer.
+
+Source: speculative decoding, Leviathan et al. 2023 (arXiv 2211.17192): the distributions of both are compared token by
+token.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Advice, Fault, Severity, check
+
+TAKE_ANOTHER = "take a draft with the same tokenizer, of the same family of models"
+PADDED = "feed only ids below both sizes, and cut the larger logits before they are compared"
+
+
+@check("KV022", "draft-vocabulary-differs", "contract")
+def draft_vocabulary_differs(context: ContractContext) -> Iterator[Fault]:
+    """Another number of logits, or other tokens by the same ids."""
+    draft = context.draft
+    if draft is None:
+        return
+    from kvdoctor.diagnose.draft import find_other_token, read_tokens
+
+    ours, theirs = context.contract.vocabulary, draft.contract.vocabulary
+    mine = read_tokens(context.folder.root)
+    agree = False
+    if mine is not None and draft.tokens is not None:
+        if (other := find_other_token(mine, draft.tokens)) is not None:
+            number, here, there = other
+            words = f"id {number} is {_quote(here)} here, {_quote(there)} in the draft"
+            yield _fault(context, "error", "the same tokens by the same ids (tokenizer.json)", words, TAKE_ANOTHER)
+            return
+        agree = True
+    if ours is not None and theirs is not None and ours != theirs:
+        words = f"{ours} logits here, {theirs} in the draft"
+        advice = PADDED if agree else TAKE_ANOTHER
+        yield _fault(context, "warning" if agree else "error", "as many logits in both", words, advice)
+
+
+def _quote(token: str) -> str:
+    return ascii(token) if token else "no token"
+
+
+def _fault(context: ContractContext, severity: Severity, declared: str, observed: str, advice: str) -> Fault:
+    return Fault(
+        severity=severity,
+        file=context.decode_file,
+        subject=(context.logits_name,),
+        where=f"output {context.logits_name}, --draft {context.draft.shown if context.draft else ''}",
+        declared=declared,
+        observed=observed,
+        cause="the draft has another vocabulary" if severity == "error" else "the draft pads its logits otherwise",
+        repair=Advice("caller", advice),
+    )

@@ -1,0 +1,76 @@
+"""A required use cannot work with this cache.
+
+What it means: the model decodes token by token, but `--require` names a use that its inputs and outputs do not allow,
+whatever the loop does. Speculative decoding needs the logits of each draft, and takes refused drafts back: the logits
+of the last token alone, states of recurrent layers and convolutions, and windows that drop old tokens stand in the way.
+A prefix that several sequences share is repeated along the batch: a cache without such an axis cannot be.
+
+How it is decided: by the cache contract, without a run. Where nothing stands in the way, the experiments of that use
+decide.
+
+Reproduce: `kvdoctor inspect MODEL --require speculation`, or `prefix-sharing`.
+
+Repair: as the finding says. Without `--require` nothing is reported.
+
+Source: speculative decoding, Leviathan et al. 2023 (arXiv 2211.17192), verifies all drafts in one call; transformers
+refuses to crop a sliding-window layer that has seen more tokens than its window (`DynamicSlidingWindowLayer.crop`).
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvdoctor.contract import describe
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording.units import shorten_names
+
+if TYPE_CHECKING:
+    from kvdoctor.diagnose.draft import DraftModel
+
+
+@check("KV115", "use-impossible", "contract")
+def use_impossible(context: ContractContext) -> Iterator[Fault]:
+    """What in the contract stands in the way of the uses that are required."""
+    if context.draft is not None:
+        yield from _judge_draft(context, context.draft)
+    if not context.required or context.contract.missing or not context.contract.slots:
+        return
+    from kvdoctor.decode.experiments import uses  # with numpy, which no inspection needs
+
+    ports = {port.name: port for graph in context.contract.graphs.values() for port in (*graph.inputs, *graph.outputs)}
+    for use in uses().values():
+        if use.required not in context.required or use.obstacles is None:
+            continue
+        for obstacle in use.obstacles(context.contract):
+            port = ports.get(obstacle.names[0])
+            yield Fault(
+                severity="error",
+                file=context.decode_file,
+                subject=obstacle.names,
+                where=shorten_names(obstacle.names),
+                declared=f"--require {use.required}",
+                observed=describe(port.dtype, port.shape) if port is not None else "no such input or output",
+                cause=f"{use.required} cannot work: {obstacle.reason}",
+                repair=Advice("re-export", obstacle.advice),
+                use=use.required,
+                apart=(use.required or "",),
+            )
+
+
+def _judge_draft(context: ContractContext, draft: "DraftModel") -> Iterator[Fault]:
+    """What keeps a draft from going back to the tokens that were accepted."""
+    from kvdoctor.decode.experiments.multi_turn import find_uncut
+
+    for obstacle in find_uncut(draft.contract):
+        yield Fault(
+            severity="warning",
+            file=context.decode_file,
+            subject=obstacle.names,
+            where=f"--draft {draft.shown}, {shorten_names(obstacle.names)}",
+            declared="a draft that takes refused tokens back",
+            observed=f"{draft.contract.graph('decode').file}: {obstacle.names[0]}",
+            cause=f"the cache of the draft cannot be cut back: {obstacle.reason}",
+            repair=Advice("caller", obstacle.advice),
+            use="speculation",
+            apart=("draft",),
+        )

@@ -1,0 +1,99 @@
+"""The draft of speculative decoding: another model that proposes tokens, and how many of them the model accepts.
+
+With greedy decoding a draft's token is accepted where it is the likeliest of the model as well, so the share of such
+positions is what to expect. It is a fact, not a finding: whether it pays depends on the cost of both.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.messages import GradeJob, PairedSide
+from kvdoctor.diagnose.variants import run_grades
+from kvdoctor.errors import UsageError
+from kvdoctor.model.files import side_car_folder
+from kvdoctor.options import Options
+from kvdoctor.records import record
+from kvdoctor.report.facts import DraftFacts
+from kvdoctor.runtime.client import Runtime
+
+PROMPTS = 4
+"""Prompts that are decoded, unless the user gives one."""
+MOST_BYTES = 64 << 20
+"""Bytes of a tokenizer.json up to which it is read; the largest in use have some 35 MB."""
+
+
+@record(slots=False)
+class DraftModel:
+    """A draft: its path as given, the stack that decodes, and the ids of its tokenizer by token; None without one."""
+
+    shown: str
+    side: PairedSide
+    tokens: dict[str, int] | None
+
+    @property
+    def contract(self) -> CacheContract:
+        """How to drive it."""
+        return self.side.contract
+
+
+def open_draft(path: str) -> DraftModel:
+    """Read the contract of a draft.
+
+    Raises:
+        UsageError: there is nothing at the path, or no decoder with a cache that can be driven.
+    """
+    folder = open_folder(path)
+    for stack in folder.stacks:
+        contract = read_contract(stack, folder.side_cars)
+        if contract.slots and not contract.missing and contract.no_decoder is None and stack.kind != "unpaired":
+            side = PairedSide(stack.name, folder.root.absolute(), contract)
+            return DraftModel(path, side, read_tokens(folder.root))
+    raise UsageError(f"--draft {path}: it holds no decoder with a cache that can be run (kvdoctor inspect {path})")
+
+
+def read_tokens(root: Path) -> dict[str, int] | None:
+    """The ids of the tokens in the tokenizer.json beside a model; None without a file of the known form."""
+    file = side_car_folder(root) / "tokenizer.json"
+    try:
+        if not file.is_file() or file.stat().st_size > MOST_BYTES:
+            return None
+        held = json.loads(file.read_text(encoding="utf-8"))
+        known = held["model"]["vocab"]
+        tokens = dict(known) if isinstance(known, dict) else {entry[0]: index for index, entry in enumerate(known)}
+        tokens |= {entry["content"]: entry["id"] for entry in held.get("added_tokens") or ()}
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None
+    usable = all(isinstance(token, str) and type(number) is int for token, number in tokens.items())
+    return tokens if tokens and usable else None
+
+
+def find_other_token(ours: dict[str, int], theirs: dict[str, int]) -> tuple[int, str, str] | None:
+    """The first id that means another token to a draft, with both tokens; empty text where it has none."""
+    mine, other = ({number: token for token, number in tokens.items()} for tokens in (ours, theirs))
+    different = (n for n in sorted({*mine, *other}) if mine.get(n) != other.get(n))
+    return next(((n, mine.get(n, ""), other.get(n, "")) for n in different), None)
+
+
+def grade_draft(target: PairedSide, draft: DraftModel, options: Options, runtime: Runtime) -> DraftFacts:
+    """Decode greedily with the target, and ask the draft for each next token.
+
+    Raises:
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    side = replace(draft.side, stack=f"draft {draft.side.stack}")
+    prompts = 1 if options.prompt_ids else PROMPTS
+    tokens = accepted = 0
+    for number in range(prompts):
+        job = GradeJob(
+            target, (side,), seed=options.seed + number, provider=options.provider, prompt=options.prompt_ids
+        )
+        found = run_grades(job, runtime)[side.stack]
+        if found.failed:
+            return DraftFacts(target.stack, draft.shown, prompts, reason=found.failed)
+        tokens += found.tokens
+        accepted += round(found.same_top1 * found.tokens)
+    return DraftFacts(target.stack, draft.shown, prompts, bool(options.prompt_ids), tokens, accepted)
