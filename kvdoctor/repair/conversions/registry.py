@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from kvdoctor.decode.cache_types import StoredSlot
 from kvdoctor.decode.paired_walks import Rows
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
@@ -25,6 +26,7 @@ class Converted:
         most_tokens: Tokens that a sequence may have; None where the original's limits stay.
         weights: Outputs that hold attention weights: what they have in the last axis sums to 1.
         capacity: Tokens of the buffer that a cache became; sequences up to it are compared, and one more must fail.
+        stored: The slots that are stored in another type; the caches are compared as they are read.
         reveals: Names of findings that are the purpose of the conversion.
     """
 
@@ -34,6 +36,7 @@ class Converted:
     keep: tuple[int, ...] = ()
     most_tokens: int | None = None
     capacity: int | None = None
+    stored: tuple[StoredSlot, ...] = ()
     reveals: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
 
