@@ -104,6 +104,13 @@ values are computed anew; `encoder-states` are made by the first step and held; 
 a recurrent or state space layer its state; a `counter` counts the tokens so far.
 """
 
+Part = Literal["key", "value", "key-value", "latent", "state", "key-scale", "value-scale"]
+"""What a slot holds of its layer.
+
+`key-value` is both in one tensor, `state` what is neither; `key-scale` and `value-scale` are the scales of keys and
+values that are stored in 8 or 4 bits.
+"""
+
 Growth = Literal["grow", "static", "shared", "ring", "delta", "replace", "constant", "paged"]
 """What a step does to the length of a slot.
 
@@ -188,9 +195,8 @@ class Phase:
 class Slot:
     """One layer's key or value (or another state), seen as past and present.
 
-    `layer` is None where one tensor stacks all layers, `part` is `key-value` where it holds both (stacked or fused),
-    and `state` for what is neither. `filled_by` is the output that first fills the slot, of the phase `filled_in`;
-    `present` is the decode output that carries it on. `emptied` says that the decode graph itself returns a constant
+    `layer` is None where one tensor stacks all layers, `part` says what it holds of the layer. `filled_by` is the
+    output that first fills the slot, of the phase `filled_in`; `present` is the decode output that carries it on. `emptied` says that the decode graph itself returns a constant
     without elements under the present's name.
 
     `window` is the number of tokens that the layer's attention looks back over, where the graph or a config says so;
@@ -204,7 +210,7 @@ class Slot:
 
     kind: SlotKind
     layer: int | None
-    part: Literal["key", "value", "key-value", "latent", "state"]
+    part: Part
     dtype: str
     shape: tuple[Dim, ...]
     axes: tuple[Axis, ...]

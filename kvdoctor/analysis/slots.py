@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import count
 
 from kvdoctor.analysis.axes import WIDTHS, as_number, find_head_dim, slot_axes
+from kvdoctor.analysis.cache_scales import find_stored, mark_scales, name_scales
 from kvdoctor.analysis.dataflow.states import StateFlow
 from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse
 from kvdoctor.analysis.dialects.dialect import SlotName
@@ -82,6 +83,7 @@ class SlotReader:
             evidence.append(f"past inputs found by their use in the graph, not by name: {unnamed}")
         found = [slot for past, state in states.items() if (slot := self._read_slot(view.inputs[past], names, state))]
         found += self._find_replaced(view, found)
+        found = mark_scales(found, find_stored(view.inputs))
         found = self._match_presents(_mark_prefixes(found, states), names)
         found = _number_layers(found, states)
         init = SlotInit(self.parts, self.ids, found)
@@ -95,6 +97,7 @@ class SlotReader:
         names = {name.past: name for name in self.parts.known.find_slots(inputs)}
         if dialect is not None:
             names |= {name.past: name for name in dialect.find_slots(inputs) if name.past not in names}
+        names |= {name.past: name for name in name_scales(names, find_stored(inputs))}
         return {past: name for past, name in names.items() if past not in self.claimed}
 
     def _match_presents(self, found: list[Slot], names: dict[str, SlotName]) -> list[Slot]:

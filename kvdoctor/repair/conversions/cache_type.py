@@ -15,6 +15,7 @@ from kvdoctor.decode.cache_types import StoredSlot, scale_name
 from kvdoctor.model.edit import fresh_name, keep_only, rename_reads, replace_all, sort_nodes
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
 from kvdoctor.model.traverse import (
+    constant_tensor,
     find_attribute,
     graphs_in,
     names_in,
@@ -25,11 +26,11 @@ from kvdoctor.model.traverse import (
     readers,
     subgraphs,
 )
-from kvdoctor.model.view import ELEMENT_TYPES
+from kvdoctor.model.view import ELEMENT_TYPES, integers
 from kvdoctor.options import ReExportChoices
 from kvdoctor.repair.conversions.lm_head import Scopes, describe_node, find_maker
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
-from kvdoctor.repair.conversions.row_codec import FLOAT16, STORED, Row, RowCodec
+from kvdoctor.repair.conversions.row_codec import FLOAT16, STORED, Row, RowCodec, slice_shape
 from kvdoctor.repair.conversions.static_cache import forget_trace
 from kvdoctor.repair.workspace import CannotRepair, RepairContext
 from kvdoctor.report.repair_record import Change
@@ -149,6 +150,8 @@ class _Writer:
                 for node in nodes:
                     node.input[:] = [read if name == slot.past else name for name in node.input]
                 self.codec.decode(graph, (slot.past, scale), _row(slot), read)
+            if self.codec.kind == "int4":
+                self._correct_shapes(graph, slot)
         added = _declare_scale(declared, slot, scale) if scale else None
         self._declare_values(declared, slot)
         self.changes.append(Change(self.file, f"input {slot.past!r}", before, _describe(declared)))
@@ -161,6 +164,31 @@ class _Writer:
     def _computes_with(self, node: NodeProto) -> bool:
         """Whether a node computes with the values of a past, and does not only join, return or measure them."""
         return node.op_type != "Shape" and self.own.isdisjoint(node.output)
+
+    def _correct_shapes(self, graph: GraphProto, slot: Slot) -> None:
+        """Let a graph that asks a packed past for its width have that of the rows: twice as many."""
+        rank, axis = len(slot.axes), _width_axis(slot)
+        for node in [one for one in graph.node if one.op_type == "Shape" and one.input[0] == slot.past]:
+            factors = slice_shape([2 if at == axis else 1 for at in range(rank)], node)
+            others = {at for at, factor in enumerate(factors) if factor == 1}
+            reading = [
+                (one, self._picked(graph, one, len(factors))) for one, _ in readers(graph).get(node.output[0], ())
+            ]
+            if not all(picked is not None and picked in others for _, picked in reading):
+                self.codec.scale_shape(graph, node, factors)
+
+    def _picked(self, graph: GraphProto, node: NodeProto, count: int) -> int | None:
+        """The number that a Gather picks of a shape; None where it is not known."""
+        if node.op_type != "Gather" or normalize_domain(node.domain):
+            return None
+        for around in (graph, self.model.graph):
+            maker = producer(around, node.input[1])
+            tensor = constant_tensor(maker) if maker is not None and maker.op_type == "Constant" else None
+            tensor = tensor or next((one for one in around.initializer if one.name == node.input[1]), None)
+            numbers = integers(tensor) if tensor is not None else None
+            if maker is not None or tensor is not None:
+                return numbers[0] % count if numbers is not None and len(numbers) == 1 else None
+        return None
 
     def _visit(self, slot: Slot, scopes: Scopes, name: str) -> str:
         """Store the value that is returned under a name, in every branch; gives the name of its scales."""
@@ -195,7 +223,7 @@ class _Writer:
             self._declare_values(body.output[index], slot)
         if not self.codec.is_scaled:
             return ""
-        node.output.append(self._name_scale(name))
+        node.output.append(self._name_scale(scopes, name))
         return str(node.output[-1])
 
     def _store(self, slot: Slot, scopes: Scopes, name: str, node: NodeProto | None) -> str:
@@ -206,7 +234,7 @@ class _Writer:
         if node is None or producer(graph, name) is None:
             raise CannotRepair(f"no node of its own graph makes {name!r}")
         if slot.past in node.input:
-            return self._store_joined(slot, graph, name, node)
+            return self._store_joined(slot, scopes, name, node)
         if slot.past in needed_for(graph, [name]):
             raise CannotRepair(
                 f"the node {describe_node(node)} makes {name!r} of {slot.past!r}: new rows do not meet that past in a "
@@ -214,15 +242,20 @@ class _Writer:
             )
         exact = fresh_name(f"{name}.exact", self.codec.known)
         read = self._move_readers(graph, name)
+        back = self._move_readers(graph, node.input[0], node) if node.op_type == "Transpose" else ""
         node.output[:] = [exact if one == name else one for one in node.output]
         _, scale = self.codec.encode(graph, exact, _row(slot), name)
+        if back:
+            # Exporters transpose keys for the product and for the present apart: both must see what is stored.
+            read = read or fresh_name(f"{name}.read", self.codec.known)
+            self.codec.transpose_back(graph, read, node, back)
         if read:
             self.codec.decode(graph, (name, scale), _row(slot), read)
         return scale
 
-    def _store_joined(self, slot: Slot, graph: GraphProto, name: str, node: NodeProto) -> str:
+    def _store_joined(self, slot: Slot, scopes: Scopes, name: str, node: NodeProto) -> str:
         """Join stored rows to a stored past, and their scales to its scales."""
-        described, kind = describe_node(node), str(node.op_type)
+        graph, described, kind = scopes[-1], describe_node(node), str(node.op_type)
         if normalize_domain(node.domain) or kind not in JOINS:
             raise CannotRepair(f"the node {described} takes {slot.past!r} itself", FUSED.get(kind, ""))
         if node.input[0] != slot.past or (kind == "Concat" and len(node.input) != JOINED):
@@ -240,18 +273,21 @@ class _Writer:
             twin = graph.node.add()
             twin.CopyFrom(node)
             twin.input[0], twin.input[place] = self._past_scale(slot), scale
-            twin.name = twin.output[0] = joined = self._name_scale(name)
+            twin.name = twin.output[0] = joined = self._name_scale(scopes, name)
         if read:
             self.codec.decode(graph, (name, joined), _row(slot), read)
         return joined
 
-    def _move_readers(self, graph: GraphProto, name: str) -> str:
+    def _move_readers(self, graph: GraphProto, name: str, but: NodeProto | None = None) -> str:
         """Let all that computes with a value read another one, which is still to be made; empty if nothing does."""
-        reading = [node for node, _ in readers(graph).get(name, ()) if self.own.isdisjoint(node.output)]
-        if not reading:
+
+        def moves(node: NodeProto) -> bool:
+            return self.own.isdisjoint(node.output) and (but is None or node.output != but.output)
+
+        if not any(moves(node) for node, _ in readers(graph).get(name, ())):
             return ""
         read = fresh_name(f"{name}.read", self.codec.known)
-        rename_reads(graph, {name: read}, lambda node: self.own.isdisjoint(node.output))
+        rename_reads(graph, {name: read}, moves)
         return read
 
     def _past_scale(self, slot: Slot) -> str:
@@ -264,8 +300,9 @@ class _Writer:
             self.own.add(name)
         return name
 
-    def _name_scale(self, name: str) -> str:
-        return fresh_name(scale_name(name), self.codec.known)
+    def _name_scale(self, scopes: Scopes, name: str) -> str:
+        """A name for joined scales; that of an output is kept for the main graph."""
+        return fresh_name(scale_name(name) if len(scopes) == 1 else f"{name}.scale", self.codec.known)
 
     def _refuse_taken(self, name: str) -> None:
         if name in self.codec.known:

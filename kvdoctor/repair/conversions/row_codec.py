@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from kvdoctor.choices import CacheType
 from kvdoctor.decode.cache_types import LARGEST_SCALE, LEVELS, SMALLEST_SCALE, ZERO_POINT
 from kvdoctor.model.edit import fresh_name
-from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, TensorProto
-from kvdoctor.model.traverse import opset_version
+from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+from kvdoctor.model.traverse import find_attribute, opset_version
 from kvdoctor.records import record
 
 FLOAT, UINT8, INT8, INT64, FLOAT16 = 1, 2, 3, 7, 10
@@ -89,6 +89,24 @@ class RowCodec:
         """Give a value another name."""
         self._node(graph, "same", "Identity", [value], into)
 
+    def transpose_back(self, graph: GraphProto, value: str, node: NodeProto, into: str) -> None:
+        """Undo on a value what a Transpose does; without `perm` it reverses the axes, which undoes itself."""
+        order = find_attribute(node, "perm")
+        if order is None:
+            self._node(graph, "back", "Transpose", [value], into)
+        else:
+            places = sorted(range(len(order.ints)), key=lambda at: order.ints[at])
+            self._node(graph, "back", "Transpose", [value], into, perm=places)
+
+    def scale_shape(self, graph: GraphProto, node: NodeProto, factors: list[int]) -> None:
+        """Multiply what a Shape returns by numbers, for all that reads it."""
+        name = str(node.output[0])
+        node.output[0] = fresh_name(f"{name}.packed", self.known)
+        numbers = self._constant(
+            ("factors", *factors), TensorProto(data_type=INT64, dims=[len(factors)], int64_data=factors)
+        )
+        self._node(graph, "shape", "Mul", [node.output[0], numbers], name)
+
     def _scale(self, graph: GraphProto, exact: str, axis: int) -> str:
         """The largest magnitude of each row over the number of levels, as float16."""
         size = self._node(graph, "magnitude", "Abs", [exact])
@@ -129,3 +147,9 @@ class RowCodec:
             self.model.graph.initializer.append(tensor)
             self.constants[key] = tensor.name
         return self.constants[key]
+
+
+def slice_shape(sizes: list[int], node: NodeProto) -> list[int]:
+    """The sizes that a Shape returns, of those of all axes: from opset 15 on it may take some of them."""
+    start, end = find_attribute(node, "start"), find_attribute(node, "end")
+    return sizes[slice(start.i if start is not None else None, end.i if end is not None else None)]
