@@ -196,8 +196,8 @@ class Slot:
     """One layer's key or value (or another state), seen as past and present.
 
     `layer` is None where one tensor stacks all layers, `part` says what it holds of the layer. `filled_by` is the
-    output that first fills the slot, of the phase `filled_in`; `present` is the decode output that carries it on. `emptied` says that the decode graph itself returns a constant
-    without elements under the present's name.
+    output that first fills the slot, of the phase `filled_in`; `present` is the decode output that carries it on.
+    `emptied` says that the decode graph itself returns a constant without elements under the present's name.
 
     `window` is the number of tokens that the layer's attention looks back over, where the graph or a config says so;
     `trimmed` says that the graph cuts old entries off a cache that grows, so that its length does not tell the tokens.

@@ -66,6 +66,26 @@ def round_values(values: Array, kind: CacheType, scales: Array | None) -> Array:
     return rounded
 
 
+HALF_STEP = 0.51
+"""What rounding moves a number by at most, in steps: a little more than half, for the rounding of the product."""
+HALF_ULP = 2.0**-11
+"""What rounding to float16 moves a number by at most, as a fraction of it."""
+
+
+def measure_drift(pair: tuple[Array, Array], scales: Array | None, length: int, deviation: float) -> float:
+    """How far rows that were read are from those that should have been stored, beyond what rounding explains.
+
+    `pair` are the rows as they were read and as they should be, `scales` those of the rows that were read (None for
+    float16), `length` the axis of tokens. The root mean square of the worst token, as a fraction of the deviation.
+    """
+    got, want = (rows.astype(np.float64) for rows in pair)
+    step = HALF_ULP * np.abs(want) + SMALLEST_SCALE if scales is None else HALF_STEP * scales.astype(np.float64)
+    beyond = np.maximum(np.abs(got - want) - step, 0)
+    over = tuple(axis for axis in range(got.ndim) if axis != length)
+    worst = float(np.sqrt((beyond**2).mean(axis=over)).max(initial=0))
+    return float(f"{worst / deviation:.3g}") if deviation > 0 else float(worst > 0)
+
+
 def read_stored(stored: Array, scales: Array | None, kind: CacheType, axis: int) -> Array:
     """A stored cache as float32."""
     if kind == "float16" or scales is None:

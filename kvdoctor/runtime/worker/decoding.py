@@ -1,5 +1,7 @@
 """Decodes with one model along a walk: the same calls for every model that is to be compared with another."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvdoctor.contract import CacheContract
@@ -14,12 +16,16 @@ from kvdoctor.runtime.worker.sessions import Announce, Sessions
 
 @record
 class Way:
-    """What every model is run with: the seed and the encoder states of its feeds, the provider, and the threads."""
+    """What every model is run with: the seed and the encoder states of its feeds, the provider, and the threads.
+
+    `store` is what becomes of the cache between one call and the next, where it is not fed as it was returned.
+    """
 
     seed: int
     provider: str
     threads: int
     states: int
+    store: Callable[[Past], Past] | None = None
 
 
 @record(slots=False)
@@ -68,6 +74,7 @@ def decode(side: PairedSide, walk: Walk, way: Way, announce: Announce, tokens: A
         if tokens is None and stop < walk.total and side.contract.codebooks == 1:
             builder.tokens[:, stop] = int(logits[-1].argmax())
         past = builder.carry(past, answer, "held")
+        past = past if way.store is None else way.store(past)
     return Decoded(walk, builder.tokens, np.stack(logits), answers[0], answers[-1])
 
 

@@ -20,6 +20,7 @@ import onnxruntime as ort
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.experiments import Experiment, load
 from kvdoctor.decode.messages import (
+    CacheCostJob,
     CompareJob,
     DigestJob,
     Event,
@@ -102,6 +103,13 @@ def _read_trace(path: str, run: str | None, contract: CacheContract, announce: A
         return ()
 
 
+def _grade(job: GradeJob | CacheCostJob, announce: Announce) -> Iterator[Event]:
+    from kvdoctor.runtime.worker.cache_cost import measure_cost
+    from kvdoctor.runtime.worker.grade import grade
+
+    return measure_cost(job, announce) if isinstance(job, CacheCostJob) else grade(job, announce)
+
+
 def run_job(job: Job, announce: Announce) -> None:
     """Carry out a job and announce its events."""
     match job:
@@ -120,11 +128,9 @@ def run_job(job: Job, announce: Announce) -> None:
             from kvdoctor.runtime.worker.paired import run_paired
 
             announce(run_paired(job, announce))
-        case GradeJob():
-            from kvdoctor.runtime.worker.grade import grade
-
-            for graded in grade(job, announce):
-                announce(graded)
+        case GradeJob() | CacheCostJob():
+            for found in _grade(job, announce):
+                announce(found)
         case DigestJob():
             from kvdoctor.runtime.worker.digests import write_digests
 
