@@ -55,6 +55,11 @@ def row_scales(values: Array, kind: CacheType, axes: tuple[int, ...]) -> Array:
     return np.clip(largest / np.float32(LEVELS[kind]), SMALLEST_SCALE, LARGEST_SCALE).astype(np.float16)
 
 
+def find_scales(values: Array, slot: StoredSlot) -> Array | None:
+    """The scale of each row of a slot; None for float16, which has none."""
+    return None if slot.kind == "float16" else row_scales(values, slot.kind, (slot.axis,))
+
+
 def round_values(values: Array, kind: CacheType, scales: Array | None) -> Array:
     """What is read back of values that were stored, in their own type; float16 takes no scales."""
     with np.errstate(over="ignore"):

@@ -449,8 +449,8 @@ class CacheCosted:
         same_top1: The share of positions with the same likeliest token.
         first_other: The first position, from 1 on, with another likeliest token; None without.
         relative: The largest difference of the logits, in standard deviations of the logits.
-        drift: By past, its deviation and the drift of its rows (decode/cache_types.py); of the run that a copy is
-            compared with alone.
+        allowed: The largest difference of more sequences as well; of the rounding that a copy has alone.
+        drift: By past, its deviation and the drift of its rows (decode/cache_types.py), of the same sequences.
         failed: Why there are no figures; empty if there are.
     """
 
@@ -462,6 +462,7 @@ class CacheCosted:
     same_top1: float = 1.0
     first_other: int | None = None
     relative: float = 0.0
+    allowed: float = 0.0
     drift: dict[str, tuple[float, float]] = field(default_factory=dict)
     failed: str = ""
     tag: Literal["cache-costed"] = "cache-costed"

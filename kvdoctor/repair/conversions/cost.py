@@ -71,7 +71,7 @@ def measure_costs(session: RepairSession, made: Converted, contract: CacheContra
         _find_sensitive(found),
     )
     drift = {past: (deviation, FACTOR * off + NOISE) for past, (deviation, off) in written.drift.items()}
-    return MeasuredCost(facts, FACTOR * written.relative, drift, written.failed)
+    return MeasuredCost(facts, FACTOR * written.allowed, drift, written.failed)
 
 
 def _describe(one: CacheCosted) -> CacheCost:

@@ -11,8 +11,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvdoctor.contract import Axis, Slot
-from kvdoctor.decode.cache_types import GRANULARITIES, Granularity, StoredSlot, measure_drift, round_values, row_scales
+from kvdoctor.decode.cache_types import (
+    GRANULARITIES,
+    Granularity,
+    StoredSlot,
+    find_scales,
+    measure_drift,
+    round_values,
+    row_scales,
+)
 from kvdoctor.decode.calls import Array, NothingToRun, Past, TooShort, as_array
+from kvdoctor.decode.inputs import random_tokens
 from kvdoctor.decode.messages import CacheCosted, CacheCostJob
 from kvdoctor.decode.paired_walks import Walk, plan_decoding
 from kvdoctor.decode.parity import compare, divergences
@@ -20,6 +29,8 @@ from kvdoctor.records import record
 from kvdoctor.runtime.worker.decoding import Decoded, Way, choose_states, decode
 from kvdoctor.runtime.worker.sessions import Announce, Refused, StepFailed
 
+SEQUENCES = 4
+"""Random sequences that are run beside it, to know how far a copy may be off."""
 PROMPT, STEPS = 8, 32
 """Tokens of the prompt, which are random, and tokens that the model decodes after it."""
 NOT_RUN = (StepFailed, Refused, TooShort, NothingToRun)
@@ -56,9 +67,28 @@ def measure_cost(job: CacheCostJob, announce: Announce) -> Iterator[CacheCosted]
         return
     for number, plan in enumerate(plans):
         try:
-            yield measure.run(plan, with_drift=number == 0)
+            found = measure.run(plan)
+            yield _add_others(found, plan, job, announce) if number == 0 else replace(found, drift={})
         except NOT_RUN as error:
             yield CacheCosted(plan.keys, plan.values, plan.layer, failed=str(error)[:300])
+
+
+def _add_others(found: CacheCosted, plan: Rounding, job: CacheCostJob, announce: Announce) -> CacheCosted:
+    """With the largest differences and drifts of more sequences, of random tokens: a proof runs such ones.
+
+    Raises:
+        StepFailed: the runtime fails in a call.
+    """
+    most, drift = found.relative, dict(found.drift)
+    for number in range(1, SEQUENCES + 1):
+        more = _prepare(replace(job, seed=job.seed + number), announce, shares=False, greedy=False).run(plan)
+        if more.failed:
+            return more
+        most = max(most, more.relative)
+        drift |= {
+            past: max(one, drift.get(past, one), key=lambda pair: pair[0] * pair[1]) for past, one in more.drift.items()
+        }
+    return replace(found, allowed=most, drift=drift)
 
 
 def _plan(job: CacheCostJob) -> Iterator[Rounding]:
@@ -92,7 +122,7 @@ class _Measure:
     carried: Past
     scales: Mapping[tuple[str, Granularity], Array]
 
-    def run(self, plan: Rounding, with_drift: bool) -> CacheCosted:
+    def run(self, plan: Rounding) -> CacheCosted:
         """Decode with one rounding.
 
         Raises:
@@ -116,7 +146,7 @@ class _Measure:
             same_top1=round(float(same.mean()), 4),
             first_other=None if same.all() else int(np.argmin(same)) + 1,
             relative=compare(got[None], want[None]).relative,
-            drift=self._measure_drift(store) if with_drift else {},
+            drift=self._measure_drift(store),
         )
 
     def _measure_drift(self, store: "_Store") -> dict[str, tuple[float, float]]:
@@ -126,15 +156,17 @@ class _Measure:
         for one in self.job.stored:
             want, got = as_array(self.carried[one.past]), store.rounded.get(one.past)
             if got is not None and got.shape == want.shape and want.size:
-                scales = None if one.kind == "float16" else row_scales(got, one.kind, (one.axis,))
                 length = slots[one.past].length_axis or 0
                 deviation = float(want.astype(np.float64).std())
-                found[one.past] = (deviation, measure_drift((got, want), scales, length, deviation))
+                off = measure_drift((got, want), find_scales(got, one), length, deviation)
+                found[one.past] = (deviation, off)
         return found
 
 
-def _prepare(job: CacheCostJob, announce: Announce, shares: bool) -> _Measure:
+def _prepare(job: CacheCostJob, announce: Announce, shares: bool, greedy: bool = True) -> _Measure:
     """Decode without rounding: the tokens, then the same tokens one by one; and another sequence for shared scales.
+
+    Tokens that are not `greedy` are random.
 
     Raises:
         StepFailed: the runtime fails in a call.
@@ -146,7 +178,9 @@ def _prepare(job: CacheCostJob, announce: Announce, shares: bool) -> _Measure:
     if first is None or walk is None or not walk.pieces:
         raise NothingToRun("no prompt and step have a size that the model takes")
     way = Way(job.seed, job.provider, job.threads, choose_states(contract))
-    tokens = decode(job.side, first, way, announce).tokens
+    shape = (walk.batch * contract.codebooks, walk.total)
+    drawn = random_tokens(contract, shape, job.seed)
+    tokens = decode(job.side, first, way, announce).tokens if greedy else drawn
     last = _Last()
     exact = decode(job.side, walk, replace(way, store=last.keep), announce, tokens[:, : walk.total])
     other = _Last()
@@ -200,6 +234,6 @@ class _Store:
         at = slot.axes.index("past") if "past" in slot.axes else None
         known = before.shape[at] if before is not None and at is not None else 0
         new = values if at is None else np.take(values, range(known, values.shape[at]), axis=at)
-        scales = row_scales(new, one.kind, (one.axis,)) if shared == "token" else self.scales[one.past, shared]
-        rounded = round_values(new, one.kind, None if one.kind == "float16" else scales)
+        scales = find_scales(new, one) if shared == "token" else self.scales[one.past, shared]
+        rounded = round_values(new, one.kind, scales)
         return rounded if before is None or at is None else np.concatenate([before, rounded], axis=at)
