@@ -135,7 +135,7 @@ empty: length 0. dummy: length 1, masked. zeros: a buffer or state of zeros. enc
 prefill: nothing, another graph makes it. ignored: anything, the branch does not read it.
 """
 
-Exactness = Literal["float", "float16", "bfloat16", "static-quantization", "dynamic-quantization"]
+Exactness = Literal["float", "float16", "bfloat16", "static-quantization", "dynamic-quantization", "int4-cache"]
 """The arithmetic of a graph. What is rounded to few bits on its way has a scale of its own, or one from all tokens."""
 
 PhaseName = Literal["encode", "embed", "prefill", "decode"]

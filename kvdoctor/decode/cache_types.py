@@ -52,7 +52,8 @@ def scale_name(name: str) -> str:
 def row_scales(values: Array, kind: CacheType, axes: tuple[int, ...]) -> Array:
     """The scales of a tensor, float16, with size 1 along the axes that share one."""
     largest = np.abs(values.astype(np.float32)).max(axis=axes, keepdims=True, initial=0)
-    return np.clip(largest / np.float32(LEVELS[kind]), SMALLEST_SCALE, LARGEST_SCALE).astype(np.float16)
+    scales: Array = np.clip(largest / np.float32(LEVELS[kind]), SMALLEST_SCALE, LARGEST_SCALE).astype(np.float16)
+    return scales
 
 
 def find_scales(values: Array, slot: StoredSlot) -> Array | None:

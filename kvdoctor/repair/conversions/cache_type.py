@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvdoctor.choices import CacheType
 from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.decode.cache_types import StoredSlot, scale_name
-from kvdoctor.model.edit import fresh_name, keep_only, rename_reads, replace_all, sort_nodes
+from kvdoctor.model.edit import fresh_name, rename_reads, replace_all, sort_nodes
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
 from kvdoctor.model.traverse import (
     constant_tensor,
@@ -72,7 +72,7 @@ def convert(context: RepairContext, choice: CacheType) -> Converted:
             writing.read_stored(slot)
         changes += writing.changes
         for graph in list(graphs_in(model.graph)):
-            keep_only(graph.value_info, lambda value, stale=writing.stale: value.name not in stale)
+            replace_all(graph.value_info, [value for value in graph.value_info if value.name not in writing.stale])
             sort_nodes(graph)
         changes += forget_trace(context, file)
     stored = tuple(StoredSlot(s.past, choice, s.axes.index("head_dim"), scales[s.past]) for s in slots)
@@ -319,7 +319,8 @@ class _Writer:
 
 def _declare_scale(values: ValueInfoProto, slot: Slot, name: str) -> ValueInfoProto:
     """The declaration of scales: as that of their values, with one element for each row."""
-    declared = ValueInfoProto.FromString(values.SerializeToString())
+    declared = ValueInfoProto()
+    declared.CopyFrom(values)
     declared.name, declared.type.tensor_type.elem_type = name, FLOAT16
     dims = declared.type.tensor_type.shape.dim
     if len(dims) == len(slot.axes):
