@@ -11,15 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvdoctor.contract import Axis, Slot
-from kvdoctor.decode.cache_types import (
-    GRANULARITIES,
-    Granularity,
-    StoredSlot,
-    find_scales,
-    measure_drift,
-    round_values,
-    row_scales,
-)
+from kvdoctor.decode.cache_rounding import find_scales, measure_drift, round_values, row_scales
+from kvdoctor.decode.cache_types import GRANULARITIES, Granularity, StoredSlot
 from kvdoctor.decode.calls import Array, NothingToRun, Past, TooShort, as_array
 from kvdoctor.decode.inputs import random_tokens
 from kvdoctor.decode.messages import CacheCosted, CacheCostJob

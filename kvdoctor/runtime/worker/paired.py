@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvdoctor.contract import Slot
-from kvdoctor.decode.cache_types import StoredSlot, measure_drift, read_stored
+from kvdoctor.decode.cache_rounding import measure_drift, read_stored
+from kvdoctor.decode.cache_types import StoredSlot
 from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, Scenario, TooShort
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import PairedDone, PairedJob, PairedSide
