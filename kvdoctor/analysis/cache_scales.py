@@ -4,7 +4,7 @@ kvdoctor's own conversion writes them so (`re-export --cache-type`). A scale gro
 values are, and belongs to the same layer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from kvdoctor.analysis.dialects.dialect import SlotName
@@ -43,14 +43,39 @@ def name_scales(names: Mapping[str, SlotName], stored: Mapping[str, str]) -> Ite
 
 
 def mark_scales(slots: list[Slot], stored: Mapping[str, str]) -> list[Slot]:
-    """Scales with the kind and layer of their values; no attention uses them by themselves."""
+    """Scales as slots like their values: dataflow proves where they go, not what they are for."""
     by_past = {slot.past: slot for slot in slots}
     return [
-        replace(slot, kind=values.kind, layer=values.layer, part=scale_part(values.part), used_as=None)
-        if (values := by_past.get(stored.get(slot.past, ""))) is not None
+        replace(
+            values,
+            past=slot.past,
+            present=slot.present or (scale_name(values.present) if values.present is not None else None),
+            dtype=slot.dtype,
+            shape=slot.shape,
+            part=scale_part(values.part),
+            continues_as=slot.continues_as,
+            takes_new=slot.takes_new,
+            emptied=slot.emptied,
+            used_as=None,
+        )
+        if (values := by_past.get(stored.get(slot.past, ""))) is not None and len(slot.shape) == len(values.shape)
         else slot
         for slot in slots
     ]
+
+
+def fill_scales(slots: list[Slot], stored: Mapping[str, str], outputs: Collection[str]) -> list[Slot]:
+    """Scales with the output that first fills them beside their values, where no name said it; `outputs` are there."""
+    by_past = {slot.past: slot for slot in slots}
+    filled = []
+    for slot in slots:
+        values = by_past.get(stored.get(slot.past, ""))
+        beside = scale_name(values.filled_by) if values is not None and values.filled_by is not None else None
+        if values is None or beside not in outputs or slot.filled_by == beside:
+            filled.append(slot)
+        else:
+            filled.append(replace(slot, filled_by=beside, filled_in=values.filled_in, first=values.first))
+    return filled
 
 
 def scale_part(part: Part) -> Part:

@@ -72,7 +72,8 @@ def decode(side: PairedSide, walk: Walk, way: Way, announce: Announce, tokens: A
         answers = [*answers[:1], answer]
         logits.append(answer.logits.reshape(-1, answer.logits.shape[-1])[-1].astype(np.float64))
         if tokens is None and stop < walk.total and side.contract.codebooks == 1:
-            builder.tokens[:, stop] = int(logits[-1].argmax())
+            # The head may be padded to more rows than there are tokens.
+            builder.tokens[:, stop] = int(logits[-1][: side.contract.vocabulary].argmax())
         past = builder.carry(past, answer, "held")
         past = past if way.store is None else way.store(past)
     return Decoded(walk, builder.tokens, np.stack(logits), answers[0], answers[-1])
