@@ -16,9 +16,9 @@ from kvdoctor.repair.conversions.registry import Converted
 from kvdoctor.repair.session import RepairSession
 from kvdoctor.report.repair_record import CacheCost, CacheCosts
 
-FACTOR = 3.0
-"""What a copy may be off by, as a multiple of what the loop that rounds shows: the copy also rounds the rows of the
-call itself, and more calls are compared."""
+ROWS, LOGITS = 3.0, 5.0
+"""What the rows and the logits of a copy may be off by, as multiples of what the loop that rounds shows: the copy also
+rounds the rows of the call itself, which weighs most in short prompts, and more calls are compared."""
 NOISE = 1e-3
 """What rows may be off by anyway, in standard deviations of the cache: float32 tips a rounding here and there."""
 STANDS_OUT = 4.0
@@ -70,8 +70,8 @@ def measure_costs(session: RepairSession, made: Converted, contract: CacheContra
         tuple(_describe(one) for one in found),
         _find_sensitive(found),
     )
-    drift = {past: (deviation, FACTOR * off + NOISE) for past, (deviation, off) in written.drift.items()}
-    return MeasuredCost(facts, FACTOR * written.allowed, drift, written.failed)
+    drift = {past: (deviation, ROWS * off + NOISE) for past, (deviation, off) in written.drift.items()}
+    return MeasuredCost(facts, LOGITS * written.allowed, drift, written.failed)
 
 
 def _describe(one: CacheCosted) -> CacheCost:

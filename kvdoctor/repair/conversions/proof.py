@@ -9,6 +9,9 @@ from kvdoctor.repair.proof import prove_loops
 from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
 from kvdoctor.report.repair_record import Proof
 
+HOLDING = {"pass-through"}
+"""Repairs that change only what a decode step returns of caches that are held. Rounded caches of that kind are compared
+in the first step alone."""
 MOST_NOT_RUN = 2
 """Calls that the original does not run are listed up to this number."""
 
@@ -17,7 +20,8 @@ def prove_conversions(
     session: RepairSession, made: Converted, before: Outcome, after: DiagnosisSide, stack: str
 ) -> Iterator[Proof]:
     """The claims on a converted stack, and whether they hold; `before` is the outcome of the repairs."""
-    repaired = any(one.stack == stack for one in before.applied)
+    repairs = {one.repair.name for one in before.applied if one.stack == stack}
+    repaired = bool(repairs - (HOLDING if made.stored else set()))
     yield from prove_loops(stack, after, before.after)
     known = {finding.name for finding in before.after.report.findings} | set(made.reveals)
     new = sorted({f.name for f in after.report.findings if f.severity != "note"} - known)
