@@ -46,8 +46,19 @@ def failed(report: Report) -> list[str]:
     return [f"{entry.claim}: {entry.detail}" for entry in report.repair.proof if not entry.holds]
 
 
-@pytest.mark.parametrize("kind", ["float16", "int8", "int4"])
-@pytest.mark.parametrize("name", [DECODER, "merged-healthy", "pair-healthy"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (DECODER, "int4"),
+        ("merged-healthy", "int8"),
+        *(pytest.param(DECODER, kind, marks=SLOW) for kind in ("float16", "int8")),
+        *(pytest.param("merged-healthy", kind, marks=SLOW) for kind in ("float16", "int4")),
+        *(pytest.param("pair-healthy", kind, marks=SLOW) for kind in ("float16", "int8", "int4")),
+    ],
+)
 def test_a_cache_is_stored_in_another_type(name: str, kind: str, tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", name), tmp_path / "out"
     before = contents(source)
@@ -70,6 +81,7 @@ def test_a_cache_is_stored_in_another_type(name: str, kind: str, tmp_path: Path)
         onnx.checker.check_model(onnx.load(str(path)), full_check=True)
 
 
+@SLOW
 @pytest.mark.parametrize(
     "name",
     [
@@ -87,7 +99,7 @@ def test_other_layouts_are_stored_in_8_bits(name: str, tmp_path: Path) -> None:
     assert exit_code(api.step_test(tmp_path / "out"), "error") == 0
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_real_export_is_stored_in_8_bits(tmp_path: Path) -> None:
     """Keys of its first step are transposed for the product and for the present apart: both are rounded."""
     report = api.re_export(EXPORTS / "marian-4.46.3", tmp_path / "out", cache_type="int8")
@@ -95,6 +107,7 @@ def test_a_real_export_is_stored_in_8_bits(tmp_path: Path) -> None:
     assert exit_code(report, "error") == 0
 
 
+@SLOW
 def test_a_static_cache_is_stored_in_8_bits(tmp_path: Path) -> None:
     report = api.re_export(EXPORTS / "gpt2", tmp_path / "out", cache="static=24", cache_type="int8")
     assert not failed(report)
@@ -124,6 +137,7 @@ def test_a_dry_run_shows_what_it_costs_and_writes_nothing(tmp_path: Path) -> Non
         assert "128 -> 48 bytes for each token" in formats.render(report, name).replace("\\>", ">").replace("&gt;", ">")
 
 
+@SLOW
 def test_fewer_bits_cost_more(tmp_path: Path) -> None:
     source, found = write(tmp_path / "model"), []
     for kind in ("float16", "int8", "int4"):
@@ -283,7 +297,7 @@ def scales_of_the_last_row(graph: onnx.GraphProto) -> None:
 @pytest.mark.parametrize(
     "spoil", [wrong_scale, scales_of_another_head, values_for_keys, new_rows_in_front, scales_of_the_last_row]
 )
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=SLOW)])
 def test_a_copy_with_a_mistake_is_not_written(spoil: Spoil, kind: str, tmp_path: Path) -> None:
     source, out = write(tmp_path / "model"), tmp_path / "out"
     asked = faulty(spoil, cache_type=kind)

@@ -16,7 +16,7 @@ from kvdoctor.records import record
 
 FLOAT, UINT8, INT8, INT64, FLOAT16 = 1, 2, 3, 7, 10
 STORED = {"float16": FLOAT16, "int8": INT8, "int4": UINT8}
-"""The element type in which each choice is stored. ONNX Runtime joins no INT4 tensors (Concat), so two share a byte."""
+"""The element type in which each choice is stored. Concat takes no INT4 tensors, so two share a byte."""
 AXES_AS_INPUT = 18
 """The opset from which the axes of ReduceMax are an input."""
 
