@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from kvdoctor.choices import Agree, Attentions, AxisNames, Consumer, Dtype, ExporterName, FailOn, LogitsRows
+from kvdoctor.choices import Agree, Attentions, AxisNames, CacheType, Consumer, Dtype, ExporterName, FailOn, LogitsRows
 from kvdoctor.errors import UsageError, did_you_mean
 from kvdoctor.options import (
     BaselineChoices,
@@ -186,6 +186,7 @@ class ReExportOptions(RunOptions, total=False):
     opset: int | None
     attentions: Attentions | None
     cache: str | None
+    cache_type: CacheType | None
     logits: LogitsRows | None
     from_: "Path | None"
     exporter: ExporterName | None

@@ -24,6 +24,8 @@ Attentions = Literal["cross"]
 """The attention weights that a converted model returns."""
 LogitsRows = Literal["last", "selectable"]
 """The rows of logits that a converted model computes."""
+CacheType = Literal["float16", "int8", "int4"]
+"""The type in which a converted model carries its cache."""
 ExporterName = Literal["optimum", "transformers", "genai"]
 Dtype = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 
@@ -36,6 +38,7 @@ AGREE: tuple[Agree, ...] = get_args(Agree)
 ATTENTIONS: tuple[Attentions, ...] = get_args(Attentions)
 LOGITS_ROWS: tuple[LogitsRows, ...] = get_args(LogitsRows)
 AXIS_NAMES: tuple[AxisNames, ...] = get_args(AxisNames)
+CACHE_TYPES: tuple[CacheType, ...] = get_args(CacheType)
 EXPORTERS: tuple[ExporterName, ...] = get_args(ExporterName)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 

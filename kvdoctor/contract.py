@@ -105,6 +105,13 @@ values are computed anew; `encoder-states` are made by the first step and held; 
 a recurrent or state space layer its state; a `counter` counts the tokens so far.
 """
 
+Part = Literal["key", "value", "key-value", "latent", "state", "key-scale", "value-scale"]
+"""What a slot holds of its layer.
+
+`key-value` is both in one tensor, `state` what is neither; `key-scale` and `value-scale` are the scales of keys and
+values that are stored in 8 or 4 bits.
+"""
+
 Growth = Literal["grow", "static", "shared", "ring", "delta", "replace", "constant", "paged"]
 """What a step does to the length of a slot.
 
@@ -129,7 +136,7 @@ empty: length 0. dummy: length 1, masked. zeros: a buffer or state of zeros. enc
 prefill: nothing, another graph makes it. ignored: anything, the branch does not read it.
 """
 
-Exactness = Literal["float", "float16", "bfloat16", "static-quantization", "dynamic-quantization"]
+Exactness = Literal["float", "float16", "bfloat16", "static-quantization", "dynamic-quantization", "int4-cache"]
 """The arithmetic of a graph. What is rounded to few bits on its way has a scale of its own, or one from all tokens."""
 
 PhaseName = Literal["encode", "embed", "prefill", "decode"]
@@ -189,10 +196,9 @@ class Phase:
 class Slot:
     """One layer's key or value (or another state), seen as past and present.
 
-    `layer` is None where one tensor stacks all layers, `part` is `key-value` where it holds both (stacked or fused),
-    and `state` for what is neither. `filled_by` is the output that first fills the slot, of the phase `filled_in`;
-    `present` is the decode output that carries it on. `emptied` says that the decode graph itself returns a constant
-    without elements under the present's name.
+    `layer` is None where one tensor stacks all layers, `part` says what it holds of the layer. `filled_by` is the
+    output that first fills the slot, of the phase `filled_in`; `present` is the decode output that carries it on.
+    `emptied` says that the decode graph itself returns a constant without elements under the present's name.
 
     `window` is the number of tokens that the layer's attention looks back over, where the graph or a config says so;
     `trimmed` says that the graph cuts old entries off a cache that grows, so that its length does not tell the tokens.
@@ -205,7 +211,7 @@ class Slot:
 
     kind: SlotKind
     layer: int | None
-    part: Literal["key", "value", "key-value", "latent", "state"]
+    part: Part
     dtype: str
     shape: tuple[Dim, ...]
     axes: tuple[Axis, ...]

@@ -14,6 +14,7 @@ from kvdoctor.choices import (
     AGREE,
     ATTENTIONS,
     AXIS_NAMES,
+    CACHE_TYPES,
     CONSUMERS,
     DTYPES,
     EXPORTERS,
@@ -24,6 +25,7 @@ from kvdoctor.choices import (
     Agree,
     Attentions,
     AxisNames,
+    CacheType,
     Choice,
     Consumer,
     Day,
@@ -363,6 +365,14 @@ class ReExportChoices:
         None,
         "Make a cache that grows a buffer of N tokens, written in place, or such a buffer a cache that grows "
         "(docs/conversions.md).",
+        ("re-export",),
+        unset="as PATH has it",
+        group=REPAIR,
+    )
+    cache_type: CacheType | None = option(
+        Choice.of(CACHE_TYPES),
+        None,
+        "Carry the cache in a narrower type; with --dry-run, show what that costs (docs/conversions.md).",
         ("re-export",),
         unset="as PATH has it",
         group=REPAIR,

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import count
 
 from kvdoctor.analysis.axes import WIDTHS, as_number, find_head_dim, slot_axes
+from kvdoctor.analysis.cache_scales import fill_scales, find_stored, mark_scales, name_scales
 from kvdoctor.analysis.dataflow.states import StateFlow
 from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse
 from kvdoctor.analysis.dialects.dialect import SlotName
@@ -82,10 +83,12 @@ class SlotReader:
             evidence.append(f"past inputs found by their use in the graph, not by name: {unnamed}")
         found = [slot for past, state in states.items() if (slot := self._read_slot(view.inputs[past], names, state))]
         found += self._find_replaced(view, found)
+        found = mark_scales(found, self._stored)
         found = self._match_presents(_mark_prefixes(found, states), names)
         found = _number_layers(found, states)
         init = SlotInit(self.parts, self.ids, found)
         found = [init.add_sizes(init.add_first_values(slot, names.get(slot.past))) for slot in found]
+        found = fill_scales(found, self._stored, self.first.graph.outputs)
         slots = tuple(sorted(self._add_attentions(found, states), key=_sort_key))
         return SlotsRead(slots, tuple(self._missing), tuple(self._contradictions), (*evidence, *init.evidence))
 
@@ -95,6 +98,7 @@ class SlotReader:
         names = {name.past: name for name in self.parts.known.find_slots(inputs)}
         if dialect is not None:
             names |= {name.past: name for name in dialect.find_slots(inputs) if name.past not in names}
+        names |= {name.past: name for name in name_scales(names, self._stored)}
         return {past: name for past, name in names.items() if past not in self.claimed}
 
     def _match_presents(self, found: list[Slot], names: dict[str, SlotName]) -> list[Slot]:
@@ -149,7 +153,7 @@ class SlotReader:
                 found[past] = self._with_update(port, state) if state is not None and not is_cross else state
             elif flow is not None and past not in self.claimed and port.dtype in FLOATS and rank >= 3:
                 state = self._with_update(port, flow.state(past, rank))
-                if self._is_past(port, state):
+                if self._is_past(port, state) or past in self._stored:
                     found[past] = state
         # A prefix joins a cache, so its delta is the whole present of that cache: such an output is no delta.
         whole = {state.output for state in found.values() if state is not None and state.output is not None}
@@ -235,6 +239,11 @@ class SlotReader:
             if shape[heads] in self._batch_names:
                 axes[batch], axes[heads] = "kv_heads", "batch"
         return tuple(axes)
+
+    @cached_property
+    def _stored(self) -> dict[str, str]:
+        """Inputs that hold the scales of others, each with that other."""
+        return find_stored(self.decode.graph.inputs)
 
     @cached_property
     def _batch_names(self) -> set[Dim]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kvdoctor.contract import CacheContract
+from kvdoctor.decode.cache_types import Granularity, StoredSlot
 from kvdoctor.decode.paired_walks import Rows
 from kvdoctor.decode.runs import Run, Step
 from kvdoctor.decode.script import CallScript, Comparison, ScriptCall
@@ -169,6 +170,9 @@ class PairedJob:
         weights: Outputs float[batch, heads, new, encoder] of the converted model whose last axis sums to 1.
         most_tokens: Tokens that a sequence may have with the converted model.
         capacity: Tokens of its buffers, where it has some that the original has not.
+        stored: The slots of the converted model that are stored in another type, and are read before they are compared.
+        allowed: How far logits may lie apart because of that, in standard deviations of the logits.
+        drift: By past, its deviation and how far its rows may lie apart because of that (decode/cache_types.py).
         tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
     """
 
@@ -180,6 +184,9 @@ class PairedJob:
     weights: tuple[str, ...] = ()
     most_tokens: int | None = None
     capacity: int | None = None
+    stored: tuple[StoredSlot, ...] = ()
+    allowed: float = 0.0
+    drift: dict[str, tuple[float, float]] = field(default_factory=dict)
     seed: int = 0
     provider: str = CPU
     tolerances: dict[str, float] = field(default_factory=dict)
@@ -201,6 +208,22 @@ class GradeJob:
     provider: str = CPU
     threads: int = field(default_factory=count_threads)
     tag: Literal["grade"] = "grade"
+
+
+@record
+class CacheCostJob:
+    """Measure what a narrower type of the cache costs, on the original graph: the loop rounds what it carries.
+
+    Attributes:
+        stored: The slots that are rounded, and how.
+    """
+
+    side: PairedSide
+    stored: tuple[StoredSlot, ...]
+    seed: int = 0
+    provider: str = CPU
+    threads: int = field(default_factory=count_threads)
+    tag: Literal["cache-cost"] = "cache-cost"
 
 
 @record
@@ -435,6 +458,38 @@ class Graded:
 
 
 @record
+class CacheCosted:
+    """How far the logits of a loop that rounds what it carries are from those of one that does not.
+
+    Attributes:
+        keys: What shares a scale among the keys; None where they are carried as they are.
+        values: The same of the values.
+        layer: The layer that is rounded; None for all.
+        tokens: The positions whose logits were compared.
+        divergence: The mean Kullback-Leibler divergence of the next-token distributions, in nats.
+        same_top1: The share of positions with the same likeliest token.
+        first_other: The first position, from 1 on, with another likeliest token; None without.
+        relative: The largest difference of the logits, in standard deviations of the logits.
+        allowed: The largest difference of more sequences as well; of the rounding that a copy has alone.
+        drift: By past, its deviation and the drift of its rows (decode/cache_types.py), of the same sequences.
+        failed: Why there are no figures; empty if there are.
+    """
+
+    keys: Granularity | None = None
+    values: Granularity | None = None
+    layer: int | None = None
+    tokens: int = 0
+    divergence: float = 0.0
+    same_top1: float = 1.0
+    first_other: int | None = None
+    relative: float = 0.0
+    allowed: float = 0.0
+    drift: dict[str, tuple[float, float]] = field(default_factory=dict)
+    failed: str = ""
+    tag: Literal["cache-costed"] = "cache-costed"
+
+
+@record
 class Digested:
     """The digests are written.
 
@@ -535,6 +590,7 @@ Job = (
     | PlayJob
     | PairedJob
     | GradeJob
+    | CacheCostJob
     | DigestJob
     | SpeedJob
     | MeasureJob
@@ -554,6 +610,7 @@ Event = (
     | TrialDone
     | PairedDone
     | Graded
+    | CacheCosted
     | Digested
     | SpeedDone
     | LimitsMeasured

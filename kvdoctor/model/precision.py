@@ -34,6 +34,8 @@ def exactness_of(views: Iterable[GraphView], slots: Iterable[Slot], without_roun
         return "dynamic-quantization"
     if "bfloat16" in kinds:
         return "bfloat16"
+    if any(slot.dtype == "uint8" for slot in slots) and any(slot.part.endswith("-scale") for slot in slots):
+        return "int4-cache"
     kept_in_8_bits = any(slot.dtype in EIGHT_BITS for slot in slots)
     if kept_in_8_bits or any(_rounds(view, not without_rounding) for view in found):
         return "static-quantization"

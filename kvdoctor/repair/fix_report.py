@@ -117,6 +117,7 @@ def _make_record(outcome: Outcome) -> RepairRecord:
         ),
         proved=outcome.holds,
         loop=_list_loop_rules(outcome),
+        cache_costs=outcome.costs,
     )
 
 

@@ -13,7 +13,7 @@ from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.repair.apply import Applied
 from kvdoctor.report.document import Report
-from kvdoctor.report.repair_record import NotRepaired, Proof
+from kvdoctor.report.repair_record import CacheCosts, NotRepaired, Proof
 from kvdoctor.runtime.client import Runtime
 
 if TYPE_CHECKING:
@@ -68,13 +68,17 @@ class DiagnosisSide:
 
 @record(slots=False)
 class Outcome:
-    """The result of repairs: changes, remaining findings and the proof; `after` is the diagnosis of the copy."""
+    """The result of repairs: changes, remaining findings and the proof; `after` is the diagnosis of the copy.
+
+    `costs` are those of a narrower type of the cache, where one was asked for.
+    """
 
     before: DiagnosisSide
     after: DiagnosisSide
     applied: tuple[Applied, ...]
     not_repaired: tuple[NotRepaired, ...]
     proof: tuple[Proof, ...]
+    costs: tuple[CacheCosts, ...] = ()
 
     def extended(self, after: DiagnosisSide, applied: Iterable[Applied], proof: Iterable[Proof]) -> "Outcome":
         """The outcome with further changes of the copy, its diagnosis after them, and their proof."""

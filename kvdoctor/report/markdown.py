@@ -11,6 +11,7 @@ from kvdoctor.report.document import Report
 from kvdoctor.report.facts import StackFacts
 from kvdoctor.report.repair_record import ExportRecord, RepairRecord
 from kvdoctor.report.safe import code, markdown, printable, shortened
+from kvdoctor.report.wording.cache_costs import tabulate_cache_costs
 from kvdoctor.report.wording.contract import describe_contract
 from kvdoctor.report.wording.drafts import describe_drafts
 from kvdoctor.report.wording.finding import format_headline, known_reason, list_details
@@ -203,6 +204,12 @@ def _repair_sections(report: Report, record: RepairRecord) -> Iterator[tuple[str
     yield "Proof", list(table(["stack", "claim", "result", "detail"], rows)) if rows else nothing
     if costs := list_costs(report):
         yield "Costs", [f"- {markdown(line)}" for line in costs]
+    for made in tabulate_cache_costs(record, whole=True):
+        lines = [f"- {markdown(line)}" for line in made.lines]
+        yield (
+            markdown(f"{made.title[0].upper()}{made.title[1:]}"),
+            [*table(made.header, in_code(made.rows)), "", *lines],
+        )
     if record.not_repaired:
         yield "Not repaired", [f"- {markdown(format_not_repaired(entry))}" for entry in record.not_repaired]
     yield "What the caller must do", list(_caller_duties(record))

@@ -179,6 +179,54 @@ class ExportRecord:
 
 
 @record
+class CacheCost:
+    """What one way of rounding the cache costs, measured on the original: its loop rounds what it carries.
+
+    Attributes:
+        keys: what shares a scale among the keys: token (one token and head), channel, head, tensor; null if kept.
+        values: the same of the values.
+        layer: the layer that is rounded; null for all.
+        divergence: the mean Kullback-Leibler divergence of the next-token distributions, in nats; null without figures.
+        same_top1: the share of positions with the same likeliest token; null without figures.
+        first_other: the first position, from 1 on, with another likeliest token; null if none.
+        largest: the largest difference of the logits, in standard deviations of the logits; null without figures.
+        reason: why there are no figures; null if there are.
+    """
+
+    keys: str | None
+    values: str | None
+    layer: int | None
+    divergence: float | None = None
+    same_top1: float | None = None
+    first_other: int | None = None
+    largest: float | None = None
+    reason: str | None = None
+
+
+@record
+class CacheCosts:
+    """What a narrower type of the cache costs.
+
+    Attributes:
+        stack: the stack.
+        cache_type: the type: float16, int8 or int4.
+        bytes_before: bytes that the cache of one token takes in the original; null if not known.
+        bytes_after: the same in the narrower type, scales included.
+        tokens: the positions whose logits were compared.
+        costs: the ways of rounding; the first is the one that a copy has.
+        sensitive_layers: the layers that cost most of it, which had better stay as they are; empty if none stands out.
+    """
+
+    stack: str
+    cache_type: str
+    bytes_before: int | None
+    bytes_after: int | None
+    tokens: int
+    costs: tuple[CacheCost, ...]
+    sensitive_layers: tuple[int, ...] = ()
+
+
+@record
 class RepairRecord:
     """What `re-export` did.
 
@@ -199,6 +247,7 @@ class RepairRecord:
         export: how the model was exported again; null if it was not.
         contents: the files of OUT that kvdoctor wrote, relative to it; it never replaces others.
         loop: what a loop of the copy must do that one of the original need not do.
+        cache_costs: what a narrower type of the cache costs, where one was asked for.
     """
 
     source: str
@@ -217,6 +266,7 @@ class RepairRecord:
     export: ExportRecord | None = None
     contents: tuple[str, ...] = ()
     loop: tuple[str, ...] = ()
+    cache_costs: tuple[CacheCosts, ...] = ()
 
     @property
     def is_planned(self) -> bool:

@@ -13,6 +13,7 @@ from kvdoctor.report.repair_record import RepairRecord
 from kvdoctor.report.safe import shortened
 from kvdoctor.report.text_card import make_card, make_line
 from kvdoctor.report.text_details import (
+    show_cache_costs,
     show_details,
     show_findings,
     show_plan,
@@ -249,6 +250,7 @@ def _show_repair(page: Page, report: Report, record: RepairRecord, show_diff: bo
         page.line(line, "green" if record.proved else "yellow")
     for line in list_failed_proofs(record):
         page.line(line, "red")
+    show_cache_costs(page, record, whole=False)
     for line in list_not_repaired(record):
         page.line(line, "yellow")
     if record.out is not None:

@@ -9,6 +9,7 @@ from kvdoctor.report.repair_record import RepairRecord
 from kvdoctor.report.safe import shortened
 from kvdoctor.report.text_page import STYLES, Page
 from kvdoctor.report.wording.alike import group_findings, group_open_checks, list_group_details
+from kvdoctor.report.wording.cache_costs import tabulate_cache_costs
 from kvdoctor.report.wording.contract import describe_contract, describe_logits, list_file_facts, list_ports
 from kvdoctor.report.wording.drafts import describe_drafts
 from kvdoctor.report.wording.finding import format_headline
@@ -222,10 +223,21 @@ def show_repair(page: Page, report: Report, record: RepairRecord, show_diff: boo
             page.line(text, "green" if entry.holds else "red", hang=7)
         for line in list_costs(report):
             page.line(f"  {line}", "dim")
+    show_cache_costs(page, record, whole=True)
     for one in record.not_repaired:
         page.line(format_not_repaired(one), "yellow")
     if record.out is not None:
         page.line(format_copy(record), "bold")
+
+
+def show_cache_costs(page: Page, record: RepairRecord, whole: bool) -> None:
+    """Print what a narrower type of the cache costs: all of it, or what a copy has and the layers that cost most."""
+    for made in tabulate_cache_costs(record, whole):
+        page.line("")
+        page.line(made.title, "bold")
+        page.table(made.header, made.rows)
+        for line in made.lines:
+            page.line(f"  {line}")
 
 
 def _show_changes(page: Page, record: RepairRecord) -> None:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Literal
 
 from kvdoctor.analysis import dialects
-from kvdoctor.contract import Axis, Carry, Growth, Role, SlotKind
+from kvdoctor.contract import Axis, Carry, Growth, Part, Role, SlotKind
 from kvdoctor.records import record
 
 LETTERS: dict[str, Axis] = {
@@ -117,7 +117,7 @@ class SlotName:
     past: str
     rule: SlotRule
     layer: int | None
-    part: Literal["key", "value", "key-value", "latent", "state"]
+    part: Part
     present: str | None
     filled_by: str | None
 

@@ -13,6 +13,7 @@ from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.repair.apply import Applied
+from kvdoctor.repair.conversions.cost import measure_costs
 from kvdoctor.repair.conversions.proof import prove_conversions
 from kvdoctor.repair.conversions.registry import Asked, Converted
 from kvdoctor.repair.layouts.registry import Conversion
@@ -21,6 +22,7 @@ from kvdoctor.repair.rediagnose import diagnose_copy
 from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
 from kvdoctor.repair.workspace import CannotRepair, RepairContext, WorkingCopy
 from kvdoctor.report.document import decide
+from kvdoctor.report.repair_record import CacheCosts, Proof
 
 PARITY = "KV301"
 """The code under which a report lists that logits could not be compared with a call without a cache."""
@@ -98,10 +100,27 @@ def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome:
     names = tuple(one.title for one in asked)
     write_changed(copy, session.at, dict.fromkeys(copy.changed, names))
     after = diagnose_copy(session, session.model)
-    proofs = {one.stack: list(prove_conversions(session, _merge(one), outcome, after, one.stack)) for one in done}
+    proofs, costs = dict[str, list[Proof]](), list[CacheCosts]()
+    for one in done:
+        made = _merge(one)
+        if made.stored:
+            made, cost = _allow_cost(session, made, outcome.before.contract(one.stack), one.stack)
+            costs += cost
+        proofs[one.stack] = list(prove_conversions(session, made, outcome, after, one.stack))
     proved = {stack for stack, proof in proofs.items() if all(entry.holds for entry in proof)}
     after = _settle(outcome.after, after, proved, session.options)
-    return outcome.extended(after, _list_applied(done), [entry for proof in proofs.values() for entry in proof])
+    extended = outcome.extended(after, _list_applied(done), [entry for proof in proofs.values() for entry in proof])
+    return replace(extended, costs=tuple(costs))
+
+
+def _allow_cost(
+    session: RepairSession, made: Converted, contract: CacheContract | None, stack: str
+) -> tuple[Converted, list[CacheCosts]]:
+    """Measure what a narrower type costs, and allow the copy no more; nothing where it could not be measured."""
+    if contract is None:
+        return made, []
+    cost = measure_costs(session, made, contract, stack)
+    return replace(made, allowed=cost.allowed, drift=cost.drift), [cost.facts]
 
 
 def _settle(before: DiagnosisSide, after: DiagnosisSide, proved: set[str], options: Options) -> DiagnosisSide:
@@ -132,6 +151,7 @@ def _merge(one: StackConversion) -> Converted:
         most_tokens=min(limits, default=None),
         capacity=next((converted.capacity for converted in made if converted.capacity is not None), None),
         reveals=tuple(name for converted in made for name in converted.reveals),
+        stored=tuple(slot for converted in made for slot in converted.stored),
         weights=tuple(name for converted in made for name in converted.weights),
     )
 

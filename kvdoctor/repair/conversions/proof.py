@@ -8,6 +8,9 @@ from kvdoctor.repair.proof import prove_loops
 from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
 from kvdoctor.report.repair_record import Proof
 
+HOLDING = {"pass-through"}
+"""Repairs that change only what a decode step returns of caches that are held. Rounded caches of that kind are compared
+in the first step alone."""
 MOST_NOT_RUN = 2
 """Calls that the original does not run are listed up to this number."""
 
@@ -16,7 +19,8 @@ def prove_conversions(
     session: RepairSession, made: Converted, before: Outcome, after: DiagnosisSide, stack: str
 ) -> Iterator[Proof]:
     """The claims on a converted stack, and whether they hold; `before` is the outcome of the repairs."""
-    repaired = any(one.stack == stack for one in before.applied)
+    repairs = {one.repair.name for one in before.applied if one.stack == stack}
+    repaired = bool(repairs - (HOLDING if made.stored else set()))
     yield from prove_loops(stack, after, before.after)
     known = {finding.name for finding in before.after.report.findings} | set(made.reveals)
     new = sorted({f.name for f in after.report.findings if f.severity != "note"} - known)
@@ -31,6 +35,12 @@ def _compare(
     what = "logits" if made.rows == "all" else "the last row of logits"
     what += "" if repaired else " and the caches" if made.rows == "last" else " and caches"
     claim = f"{what} of every call are those of the original"
+    if made.stored:
+        kind = made.stored[0].kind
+        claim += f", but for the rounding to {kind}"
+        if not made.drift:
+            yield Proof(stack, claim, False, f"what {kind} costs could not be measured on the original")
+            return
     original, converted = session.before.contract(stack), after.contract(stack)
     if original is None or converted is None or not converted.slots:
         yield Proof(stack, claim, False, "the cache contract of the copy could not be read")
@@ -42,6 +52,9 @@ def _compare(
         keep=made.keep,
         weights=made.weights,
         caches=not repaired,
+        stored=made.stored,
+        allowed=made.allowed,
+        drift=made.drift,
         most_tokens=made.most_tokens,
         capacity=made.capacity,
         seed=session.options.seed,
@@ -77,6 +90,8 @@ def _describe(done: PairedDone, made: Converted) -> str:
         f"with {_list(made.keep)} rows asked for" if made.keep else "",
         f"{len(made.weights)} outputs whose weights sum to 1" if made.weights else "",
     ]
+    if made.stored and not done.exact:
+        within += f" (allowed: {made.allowed:.1e}, by what a loop of the original shows that rounds its cache)"
     text = f"{done.calls} calls, {within}: {', '.join(filter(None, sizes))}"
     if done.not_run:
         text += f"; not run by the original: {len(done.not_run)} calls, as {done.not_run[0]}"

@@ -3,9 +3,11 @@
 import importlib
 import pkgutil
 from collections.abc import Callable
+from dataclasses import field
 from functools import cache
 from typing import Any
 
+from kvdoctor.decode.cache_types import StoredSlot
 from kvdoctor.decode.paired_walks import Rows
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
@@ -25,6 +27,9 @@ class Converted:
         most_tokens: Tokens that a sequence may have; None where the original's limits stay.
         weights: Outputs that hold attention weights: what they have in the last axis sums to 1.
         capacity: Tokens of the buffer that a cache became; sequences up to it are compared, and one more must fail.
+        stored: The slots that are stored in another type; the caches are compared as they are read.
+        allowed: How far logits may lie apart because of that, in standard deviations of the logits.
+        drift: By past, its deviation and how far its rows may lie apart because of that, beyond their own rounding.
         reveals: Names of findings that are the purpose of the conversion.
     """
 
@@ -34,6 +39,9 @@ class Converted:
     keep: tuple[int, ...] = ()
     most_tokens: int | None = None
     capacity: int | None = None
+    stored: tuple[StoredSlot, ...] = ()
+    allowed: float = 0.0
+    drift: dict[str, tuple[float, float]] = field(default_factory=dict)
     reveals: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
 

@@ -21,6 +21,7 @@ from kvdoctor.report.page.blocks import (
 from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.report.repair_record import FileDiff, RepairRecord
 from kvdoctor.report.wording.alike import group_findings
+from kvdoctor.report.wording.cache_costs import tabulate_cache_costs
 from kvdoctor.report.wording.repair import (
     describe_export,
     format_export_title,
@@ -53,6 +54,8 @@ def _parts(report: Report, record: RepairRecord, place: PagePosition) -> Iterato
     yield "proof", "Proof", list(_proof(record, place))
     if costs := list_costs(report):
         yield "cost", "Costs", [bullets(costs)]
+    if record.cache_costs:
+        yield "cache-cost", "Cost of the cache type", list(_cache_costs(record, place))
     if lines := list_caller_duties(record):
         yield "left", "What the caller must do", [bullets(lines)]
     if record.not_repaired:
@@ -68,6 +71,14 @@ def _parts(report: Report, record: RepairRecord, place: PagePosition) -> Iterato
         header = ("changed file", "SHA-256 before", "SHA-256 after")
         digests = table(place.id("digests"), "Changed files", header, rows) if rows else None
         yield "undo", "Undo", [bullets(record.undo), digests]
+
+
+def _cache_costs(record: RepairRecord, place: PagePosition) -> Iterator[Content]:
+    """What a narrower type of the cache costs."""
+    for number, made in enumerate(tabulate_cache_costs(record, whole=True)):
+        title = f"{made.title[0].upper()}{made.title[1:]}"
+        yield table(place.id(f"cache-cost-{number}"), title, tuple(made.header), made.rows)
+        yield bullets(made.lines)
 
 
 def _sides(record: RepairRecord, place: PagePosition) -> Iterator[Content]:

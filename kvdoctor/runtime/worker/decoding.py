@@ -1,5 +1,7 @@
 """Decodes with one model along a walk: the same calls for every model that is to be compared with another."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvdoctor.contract import CacheContract
@@ -17,7 +19,8 @@ from kvdoctor.runtime.worker.sessions import Announce, Sessions
 class Way:
     """What every model is run with: the seed and the encoder states of its feeds, the provider, and the threads.
 
-    `prompt` are token ids to begin with, in place of random ones.
+    `prompt` are token ids to begin with, in place of random ones. `store` is what becomes of the cache between one call
+    and the next, where it is not fed as it was returned.
     """
 
     seed: int
@@ -25,6 +28,7 @@ class Way:
     threads: int
     states: int
     prompt: tuple[int, ...] = ()
+    store: Callable[[Past], Past] | None = None
 
 
 @record(slots=False)
@@ -72,8 +76,10 @@ def decode(side: PairedSide, walk: Walk, way: Way, announce: Announce, tokens: A
         answers = [*answers[:1], answer]
         logits.append(answer.logits.reshape(-1, answer.logits.shape[-1])[-1].astype(np.float64))
         if tokens is None and stop < walk.total and side.contract.codebooks == 1:
-            builder.tokens[:, stop] = int(logits[-1].argmax())
+            # The head may be padded to more rows than there are tokens.
+            builder.tokens[:, stop] = int(logits[-1][: side.contract.vocabulary].argmax())
         past = builder.carry(past, answer, "held")
+        past = past if way.store is None else way.store(past)
     return Decoded(walk, builder.tokens, np.stack(logits), answers[0], answers[-1])
 
 

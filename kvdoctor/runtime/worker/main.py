@@ -22,6 +22,7 @@ import onnxruntime as ort
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.experiments import Experiment, load
 from kvdoctor.decode.messages import (
+    CacheCostJob,
     CompareJob,
     DigestJob,
     Event,
@@ -114,6 +115,13 @@ ANSWERS: dict[type[Any], tuple[str, str]] = {
 """The module and function of each job with one answer: loaded when it is asked for."""
 
 
+def _grade(job: GradeJob | CacheCostJob, announce: Announce) -> Iterator[Event]:
+    from kvdoctor.runtime.worker.cache_cost import measure_cost
+    from kvdoctor.runtime.worker.grade import grade
+
+    return measure_cost(job, announce) if isinstance(job, CacheCostJob) else grade(job, announce)
+
+
 def run_job(job: Job, announce: Announce) -> None:
     """Carry out a job and announce its events."""
     match job:
@@ -131,11 +139,9 @@ def run_job(job: Job, announce: Announce) -> None:
         case PairedJob() | DigestJob() | SpeedJob():
             module, function = ANSWERS[type(job)]
             announce(getattr(importlib.import_module(f"kvdoctor.runtime.worker.{module}"), function)(job, announce))
-        case GradeJob():
-            from kvdoctor.runtime.worker.grade import grade
-
-            for graded in grade(job, announce):
-                announce(graded)
+        case GradeJob() | CacheCostJob():
+            for found in _grade(job, announce):
+                announce(found)
         case MeasureJob():
             from kvdoctor.runtime.worker.version_limits import measure_limits
 

@@ -1,0 +1,63 @@
+"""What a narrower type of the cache makes of rows, and how a stored cache is read and compared. numpy only."""
+
+from typing import Any
+
+import numpy as np
+
+from kvdoctor.choices import CacheType
+from kvdoctor.decode.cache_types import LARGEST_SCALE, LEVELS, SMALLEST_SCALE, ZERO_POINT, StoredSlot
+from kvdoctor.decode.calls import Array
+
+
+def row_scales(values: Array, kind: CacheType, axes: tuple[int, ...]) -> Array:
+    """The scales of a tensor, float16, with size 1 along the axes that share one."""
+    largest = np.abs(values.astype(np.float32)).max(axis=axes, keepdims=True, initial=0)
+    scales: Array = np.clip(largest / np.float32(LEVELS[kind]), SMALLEST_SCALE, LARGEST_SCALE).astype(np.float16)
+    return scales
+
+
+def find_scales(values: Array, slot: StoredSlot) -> Array | None:
+    """The scale of each row of a slot; None for float16, which has none."""
+    return None if slot.kind == "float16" else row_scales(values, slot.kind, (slot.axis,))
+
+
+def round_values(values: Array, kind: CacheType, scales: Array | None) -> Array:
+    """What is read back of values that were stored, in their own type; float16 takes no scales."""
+    with np.errstate(over="ignore"):
+        if kind == "float16" or scales is None:
+            return values.astype(np.float16).astype(values.dtype)
+    wide, most = scales.astype(np.float32), LEVELS[kind]
+    levels = np.clip(np.rint(values.astype(np.float32) / wide), -most, most)
+    rounded: Array = (levels * wide).astype(values.dtype)
+    return rounded
+
+
+HALF_STEP = 0.51
+"""What rounding moves a number by at most, in steps: a little more than half, for the rounding of the product."""
+HALF_ULP = 2.0**-11
+"""What rounding to float16 moves a number by at most, as a fraction of it."""
+
+
+def measure_drift(pair: tuple[Array, Array], scales: Array | None, length: int, deviation: float) -> float:
+    """How far rows that were read are from those that should have been stored, beyond what rounding explains.
+
+    `pair` are the rows as they were read and as they should be, `scales` those of the rows that were read (None for
+    float16), `length` the axis of tokens. The root mean square of the worst token, as a fraction of the deviation.
+    """
+    got, want = (rows.astype(np.float64) for rows in pair)
+    step = HALF_ULP * np.abs(want) + SMALLEST_SCALE if scales is None else HALF_STEP * scales.astype(np.float64)
+    beyond = np.maximum(np.abs(got - want) - step, 0)
+    over = tuple(axis for axis in range(got.ndim) if axis != length)
+    worst = float(np.sqrt((beyond**2).mean(axis=over)).max(initial=0))
+    return float(f"{worst / deviation:.3g}") if deviation > 0 else float(worst > 0)
+
+
+def read_stored(stored: Array, scales: Array | None, kind: CacheType, axis: int) -> Array:
+    """A stored cache as float32."""
+    if kind == "float16" or scales is None:
+        return stored.astype(np.float32)
+    levels: Any = stored
+    if kind == "int4":
+        levels = np.concatenate([stored & 15, stored >> 4], axis=axis).astype(np.int8) - ZERO_POINT
+    read: Array = levels.astype(np.float32) * scales.astype(np.float32)
+    return read
