@@ -73,7 +73,7 @@ def _describe(one: CacheCosted) -> CacheCost:
     )
 
 
-def _find_sensitive(found: list[CacheCosted]) -> tuple[int, ...]:
+def _find_sensitive(found: tuple[CacheCosted, ...]) -> tuple[int, ...]:
     """The layers that alone cost far more than the others do, where all together cost something."""
     alone = {one.layer: one.divergence for one in found if one.layer is not None and not one.failed}
     if found[0].failed or found[0].divergence < CHEAP or len(alone) < 3:
