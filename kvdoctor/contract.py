@@ -164,12 +164,33 @@ class Port:
 
 
 @record
+class Stage:
+    """One file of a pipeline: the names of its inputs and outputs, each with the one that it has in the pipeline.
+
+    An output of one stage that has the name of an input of a later one is handed on.
+    """
+
+    file: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+
+@record
 class Graph:
-    """One ONNX file of the stack, `file` relative to the model's folder."""
+    """One ONNX file of the stack, `file` relative to the model's folder.
+
+    A pipeline is one graph of several files, its `stages`, which a call runs one after the other.
+    """
 
     file: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    stages: tuple[Stage, ...] = ()
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that a call runs."""
+        return tuple(stage.file for stage in self.stages) or (self.file,)
 
     def port(self, role: Role) -> Port | None:
         """Give the first port of that role, inputs before outputs, or None."""

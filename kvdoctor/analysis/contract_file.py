@@ -135,7 +135,8 @@ def _find_files(name: str, contract: CacheContract, folder: ModelFolder, source:
         raise UsageError(
             f"{at}: the phases must be prefill and decode, encode with an encoder, and embed with an embedding graph"
         )
-    readable = {file.name: file for file in folder.files if file.view is not None}
+    joined = (file for stack in folder.stacks for file in stack.files.values() if stack.stages)
+    readable = {file.name: file for file in (*folder.files, *joined) if file.view is not None}
     wanted = {phase: contract.graphs[served.graph].file for phase, served in contract.phases.items()}
     for file in wanted.values():
         if file not in readable:

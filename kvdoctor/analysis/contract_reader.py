@@ -64,6 +64,7 @@ class _Reader:
         self.missing += [*tokens.missing, *self._find_flaws(), *found.missing]
         self.evidence += found.evidence
         graphs = self._read_decoders(slots, tokens)
+        graphs["decoder"] = replace(graphs["decoder"], stages=self.stack.stages)
         phases = self._phases(graphs)
         graphs["decoder"], states = hold_encoder_states(graphs["decoder"], graphs.get("first-step"))
         slots = (*slots, *states)
@@ -135,7 +136,9 @@ class _Reader:
         if "first-step" in graphs:
             self.evidence.append("two graphs: the first step has no past; its cache is the past of the second graph")
             return {"prefill": Phase("first-step"), "decode": Phase("decoder")}
-        self.evidence.append("one graph serves the first step and all later ones")
+        count = len(self.stack.stages)
+        several = f"{count} stages, run one after the other, serve" if count else "one graph serves"
+        self.evidence.append(f"{several} the first step and all later ones")
         return {"prefill": Phase("decoder"), "decode": Phase("decoder")}
 
     def _read_embedding(self, graphs: dict[str, Graph]) -> Graph | None:
@@ -159,7 +162,7 @@ class _Reader:
             return f"{self.stack.operator}-operator"
         if not slots or self.stack.kind == "unpaired":
             return "unknown"
-        family, kind = self._family(), str(self.stack.kind)
+        family, kind = self._family(), "pipeline" if self.stack.stages else str(self.stack.kind)
         if kind == "merged" and not any(slot.kind == "cross-attention" for slot in slots):
             return f"{family}-merged-self-only"
         if kind == "decoder-only" and self.parts.encoder and any(s.filled_in == "encode" for s in slots):

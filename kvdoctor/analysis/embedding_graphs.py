@@ -33,7 +33,7 @@ def add_embedding_graphs(
     files: tuple[OnnxFile, ...], stacks: tuple[StackFiles, ...], config: dict[str, Any], genai: dict[str, Any]
 ) -> tuple[tuple[OnnxFile, ...], tuple[StackFiles, ...]]:
     """The files and stacks of a folder, with the embedding graphs as part of the stacks that need one."""
-    used = {file.name for stack in stacks for file in stack.files.values()}
+    used = {file.name for stack in stacks for file in stack.members}
     candidates = [replace(f, role="embedding") for f in files if f.name not in used and _is_embedding_graph(f)]
     if not candidates:
         return files, stacks

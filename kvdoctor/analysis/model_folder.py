@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.analysis.embedding_graphs import add_embedding_graphs
+from kvdoctor.analysis.pipelines import find_pipelines
 from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles, group_stacks, role_of
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.external_data import examine
@@ -62,11 +63,14 @@ def open_folder(shown: str, at: Path | None = None) -> ModelFolder:
     chosen = None if path.is_dir() else path
     files = tuple(_read_file(p, root) for p in names)
     side_cars = _read_side_cars(side_car_folder(root))
-    stacks = tuple(group_stacks(files, side_cars.genai))
+    pipelines = tuple(find_pipelines(files, side_cars.genai))
+    staged = {file.name for stack in pipelines for file in stack.members}
+    rest = tuple(file for file in files if file.name not in staged)
+    stacks = (*pipelines, *group_stacks(rest, side_cars.genai))
     files, stacks = add_embedding_graphs(files, stacks, side_cars.config, side_cars.genai)
     if chosen is not None:
-        stacks = tuple(s for s in stacks if any(f.path == chosen for f in s.files.values() if f.role not in BESIDE))
-        kept = {f.name for s in stacks for f in s.files.values()} | {f.name for f in files if f.path == chosen}
+        stacks = tuple(s for s in stacks if any(f.path == chosen for f in s.members if f.role not in BESIDE))
+        kept = {f.name for s in stacks for f in s.members} | {f.name for f in files if f.path == chosen}
         files = tuple(f for f in files if f.name in kept)
     return ModelFolder(shown, root, files, stacks, side_cars)
 

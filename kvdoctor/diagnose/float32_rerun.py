@@ -79,7 +79,7 @@ INDEPENDENT_OF_ROUNDING = {"same-feed", "dummy-past-runs"}
 
 def _refuse_size(context: ContractContext, options: Options, unclear: bool) -> str | None:
     """Why the copy is too large to be run, or None."""
-    used = {graph.file for graph in context.contract.graphs.values()}
+    used = {file for graph in context.contract.graphs.values() for file in graph.files}
     size = unrounded_bytes(file for file in context.folder.files if file.name in used)
     if PRESENT_ONCE * size > options.limits.memory_limit():
         return f"its float32 copy takes {size // MIB} MiB, too much for the memory limit"

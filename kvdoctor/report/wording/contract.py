@@ -51,6 +51,7 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
     if contract is None:
         return
     yield "layout", f"{stack.layout}: {', '.join(stack.files)}"
+    yield from _stages(contract)
     label = "cache"
     for group in _group_alike(contract.slots):
         yield label, _slots(group)
@@ -66,6 +67,19 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
     yield from _memory(stack)
     for part in contract.missing[:MOST_MISSING]:
         yield "missing", f"{part.subject}: {part.reason}"
+
+
+def _stages(contract: CacheContract) -> Iterator[tuple[str, str]]:
+    """The files of a pipeline in their order, and what each hands on to a later one."""
+    for phase in dict.fromkeys(contract.phases[one].graph for one in DECODING):
+        label, stages = "stages", contract.graphs[phase].stages
+        for number, stage in enumerate(stages, 1):
+            later = {name: (one.file, own) for one in stages[number:] for own, name in one.inputs.items()}
+            handed = [(own, *later[name]) for own, name in stage.outputs.items() if name in later]
+            words = ", ".join(f"{own} -> {name} of {file}" for own, file, name in handed)
+            last = "logits" if number == len(stages) else "nothing"
+            yield label, f"{number}. {stage.file}: {words or last}"
+            label = ""
 
 
 PROMPT = 4096
@@ -87,7 +101,7 @@ def describe_logits(contract: CacheContract) -> Iterator[tuple[str, str]]:
     yield "logits", f"{format_bytes(PROMPT * width * item)} for a prompt of {PROMPT:,} tokens; {less}"
 
 
-OUTLINED = ("layout", "cache", "first step", "embed", "memory", "logits", "missing")
+OUTLINED = ("layout", "stages", "cache", "first step", "embed", "memory", "logits", "missing")
 
 
 def outline_contracts(stacks: Sequence[StackFacts]) -> Iterator[tuple[str, str]]:
