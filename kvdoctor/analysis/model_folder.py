@@ -7,7 +7,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.analysis.embedding_graphs import add_embedding_graphs
+from kvdoctor.analysis.embedding_graphs import add_embedding_graphs, find_embedded_input
+from kvdoctor.analysis.feature_encoders import BesideConfigs, add_feature_encoders
 from kvdoctor.analysis.pipelines import find_pipelines
 from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles, group_stacks, role_of
 from kvdoctor.errors import UnreadableError
@@ -29,6 +30,13 @@ class SideCars:
     export: dict[str, Any] = field(default_factory=dict)
     generation: dict[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    processor: dict[str, Any] = field(default_factory=dict)
+    preprocessor: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def of_encoders(self) -> BesideConfigs:
+        """The files that say something of encoders of images and sound."""
+        return BesideConfigs(self.config, self.processor, self.preprocessor, self.genai)
 
 
 @record(slots=False)
@@ -68,6 +76,9 @@ def open_folder(shown: str, at: Path | None = None) -> ModelFolder:
     rest = tuple(file for file in files if file.name not in staged)
     stacks = (*pipelines, *group_stacks(rest, side_cars.genai))
     files, stacks = add_embedding_graphs(files, stacks, side_cars.config, side_cars.genai)
+    embedded = {stack.name: find_embedded_input(stack, side_cars.config, side_cars.genai) for stack in stacks}
+    widths = {name: port for name, port in embedded.items() if port is not None}
+    files, stacks = add_feature_encoders(files, stacks, side_cars.of_encoders, widths)
     if chosen is not None:
         stacks = tuple(s for s in stacks if any(f.path == chosen for f in s.members if f.role not in BESIDE))
         kept = {f.name for s in stacks for f in s.members} | {f.name for f in files if f.path == chosen}
@@ -92,8 +103,8 @@ def _read_side_cars(folder: Path) -> SideCars:
         content, problem = read_json_object(folder / name)
         found[name] = content
         problems += [problem] if problem else []
-    config, genai, export, generation = (found[name] for name in SIDE_CARS)
-    return SideCars(config, genai, export, generation, tuple(problems))
+    config, genai, export, generation, processor, preprocessor = (found[name] for name in SIDE_CARS)
+    return SideCars(config, genai, export, generation, tuple(problems), processor, preprocessor)
 
 
 def read_json_object(path: Path) -> tuple[dict[str, Any], str | None]:

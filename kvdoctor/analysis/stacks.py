@@ -29,9 +29,18 @@ from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 
 FileRole = Literal[
-    "encoder", "embedding", "decoder", "decoder-with-past", "decoder-merged", "generator", "other", "unreadable"
+    "encoder",
+    "embedding",
+    "vision-encoder",
+    "audio-encoder",
+    "decoder",
+    "decoder-with-past",
+    "decoder-merged",
+    "generator",
+    "other",
+    "unreadable",
 ]
-BESIDE: tuple[FileRole, ...] = ("encoder", "embedding")
+BESIDE: tuple[FileRole, ...] = ("encoder", "embedding", "vision-encoder", "audio-encoder")
 """Roles of files that belong to a stack and do not decode."""
 StackKind = Literal["merged", "pair", "decoder-only", "unpaired", "operator"]
 
@@ -101,7 +110,7 @@ class PartProblem:
     observed: str
     cause: str
     essential: bool = True
-    severity: Literal["warning", "error"] = "error"
+    severity: Literal["note", "warning", "error"] = "error"
 
 
 @record(slots=False)

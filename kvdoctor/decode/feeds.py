@@ -17,6 +17,7 @@ from kvdoctor.decode.calls import (
     Answer,
     Array,
     Call,
+    CountRows,
     Embed,
     Encoded,
     Loop,
@@ -45,7 +46,8 @@ class FeedBuilder:
     earlier builder that this one has, unless it has all of them in order. `tolerances` are the requested
     ones (decode/tolerances.py), `thresholds` the lengths at which the graphs may change what they compute, `ring` the
     tokens after which the graph writes its buffers from their start again. `embed` makes embeddings of tokens by the
-    contract's embedding graph; without it they are synthetic.
+    contract's embedding graph; without it they are synthetic. `count_rows` tells how many rows for images and sound
+    there are: a token of the id -1 - n stands for row n of these, those of the first encoder first.
     """
 
     contract: CacheContract
@@ -60,6 +62,7 @@ class FeedBuilder:
     thresholds: tuple[int, ...] = ()
     ring: int | None = None
     embed: Embed | None = None
+    count_rows: CountRows | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens.size:
@@ -112,6 +115,7 @@ class FeedBuilder:
             drawn=drawn,
             tolerances=self.tolerances,
             embed=self.embed,
+            count_rows=self.count_rows,
         )
 
     def token_rows(self, order: Sequence[int]) -> list[int]:

@@ -32,7 +32,7 @@ from kvdoctor.diagnose.not_checked import (
     find_unexplained_loop,
     find_unproved_uses,
 )
-from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.diagnose.run_checks import OF_PARTS, CheckResults, run_checks
 from kvdoctor.diagnose.variants import grade_variants
 from kvdoctor.findings import Finding, NotChecked, Round, Selection
 from kvdoctor.options import Options
@@ -179,7 +179,7 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
             tested,
             RunContext,
             runs=locate_faults(tested, options, runtime, files.calls) if plan.locate else tested.runs,
-            declared_faults=tuple(name for name in errors if name != HAS_OWN_LOOP),
+            declared_faults=tuple(name for name in errors if name not in (HAS_OWN_LOOP, OF_PARTS)),
             timings=seen.timings,
             thorough=options.thorough,
         )

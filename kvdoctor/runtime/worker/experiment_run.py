@@ -134,6 +134,7 @@ class _ExperimentRun:
                 thresholds=self.runner.thresholds,
                 ring=self.runner.ring,
                 embed=self.stack.embed if self.stack.can_embed else None,
+                count_rows=self.stack.count_rows if self.stack.can_embed else None,
             )
             calls = self.experiment.calls(self.builder)
             call = next(calls)

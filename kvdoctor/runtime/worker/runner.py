@@ -14,7 +14,6 @@ from kvdoctor.decode.calls import Answer, Array, Call, Encoded, NothingToRun, Sc
 from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.decode.experiments.cache_entries import growing
 from kvdoctor.decode.inputs import (
-    embedding_feeds,
     encoder_feeds,
     plain_token_ids,
     synthetic_cross_caches,
@@ -23,6 +22,7 @@ from kvdoctor.decode.inputs import (
 from kvdoctor.decode.messages import Note
 from kvdoctor.decode.samples import Samples
 from kvdoctor.records import record
+from kvdoctor.runtime.worker.feature_rows import FeatureRows
 from kvdoctor.runtime.worker.sessions import (
     LEVELS,
     Announce,
@@ -222,12 +222,13 @@ class StackRunner:
     def embed(self, phase: PhaseName, tokens: Array) -> dict[str, Array]:
         """The embeddings of token ids int64[batch, new] for the inputs of a phase, by the embedding file.
 
+        Negative ids stand for rows of images and sound (decode/feeds.py).
+
         Raises:
             NothingToRun: it fails, or returns something else.
         """
-        graph = self.contract.graph("embed")
         try:
-            answer = self.run_session(Call("embed", embedding_feeds(graph, tokens), 0, tokens.shape[1]))
+            answer = self.run_session(self.feature_rows.embedding_call(tokens))
         except (StepFailed, Refused) as error:
             raise NothingToRun(f"the embedding file could not be run ({error})") from error
         made = {name: answer.outputs[output] for name, output in embedded_inputs(self.contract, phase).items()}
@@ -235,7 +236,24 @@ class StackRunner:
             if value.shape[:2] != tokens.shape:
                 shapes = f"{list(value.shape)} for tokens {list(tokens.shape)}"
                 raise NothingToRun(f"the embedding file returns {shapes} as {name}")
-        return {name: value.array() for name, value in made.items()}
+        return {name: self.feature_rows.replace_rows(value.array(), tokens) for name, value in made.items()}
+
+    @cached_property
+    def feature_rows(self) -> FeatureRows:
+        """The rows of images and sound."""
+        return FeatureRows(self.contract, self.seed, self.run_session)
+
+    def count_rows(self) -> dict[PhaseName, int]:
+        """The number of rows that each encoder of images or sound makes; where one cannot be run, a note says so.
+
+        Raises:
+            NothingToRun: an encoder cannot be run on synthetic input.
+        """
+        try:
+            return self.feature_rows.count()
+        except NothingToRun as error:
+            self.announce(Note(f"{error}; images and sound in the prompt were not run"))
+            raise
 
     def fit_scenario(self, scenario: Scenario) -> Scenario:
         """The scenario in the sizes that the contract and the user's samples allow."""
