@@ -161,22 +161,22 @@ def test_rows_of_an_encoder_are_run_in_the_prompt(name: str, kind: str, tmp_path
 
 
 def test_a_loop_that_is_wrong_with_rows_alone_is_found(tmp_path: Path) -> None:
-    """Embeddings of text are below 4 in size, rows are not: a decoder that treats them apart in a first call alone."""
+    """Embeddings of text are below 2.5, rows are above: the decoder scales all logits of a call by its largest entry."""
     path = FIXTURES[VISION].write(tmp_path)
 
     def loud(model: onnx.ModelProto) -> None:
         for node in model.graph.node:
             if node.op_type == "Tanh":
                 node.output[0] = "quiet"
-        model.graph.initializer.append(from_array(np.array([50], np.float32), "loud"))
-        model.graph.node.append(onnx.helper.make_node("Mul", ["quiet", "loud"], ["image_features"]))
+        model.graph.initializer.append(from_array(np.array([4], np.float32), "four"))
+        model.graph.node.append(onnx.helper.make_node("Add", ["quiet", "four"], ["image_features"]))
 
     def reads_first_row(model: onnx.ModelProto) -> None:
-        """The largest embedding of a call is added to all logits: of a step, its own; of a whole sequence, a row."""
+        """A step sees no row any more, a call over the whole sequence does."""
         for node in model.graph.node:
             node.output[:] = ["plain_logits" if name == "logits" else name for name in node.output]
-        model.graph.initializer.append(from_array(np.array([9], np.float32), "nine"))
-        nodes = [("ReduceMax", ["inputs_embeds"], ["most"]), ("Sub", ["most", "nine"], ["above"])]
+        model.graph.initializer.append(from_array(np.array([2.5], np.float32), "bound"))
+        nodes = [("ReduceMax", ["inputs_embeds"], ["most"]), ("Sub", ["most", "bound"], ["above"])]
         nodes += [("Relu", ["above"], ["over"]), ("Mul", ["plain_logits", "over"], ["more"])]
         nodes += [("Add", ["plain_logits", "more"], ["logits"])]
         model.graph.node.extend(onnx.helper.make_node(*node) for node in nodes)
