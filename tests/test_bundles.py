@@ -161,7 +161,7 @@ def test_rows_of_an_encoder_are_run_in_the_prompt(name: str, kind: str, tmp_path
 
 
 def test_a_loop_that_is_wrong_with_rows_alone_is_found(tmp_path: Path) -> None:
-    """Embeddings of text are below 2.5, rows are above: the decoder scales all logits of a call by its largest entry."""
+    """Embeddings of text are below 2.5, rows above: the decoder scales the logits of a call by its largest entry."""
     path = FIXTURES[VISION].write(tmp_path)
 
     def loud(model: onnx.ModelProto) -> None:

@@ -74,6 +74,7 @@ class Experiment:
         changes_feeds: Uses other rows or masks than those of the builder that it is given: no reference run of that
             builder can locate a difference.
         on_request: Run only where this option or command needs it.
+        with_features: Only for a model with an encoder of images or sound; it is not listed for others.
         keeps: What it leaves in the scratch file, given the builder and the logits of its steps; without it the logits
             of all steps in a row.
         order: Experiments run by increasing order, then by name.
@@ -93,6 +94,7 @@ class Experiment:
     unless_passed: str | None = None
     changes_feeds: bool = False
     on_request: Literal["", "reference", "loop", "generate"] = ""
+    with_features: bool = False
     keeps: Callable[[FeedBuilder, list[Array]], dict[str, Array]] | None = None
     order: int = 50
 

@@ -67,6 +67,7 @@ EXPERIMENTS = (
         count_rows,
         applies=has_rows,
         judged=False,
+        with_features=True,
         order=6,
     ),
     Experiment(
@@ -77,6 +78,7 @@ EXPERIMENTS = (
         applies=has_rows,
         use=Use("the rows of an encoder in the prompt", "error"),
         changes_feeds=True,
+        with_features=True,
         order=6,
     ),
 )
