@@ -8,14 +8,15 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from kvdoctor.analysis.axes import as_number
+from kvdoctor.analysis.completeness import MOST_FED
 from kvdoctor.analysis.configs import is_count
-from kvdoctor.analysis.port_roles import FLOATS
+from kvdoctor.analysis.port_roles import FLOATS, INTEGERS
 from kvdoctor.analysis.stacks import FileRole, OnnxFile, PartProblem, StackFiles
 from kvdoctor.contract import Axis, Features, Graph, PhaseName, Port, describe
-from kvdoctor.model.view import Declared
+from kvdoctor.model.view import PASSES_ON, Declared, integers
 from kvdoctor.records import record
 
 ROLES: dict[PhaseName, FileRole] = {"vision": "vision-encoder", "audio": "audio-encoder"}
@@ -37,6 +38,7 @@ ROW_KEYS = {
     "audio": ("audio_seq_len", "audio_seq_length"),
 }
 OUTPUT = re.compile(r"(image|audio|vision|speech)_(features|embeds|embeddings)|pooled_embeds", re.ASCII)
+COMPARISONS = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Where", "Clip"}
 IMAGE_SIZE, CHANNELS, MEL_BINS = 224, 3, 80
 IMAGE_RANK = 3
 """Of one image, float[channels, height, width]."""
@@ -91,16 +93,20 @@ def add_feature_encoders(
 def _add_to_stack(stack: StackFiles, free: Sequence[OnnxFile], configs: BesideConfigs, wanted: Port) -> StackFiles:
     files, problems = dict(stack.files), list(stack.problems)
     for kind, role in ROLES.items():
-        candidates = [file for file in free if _kind_of(file, configs) == kind]
+        similar = [file for file in free if _kind_of(file, configs) == kind]
+        # What takes the output of another file is a projector behind an encoder.
+        made = {name for file in free for name in file.graph.outputs}
+        candidates = [file for file in similar if made.isdisjoint(file.graph.inputs)]
         fitting = [file for file in candidates if find_output(file, wanted) is not None]
         if fitting:
             chosen = min(fitting, key=lambda file: _preference(file, stack, kind, configs))
             files[role] = replace(chosen, role=role)
             problems += _compare_declared_rows(files[role], kind, configs, wanted)
+            problems += _compare_placeholder(files.get("embedding"), kind, configs)
         elif named := [file for file in candidates if _is_named(file, kind, configs)]:
             best = min(named, key=lambda file: _preference(file, stack, kind, configs))
-            problems.append(_misfit(best, stack, wanted))
-        elif configs.part(kind) and "embedding" in files and configs.first_count(TOKEN_KEYS[kind]):
+            problems += _misfit(best, stack, wanted, [file for file in free if file.name != best.name])
+        elif not similar and configs.part(kind) and "embedding" in files and configs.first_count(TOKEN_KEYS[kind]):
             problems.append(_missing(stack, kind))
     if any(role in files for role in ROLES.values()) and "embedding" not in files and not stack.problems:
         problems.append(_without_embedding(stack, wanted))
@@ -125,6 +131,8 @@ def _kind_of(file: OnnxFile, configs: BesideConfigs) -> PhaseName | None:
 
 def _is_feedable(port: Declared) -> bool:
     """Whether it is known what an input of an encoder is fed: features, a mask of them, or the sizes of a grid."""
+    if math.prod(size for size in map(as_number, port.shape or ()) if isinstance(size, int)) > MOST_FED:
+        return False
     return port.dtype in FLOATS or bool(MASK.fullmatch(port.name) or GRID.fullmatch(port.name))
 
 
@@ -156,14 +164,26 @@ def _preference(file: OnnxFile, stack: StackFiles, kind: PhaseName, configs: Bes
     return named is not None and file.name != named, not (file.path.stem.endswith(tail) if tail else True), file.name
 
 
-def _misfit(file: OnnxFile, stack: StackFiles, wanted: Port) -> PartProblem:
-    outputs = file.graph.outputs.values()
+def _misfit(file: OnnxFile, stack: StackFiles, wanted: Port, others: Sequence[OnnxFile]) -> Iterator[PartProblem]:
+    """Why the file that is named as an encoder is not that of a decoder; one that another file takes up is none."""
+    outputs = list(file.graph.outputs.values())
+    for port in (port for other in others for port in other.graph.inputs.values()):
+        if any(port.name == made.name or (port.like(made) and _ends_alike(port, made)) for made in outputs):
+            return  # a projector in a file of its own
     made = ", ".join(f"{port.name} {describe(port.dtype, port.shape)}" for port in outputs)
-    taken = f"{wanted.name} {describe(wanted.dtype, wanted.shape)}"
-    declared = f"{stack.main.name} takes {taken}"
+    declared = f"{stack.main.name} takes {wanted.name} {describe(wanted.dtype, wanted.shape)}"
     observed = f"{file.name} returns {made}"
     cause = f"{observed}, and {declared}: its rows cannot take the places of embeddings"
-    return PartProblem(file.name, declared, observed, cause, essential=False)
+    width = (wanted.shape or (None,))[-1]
+    cast = any(_has_width(port, width) and len(port.shape or ()) in (2, 3) for port in outputs)
+    severity: Literal["warning", "error"] = "warning" if cast else "error"  # rows of another type can be converted
+    yield PartProblem(file.name, declared, observed, cause, essential=False, severity=severity)
+
+
+def _ends_alike(port: Declared, other: Declared) -> bool:
+    """Whether both have the same number as their last size."""
+    sizes = [as_number((one.shape or (None,))[-1]) for one in (port, other)]
+    return isinstance(sizes[0], int) and sizes[0] == sizes[1]
 
 
 def _missing(stack: StackFiles, kind: PhaseName) -> PartProblem:
@@ -197,6 +217,35 @@ def _compare_declared_rows(
     declared = f"{expected[1]}: {expected[0]}"
     cause = f"{returned}, and a prompt has {expected[0]} placeholders ({expected[1]})"
     yield PartProblem(file.name, declared, returned, cause, essential=False)
+
+
+def _compare_placeholder(embedding: OnnxFile | None, kind: PhaseName, configs: BesideConfigs) -> Iterator[PartProblem]:
+    """The id of the placeholder in the config with those whose places an embedding graph fills with rows."""
+    token = configs.first_count(TOKEN_KEYS[kind])
+    if token is None or embedding is None or not any(port.dtype in FLOATS for port in embedding.graph.inputs.values()):
+        return
+    compared = _compared_ids(embedding)
+    if compared and token[0] not in compared:
+        observed = f"{embedding.name} puts rows in the places of token {' or '.join(map(str, sorted(compared)))}"
+        declared = f"{token[1]}: {token[0]}"
+        cause = f"{observed}, and the placeholder is token {token[0]} ({token[1]})"
+        yield PartProblem(embedding.name, declared, observed, cause, essential=False)
+
+
+def _compared_ids(embedding: OnnxFile) -> set[int]:
+    """The numbers that an embedding graph compares its token ids with; empty where it has bounds or other tests."""
+    view, found = embedding.graph, set[int]()
+    ids = {port.name for port in view.inputs.values() if port.dtype in INTEGERS}
+    for node in view.model.graph.node:
+        reads = [view.main.through(name, PASSES_ON) for name in node.input]
+        if ids.isdisjoint(reads) or node.op_type not in COMPARISONS:
+            continue
+        constants = [tensor for name in node.input if (tensor := view.main.constant(name)) is not None]
+        numbers = [integers(tensor) for tensor in constants]
+        if node.op_type != "Equal" or len(numbers) != 1 or not numbers[0]:
+            return set()
+        found |= set(numbers[0])
+    return found
 
 
 def _images_at_once(file: OnnxFile, kind: PhaseName) -> int:

@@ -13,13 +13,16 @@ from typing import Any
 from kvdoctor.analysis.axes import as_number
 from kvdoctor.analysis.dialects import inputs
 from kvdoctor.analysis.dialects.dialect import CACHE_LIKE, find_dialect
-from kvdoctor.analysis.port_roles import FLOATS, role_by_name
+from kvdoctor.analysis.embedding_graphs import VARIANT
+from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, role_by_name
 from kvdoctor.analysis.stacks import OnnxFile, PartProblem, StackFiles, has_named_logits
 from kvdoctor.contract import Stage, describe
 from kvdoctor.model.join import CannotJoin, PartToJoin, join_models
 from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
 
+TOKEN_RANK = 2
+"""Of int64[batch, new]."""
 HIDDEN_RANK = 3
 """Of float[batch, new, hidden]."""
 PRESENT_LIKE = ("present", "past", "cache", "new_")
@@ -44,10 +47,17 @@ def find_pipelines(files: Sequence[OnnxFile], genai: dict[str, Any]) -> Iterator
     if listed:
         yield from _read_listed(files, listed)
         return
-    stages = [stage for file in files if (stage := _read_stage(file)) is not None]
-    for chain in _group_by_layers(stages):
-        if found := _chain(chain):
-            yield found
+    found = [stage for file in files if (stage := _read_stage(file)) is not None]
+    rest = [file for file in files if file.view is not None and file.name not in {stage.file.name for stage in found}]
+    for suffix in sorted({_variant(stage) for stage in found}):
+        for chain in _group_by_layers([stage for stage in found if _variant(stage) == suffix]):
+            yield _chain(chain, rest, suffix.replace("_", "-"))
+
+
+def _variant(stage: StageFile) -> str:
+    """The end of a name that says how the weights are stored: `_q4`."""
+    found = VARIANT.search(stage.file.path.stem)
+    return found[0] if found else ""
 
 
 def _read_stage(file: OnnxFile) -> StageFile | None:
@@ -61,6 +71,8 @@ def _read_stage(file: OnnxFile) -> StageFile | None:
     is_last = has_named_logits(view)
     roles = {name: role_by_name(port, inputs.INPUTS) for name, port in view.inputs.items()}
     is_first = any(role in ("token_ids", "token_and_position", "embeddings") for role in roles.values())
+    unnamed = [port for port in view.inputs.values() if roles[port.name] is None and port.name not in slots]
+    is_first = is_first or any(port.dtype in INTEGERS and len(port.shape or ()) == TOKEN_RANK for port in unnamed)
     takes = tuple(p for p in view.inputs.values() if p.name not in slots and _is_hidden(p) and roles[p.name] in TAKEN)
     kept = {slot.present for slot in slots.values()}
     gives = tuple(p for p in view.outputs.values() if p.name not in kept and _is_hidden(p) and p.name != "logits")
@@ -91,9 +103,9 @@ def _group_by_layers(stages: Sequence[StageFile]) -> Iterator[list[StageFile]]:
         yield [*caching, *heads]
 
 
-def _chain(stages: list[StageFile]) -> StackFiles | None:
+def _chain(stages: list[StageFile], others: Sequence[OnnxFile], tail: str) -> StackFiles:
     """The stack of stages in their order, with what keeps them from being one decoder."""
-    problems = [*_find_gaps(stages)]
+    problems = [*_find_gaps(stages, others)]
     parts = []
     for number, stage in enumerate(stages):
         links: dict[str, tuple[int, str]] = {}
@@ -104,7 +116,7 @@ def _chain(stages: list[StageFile]) -> StackFiles | None:
                 problems.append(_misfit(before, stage))
             links = {name: (number - 1, output) for name, output in (pairs or {}).items()}
         parts.append((stage.file, links))
-    return _join(parts, tuple(problems[:1]))
+    return _join(parts, tuple(problems[:1]), tail)
 
 
 def _pair(gives: Sequence[Declared], takes: Sequence[Declared]) -> dict[str, str] | None:
@@ -126,8 +138,8 @@ def _fits(given: Declared, taken: Declared) -> bool:
     return given.dtype == taken.dtype and (not known or widths[0] == widths[1])
 
 
-def _find_gaps(stages: Sequence[StageFile]) -> Iterator[PartProblem]:
-    """Stages that are missing at the beginning, in between and at the end."""
+def _find_gaps(stages: Sequence[StageFile], others: Sequence[OnnxFile]) -> Iterator[PartProblem]:
+    """Stages that are missing at the beginning, in between and at the end; `others` may make the first embeddings."""
     numbers = [number for stage in stages for number in stage.layers]
     names = " and ".join(stage.file.name for stage in stages)
     first, last = stages[0], stages[-1]
@@ -140,14 +152,19 @@ def _find_gaps(stages: Sequence[StageFile]) -> Iterator[PartProblem]:
         numbered = f"layer{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking[:8]))}"
         observed = f"no file has the cache of {numbered}"
         yield PartProblem(subject, "a stage for every layer", observed, f"a stage of the pipeline is missing {where}")
-    elif not first.is_first:
+    elif not first.is_first and not any(_pair(list(file.graph.outputs.values()), first.takes) for file in others):
         subject, taken = first.file.name, _described(first.takes)
         observed = f"{subject} takes {taken}, and no file returns it"
         yield PartProblem(subject, "a first stage, of tokens or embeddings", observed, "the first stage is missing")
-    elif not last.is_last:
+    elif not last.is_last and any(_fits(given, taken) for given in last.gives for taken in _hidden_of(stages)):
         subject = last.file.name
         observed = f"{subject} returns {_described(last.gives)}, and no file of {names} returns logits"
         yield PartProblem(subject, "a last stage, with logits", observed, "the last stage of the pipeline is missing")
+
+
+def _hidden_of(stages: Sequence[StageFile]) -> Iterator[Declared]:
+    """The hidden states that stages take: logits without a usual name are of another width."""
+    yield from (port for stage in stages for port in stage.takes)
 
 
 def _misfit(before: StageFile, stage: StageFile) -> PartProblem:
@@ -165,7 +182,7 @@ def _described(ports: Sequence[Declared]) -> str:
 
 
 def _join(
-    parts: Sequence[tuple[OnnxFile, Mapping[str, tuple[int, str]]]], problems: tuple[PartProblem, ...]
+    parts: Sequence[tuple[OnnxFile, Mapping[str, tuple[int, str]]]], problems: tuple[PartProblem, ...], tail: str = ""
 ) -> StackFiles:
     """The stack of a pipeline. Where something keeps it from being one decoder, its first stage stands for it."""
     files = tuple(file for file, _ in parts)
@@ -178,7 +195,9 @@ def _join(
         else:
             name, stages = " + ".join(file.name for file in files), joined.stages
             main = OnnxFile(files[0].path, name, "decoder", view=GraphView(joined.model))
-    return StackFiles("pipeline", "decoder-only", {"decoder": main}, parts=files, stages=stages, problems=problems)
+    return StackFiles(
+        "pipeline" + tail, "decoder-only", {"decoder": main}, parts=files, stages=stages, problems=problems
+    )
 
 
 def _states(view: GraphView) -> frozenset[str]:

@@ -16,7 +16,8 @@ from kvdoctor.analysis.token_inputs import LOGITS_RANK, TokenInputs, find_logits
 from kvdoctor.contract import Axis, Graph, MissingPart, Port, Slot
 from kvdoctor.model.view import Declared
 
-HIDDEN_LIKE = re.compile(r"(.*_)?hidden_states?(_.*)?", re.ASCII)
+HIDDEN_LIKE = re.compile(r"(.*_)?hidden_states(_.*)?", re.ASCII)
+"""Outputs of a stage; `last_hidden_state` is what a decoder without a head returns."""
 MOST_UNREAD = 8
 """Inputs that no node reads: an exporter leaves a few; a graph with more of them is not a decoder's."""
 
@@ -299,7 +300,9 @@ def _is_scalar(port: Declared) -> bool:
 
 def _are_hidden_states(port: Port, vocabulary: int | None) -> bool:
     """Whether an output is named as hidden states, and is not as wide as the vocabulary: that of a first stage."""
-    return HIDDEN_LIKE.fullmatch(port.name) is not None and port.shape is not None and port.shape[-1] != vocabulary
+    if vocabulary is None or HIDDEN_LIKE.fullmatch(port.name) is None or port.shape is None:
+        return False
+    return port.shape[-1] != vocabulary
 
 
 def _mark_logits(ports: list[Port], vocabulary: int | None, recurrent: bool) -> list[Port]:

@@ -58,7 +58,7 @@ class FeatureRows:
             raise NothingToRun(f"{graph.file} could not be run on synthetic input ({error})")
         outputs = {name: value.array() for name, value in answer.outputs.items()}
         rows = outputs[one.output]
-        if rows.ndim < 2 or not rows.size:
+        if rows.ndim < 2 or not rows.shape[-1] or (not rows.size and one.rows is None):
             raise NothingToRun(f"{graph.file} returns {one.output} of shape {list(rows.shape)}, which has no rows")
         flat = rows.reshape(-1, rows.shape[-1])
         return EncodedRows(flat[: max(len(flat) // one.pieces, 1)], outputs)
@@ -82,9 +82,11 @@ class FeatureRows:
         taken = self._taken_by_graph(chosen)
         if taken and any(one.token is None for one, _ in chosen):
             raise NothingToRun("no config gives the id of the placeholder token that the embedding graph replaces")
-        usual = plain_token_ids(self.contract)[0]
+        usual, known = plain_token_ids(self.contract)[0], self.contract.vocabulary
         ids = np.array(tokens)
-        ids[places] = [usual if one.token is None else one.token for one, _ in chosen]
+        # An id behind the table, of a placeholder that the caller replaces, is not looked up by any loop.
+        inside = [one.token is not None and (taken or known is None or one.token < known) for one, _ in chosen]
+        ids[places] = [one.token if fits else usual for (one, _), fits in zip(chosen, inside, strict=True)]
         return Call("embed", embedding_feeds(graph, ids, taken), 0, tokens.shape[1])
 
     def _taken_by_graph(self, chosen: "list[tuple[Features, int]]") -> dict[str, Array]:

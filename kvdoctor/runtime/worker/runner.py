@@ -222,11 +222,21 @@ class StackRunner:
     def embed(self, phase: PhaseName, tokens: Array) -> dict[str, Array]:
         """The embeddings of token ids int64[batch, new] for the inputs of a phase, by the embedding file.
 
-        Negative ids stand for rows of images and sound (decode/feeds.py).
+        Negative ids stand for rows of images and sound (decode/feeds.py). Where these cannot be embedded, a note says
+        so: text alone is run then.
 
         Raises:
             NothingToRun: it fails, or returns something else.
         """
+        try:
+            return self._embed(phase, tokens)
+        except NothingToRun as error:
+            if (tokens < 0).any():
+                self.announce(Note(f"{error}; images and sound in the prompt were not run"))
+            raise
+
+    def _embed(self, phase: PhaseName, tokens: Array) -> dict[str, Array]:
+        """See `embed`."""
         try:
             answer = self.run_session(self.feature_rows.embedding_call(tokens))
         except (StepFailed, Refused) as error:
