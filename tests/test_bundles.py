@@ -203,6 +203,19 @@ def test_an_encoder_that_cannot_be_run_is_listed(tmp_path: Path) -> None:
     assert "vision_encoder.onnx could not be run on synthetic input" in reasons
 
 
+def test_an_encoder_with_inputs_of_its_own_kind_is_named(tmp_path: Path) -> None:
+    path = FIXTURES[MIXING].write(tmp_path)
+
+    def add_sizes(model: onnx.ModelProto) -> None:
+        sizes = onnx.helper.make_tensor_value_info("image_sizes", onnx.TensorProto.INT64, ["images", 2])
+        model.graph.input.append(sizes)
+
+    change(path / "vision.onnx", add_sizes)
+    report = step_test(str(path), Options())
+    assert "vision.onnx was not run: no rule says what to feed image_sizes" in report.notes
+    assert not contract_of(path).features
+
+
 def test_without_an_embedding_graph_the_rows_have_no_place(tmp_path: Path) -> None:
     path = FIXTURES[VISION].write(tmp_path)
     (path / "embed_tokens.onnx").unlink()

@@ -37,6 +37,8 @@ ROW_KEYS = {
     "vision": ("image_seq_len", "image_seq_length", "mm_tokens_per_image", "vision_soft_tokens_per_image"),
     "audio": ("audio_seq_len", "audio_seq_length"),
 }
+TIME = re.compile(r"frame|time|length|seq|sample|step", re.ASCII)
+"""Part of the name of an axis that counts frames or samples of sound."""
 OUTPUT = re.compile(r"(image|audio|vision|speech)_(features|embeds|embeddings)|pooled_embeds", re.ASCII)
 COMPARISONS = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Where", "Clip"}
 IMAGE_SIZE, CHANNELS, MEL_BINS = 224, 3, 80
@@ -91,7 +93,7 @@ def add_feature_encoders(
 
 
 def _add_to_stack(stack: StackFiles, free: Sequence[OnnxFile], configs: BesideConfigs, wanted: Port) -> StackFiles:
-    files, problems = dict(stack.files), list(stack.problems)
+    files, problems, remarks = dict(stack.files), list(stack.problems), list(stack.remarks)
     for kind, role in ROLES.items():
         similar = [file for file in free if _kind_of(file, configs) == kind]
         # What takes the output of another file is a projector behind an encoder.
@@ -106,11 +108,14 @@ def _add_to_stack(stack: StackFiles, free: Sequence[OnnxFile], configs: BesideCo
         elif named := [file for file in candidates if _is_named(file, kind, configs)]:
             best = min(named, key=lambda file: _preference(file, stack, kind, configs))
             problems += _misfit(best, stack, wanted, [file for file in free if file.name != best.name])
+        elif strange := [file for file in free if _is_named(file, kind, configs) and file not in similar]:
+            inputs = ", ".join(port.name for port in strange[0].graph.inputs.values() if not _is_feedable(port))
+            remarks.append(f"{strange[0].name} was not run: no rule says what to feed {inputs or 'its inputs'}")
         elif not similar and configs.part(kind) and "embedding" in files and configs.first_count(TOKEN_KEYS[kind]):
             problems.append(_missing(stack, kind))
     if any(role in files for role in ROLES.values()) and "embedding" not in files and not stack.problems:
         problems.append(_without_embedding(stack, wanted))
-    return replace(stack, files=files, problems=tuple(problems))
+    return replace(stack, files=files, problems=tuple(problems), remarks=tuple(remarks))
 
 
 def _kind_of(file: OnnxFile, configs: BesideConfigs) -> PhaseName | None:
@@ -131,7 +136,7 @@ def _kind_of(file: OnnxFile, configs: BesideConfigs) -> PhaseName | None:
 
 def _is_feedable(port: Declared) -> bool:
     """Whether it is known what an input of an encoder is fed: features, a mask of them, or the sizes of a grid."""
-    if math.prod(size for size in map(as_number, port.shape or ()) if isinstance(size, int)) > MOST_FED:
+    if port.shape is None or math.prod(size for size in map(as_number, port.shape) if isinstance(size, int)) > MOST_FED:
         return False
     return port.dtype in FLOATS or bool(MASK.fullmatch(port.name) or GRID.fullmatch(port.name))
 
@@ -301,8 +306,9 @@ def _input(port: Declared, kind: PhaseName, configs: BesideConfigs) -> Port:
         bins = next((n for key in ("num_mel_bins", "input_feat_size", "n_mels") if is_count(n := part.get(key))), None)
         usual = (1, *[bins or MEL_BINS] * max(rank - 1, 0))
         open_axes = [at for at in range(1, rank) if not isinstance(sizes[at], int)]
-        if open_axes:  # frames or samples: the last axis that is open
-            axes[open_axes[-1]] = "encoder_input"
+        named = [at for at in open_axes if TIME.search(str(sizes[at]))]
+        if open_axes:  # frames or samples: the axis that is named so, else the last one that is open
+            axes[(named or open_axes)[-1]] = "encoder_input"
     usual = (*usual, *[1] * rank)[:rank]
     shape = [
         size if isinstance(size, int) or axis == "encoder_input" else known

@@ -73,8 +73,8 @@ def _select_experiments(context: ContractContext) -> Iterator[str]:
             yield experiment.name
 
 
-INDEPENDENT_OF_ROUNDING = {"same-feed", "dummy-past-runs"}
-"""Experiments that compare a graph with itself, or only ask whether it runs: a float32 copy adds nothing."""
+INDEPENDENT_OF_ROUNDING = {"same-feed", "dummy-past-runs", "encoder-rows"}
+"""Experiments that compare a graph with itself, ask whether it runs, or count: a float32 copy adds nothing."""
 
 
 def _refuse_size(context: ContractContext, options: Options, unclear: bool) -> str | None:

@@ -66,7 +66,6 @@ EXPERIMENTS = (
         "as many rows of each encoder as placeholders",
         count_rows,
         applies=has_rows,
-        judged=False,
         with_features=True,
         order=6,
     ),
