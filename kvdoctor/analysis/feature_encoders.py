@@ -42,6 +42,8 @@ TIME = re.compile(r"frame|time|length|seq|sample|step", re.ASCII)
 OUTPUT = re.compile(r"(image|audio|vision|speech)_(features|embeds|embeddings)|pooled_embeds", re.ASCII)
 COMPARISONS = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Where", "Clip"}
 IMAGE_SIZE, CHANNELS, MEL_BINS = 224, 3, 80
+ROW_RANK = 2
+"""Of float[rows, hidden]; axes in front of these count images and parts of them."""
 IMAGE_RANK = 3
 """Of one image, float[channels, height, width]."""
 PATCHES = 4
@@ -151,7 +153,7 @@ def find_output(file: OnnxFile, wanted: Port) -> Declared | None:
     fitting = [
         port
         for port in file.graph.outputs.values()
-        if port.dtype == wanted.dtype and len(port.shape or ()) in (2, 3) and _has_width(port, width)
+        if port.dtype == wanted.dtype and len(port.shape or ()) >= ROW_RANK and _has_width(port, width)
     ]
     named = [port for port in fitting if OUTPUT.fullmatch(port.name)]
     return next(iter(named or fitting), None)
@@ -180,7 +182,7 @@ def _misfit(file: OnnxFile, stack: StackFiles, wanted: Port, others: Sequence[On
     observed = f"{file.name} returns {made}"
     cause = f"{observed}, and {declared}: its rows cannot take the places of embeddings"
     width = (wanted.shape or (None,))[-1]
-    cast = any(_has_width(port, width) and len(port.shape or ()) in (2, 3) for port in outputs)
+    cast = any(_has_width(port, width) and len(port.shape or ()) >= ROW_RANK for port in outputs)
     severity: Literal["warning", "error"] = "warning" if cast else "error"  # rows of another type can be converted
     yield PartProblem(file.name, declared, observed, cause, essential=False, severity=severity)
 
