@@ -242,3 +242,69 @@ def test_what_feeds_what_is_shown(tmp_path: Path) -> None:
     )
     _, shown = kvdoctor("inspect", str(FIXTURES[GENAI].write(tmp_path / "pipeline")))
     assert "1. first.onnx: output_hidden_states -> hidden_states of second.onnx" in " ".join(shown.split())
+
+
+HEADER = '<\n  ir_version: 8,\n  opset_import: ["" : 17]\n>\n'
+SMOLVLM = """vision (
+  float[batch_size, num_images, 3, height, width] pixel_values,
+  bool[batch_size, num_images, height, width] pixel_attention_mask
+) => (float[n, rows, 8] image_features)
+<float[48, 8] w_rows, int64[1] channels = {2}, int64[3] shape = {-1, 4, 48}>
+{
+  real = Cast <to = 1> (pixel_attention_mask)
+  shown = Unsqueeze (real, channels)
+  seen = Mul (pixel_values, shown)
+  flat = Reshape (seen, shape)
+  image_features = MatMul (flat, w_rows)
+}
+"""
+QWEN2_VL = """vision (
+  float[num_patches, 24] pixel_values, int64[num_images, 3] image_grid_thw
+) => (float[rows, 8] image_features)
+<float[96, 8] w_rows, int64[2] shape = {-1, 96}, int64 four = {4}, int64[1] zero = {0}>
+{
+  merged = Reshape (pixel_values, shape)
+  all = MatMul (merged, w_rows)
+  patches = ReduceProd <axes = [0, 1], keepdims = 0> (image_grid_thw)
+  count = Div (patches, four)
+  end = Unsqueeze (count, zero)
+  image_features = Slice (all, zero, end, zero)
+}
+"""
+GEMMA3N_AUDIO = """audio (
+  float[batch_size, num_frames, 16] input_features, bool[batch_size, num_frames] input_features_mask
+) => (float[batch_size, rows, 8] audio_features)
+<float[16, 8] w_rows, int64[1] bins = {2}>
+{
+  real = Cast <to = 1> (input_features_mask)
+  shown = Unsqueeze (real, bins)
+  heard = Mul (input_features, shown)
+  audio_features = MatMul (heard, w_rows)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "rows"),
+    [
+        (SMOLVLM, {"image_token_id": 15, "scale_factor": 1, "vision_config": {"image_size": 8, "patch_size": 4}}, 4),
+        (QWEN2_VL, {"image_token_id": 15, "vision_config": {"spatial_merge_size": 2}}, 4),
+        (GEMMA3N_AUDIO, {"audio_token_id": 14, "audio_config": {}}, None),
+    ],
+    ids=["smolvlm", "qwen2-vl", "gemma3n-audio"],
+)
+def test_encoders_of_published_bundles_are_fed_what_they_take(
+    text: str, config: dict[str, object], rows: int | None, tmp_path: Path
+) -> None:
+    path = FIXTURES[VISION].write(tmp_path)
+    (path / "processor_config.json").unlink()
+    (path / "vision_encoder.onnx").unlink()
+    name = "audio_encoder.onnx" if "audio" in text else "vision_encoder.onnx"
+    onnx.save(text_fixtures.compile_text(HEADER + text), path / name)
+    (path / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 8}, **config}))
+    (features,) = contract_of(path).features
+    assert features.rows == rows
+    report = step_test(str(path), Options())
+    assert report.verdict == "healthy"
+    assert outcome(report, "rows-in-prompt") == "passed"
+    assert outcome(report, "encoder-rows") == ("passed" if rows else "skipped")
