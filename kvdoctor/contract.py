@@ -138,6 +138,9 @@ of sound among these, the first step, a later one."""
 DECODING: tuple[PhaseName, ...] = ("prefill", "decode")
 """The phases that take the cache or make it; what the others compute goes into these."""
 
+OF_FEATURES: tuple[PhaseName, ...] = ("vision", "audio")
+"""The phases that make rows for the places of placeholders among the embeddings."""
+
 ITEM_BYTES = {
     "float": 4,
     "float16": 2,
