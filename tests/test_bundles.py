@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -67,6 +68,8 @@ def renumber(model: onnx.ModelProto) -> None:
 def test_stages_may_number_their_layers_from_zero_where_a_config_lists_them(tmp_path: Path) -> None:
     path = FIXTURES[GENAI].write(tmp_path)
     change(path / "second.onnx", renumber)
+    listed = (path / "genai_config.json").read_text().replace("_values.1.", "_values.0.").replace("nt.1.", "nt.0.")
+    (path / "genai_config.json").write_text(listed)
     contract = contract_of(path)
     assert len({slot.past for slot in contract.slots}) == 4
     assert "second/past_key_values.0.key" in {slot.past for slot in contract.slots}
@@ -118,6 +121,7 @@ def test_a_stage_that_the_runtime_fails_in_is_named(tmp_path: Path) -> None:
         {"pipeline": [{"a": {"filename": "../../etc/passwd"}}]},
         {"pipeline": [{"a": {"filename": "first.onnx", "output_names_forwarder": 7}}]},
         {"pipeline": [{"a": {"filename": "first.onnx"}}, {"b": {"filename": "first.onnx"}}]},
+        {"pipeline": [{"a": {"filename": "first.onnx", "inputs": 5, "outputs": [3, {}]}}]},
         {"pipeline": [{"a": {"filename": "second.onnx"}}, {"b": {"filename": "first.onnx"}}]},
     ],
 )
@@ -126,6 +130,23 @@ def test_a_bad_list_of_stages_has_a_clear_end(config: dict[str, object], tmp_pat
     (path / "genai_config.json").write_text(json.dumps({"model": {"decoder": config}}))
     for report in (inspect(str(path)), step_test(str(path), Options())):
         assert not [entry for entry in report.not_checked if "crashed" in entry.reason]
+
+
+def test_a_config_of_another_pipeline_is_found(tmp_path: Path) -> None:
+    path = FIXTURES[GENAI].write(tmp_path)
+    right = json.loads((path / "genai_config.json").read_text())
+
+    def found_with(change_config: Callable[[dict[str, Any]], object]) -> set[tuple[str, str]]:
+        config = json.loads(json.dumps(right))
+        change_config(config["model"]["decoder"])
+        (path / "genai_config.json").write_text(json.dumps(config))
+        return found(inspect(str(path)))
+
+    assert found_with(lambda decoder: decoder.update(head_size=5)) == {("config-disagrees", "warning")}
+    assert found_with(lambda decoder: decoder["pipeline"][1]["second"]["inputs"].append("mask")) == {
+        ("parts-do-not-fit", "error")
+    }
+    assert found_with(lambda _: None) == set()
 
 
 def test_stages_of_the_prompt_alone_are_not_run_and_not_called_healthy(tmp_path: Path) -> None:

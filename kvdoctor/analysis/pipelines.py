@@ -235,6 +235,7 @@ def _read_listed(files: Sequence[OnnxFile], listed: Sequence[dict[str, Any]]) ->
             cause = f"genai_config.json names {stage['filename']} as a stage of the pipeline, and it is missing"
             problems.append(PartProblem(stage["filename"], declared, observed, cause))
             continue
+        problems += _find_strange_names(file, stage)
         links = {name: made[name] for name in file.graph.inputs if name in made and name not in _states(file.graph)}
         forwarded = stage.get("output_names_forwarder")
         forwarded = forwarded if isinstance(forwarded, dict) else {}
@@ -249,6 +250,21 @@ def _read_listed(files: Sequence[OnnxFile], listed: Sequence[dict[str, Any]]) ->
     elif not problems:
         problems += _find_unlinked(parts)
     yield _join(parts, tuple(problems[:1]))
+
+
+def _find_strange_names(file: OnnxFile, stage: dict[str, Any]) -> Iterator[PartProblem]:
+    """Inputs and outputs that the config lists for a stage and the file does not have."""
+    for key, ports in (("inputs", file.graph.inputs), ("outputs", file.graph.outputs)):
+        listed = stage.get(key)
+        names = listed if isinstance(listed, list) else []
+        strange = [name for name in names if isinstance(name, str) and name not in ports]
+        if strange:
+            declared = (
+                f"genai_config.json, model.decoder.pipeline, stage {stage['name']}, {key}: {', '.join(strange[:4])}"
+            )
+            observed = f"{file.name} has the {key} {', '.join(list(ports)[:8])}"
+            cause = f"genai_config.json lists {key} {', '.join(strange[:4])} of {file.name}, which it does not have"
+            yield PartProblem(file.name, declared, observed, cause)
 
 
 def _find_unlinked(parts: Sequence[tuple[OnnxFile, Mapping[str, tuple[int, str]]]]) -> Iterator[PartProblem]:
