@@ -139,11 +139,15 @@ prefill: nothing, another graph makes it. ignored: anything, the branch does not
 Exactness = Literal["float", "float16", "bfloat16", "static-quantization", "dynamic-quantization", "int4-cache"]
 """The arithmetic of a graph. What is rounded to few bits on its way has a scale of its own, or one from all tokens."""
 
-PhaseName = Literal["encode", "embed", "prefill", "decode"]
-"""What a graph is run for: the encoder's states, the embeddings of new tokens, the first step, a later one."""
+PhaseName = Literal["encode", "embed", "vision", "audio", "prefill", "decode"]
+"""What a graph is run for: the encoder's states, the embeddings of new tokens, rows for the placeholders of images or
+of sound among these, the first step, a later one."""
 
 DECODING: tuple[PhaseName, ...] = ("prefill", "decode")
 """The phases that take the cache or make it; what the others compute goes into these."""
+
+OF_FEATURES: tuple[PhaseName, ...] = ("vision", "audio")
+"""The phases that make rows for the places of placeholders among the embeddings."""
 
 ITEM_BYTES = {
     "float": 4,
@@ -172,12 +176,33 @@ class Port:
 
 
 @record
+class Stage:
+    """One file of a pipeline: the names of its inputs and outputs, each with the one that it has in the pipeline.
+
+    An output of one stage that has the name of an input of a later one is handed on.
+    """
+
+    file: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+
+@record
 class Graph:
-    """One ONNX file of the stack, `file` relative to the model's folder."""
+    """One ONNX file of the stack, `file` relative to the model's folder.
+
+    A pipeline is one graph of several files, its `stages`, which a call runs one after the other.
+    """
 
     file: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    stages: tuple[Stage, ...] = ()
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that a call runs."""
+        return tuple(stage.file for stage in self.stages) or (self.file,)
 
     def port(self, role: Role) -> Port | None:
         """Give the first port of that role, inputs before outputs, or None."""
@@ -260,6 +285,23 @@ class Slot:
 
 
 @record
+class Features:
+    """Rows that an encoder of images or sound makes, for the places of a placeholder token among the embeddings.
+
+    `output` of the graph of `phase` has them, float[..., rows, hidden]. `token` is the id of the placeholder, `rows`
+    the number of them for one image (or one piece of sound), as `declared` says; None where no config gives it. A call
+    takes so many `pieces` at once.
+    """
+
+    phase: PhaseName
+    output: str
+    token: int | None = None
+    rows: int | None = None
+    declared: str = ""
+    pieces: int = 1
+
+
+@record
 class MissingPart:
     """Something that stands in the way of driving a stack, or is not as its name says: the subject, and the reason."""
 
@@ -277,7 +319,7 @@ class CacheContract:
     `context_limit` is in tokens, from the side-car config; so are `heads`, the number of attention heads, where an axis
     counts batch times heads, and `codebooks`, the rows of tokens for each sequence. `contradictions` are promises of
     names that the dataflow refutes; the contract follows the dataflow. `missing` is empty for a contract that can be
-    driven.
+    driven. `features` are rows for images and sound, which take the places of embeddings.
     """
 
     layout: str
@@ -293,6 +335,7 @@ class CacheContract:
     evidence: tuple[str, ...] = ()
     contradictions: tuple[MissingPart, ...] = ()
     missing: tuple[MissingPart, ...] = ()
+    features: tuple[Features, ...] = ()
 
     def graph(self, phase: PhaseName) -> Graph:
         """Give the graph that serves a phase."""

@@ -147,6 +147,26 @@ def context_limit(config: dict[str, Any], genai: dict[str, Any] | None = None) -
     return _first_count(decoder_config(config), CONTEXT_KEYS)
 
 
+POSITION_ROWS = 3
+"""Time, height and width of a token among those of an image."""
+
+
+def count_position_rows(config: dict[str, Any]) -> int:
+    """The rows of positions that a decoder of images takes: one for each part of the rotary embedding."""
+    part = decoder_config(config)
+    for key in ("rope_parameters", "rope_scaling"):
+        rotary = part.get(key)
+        sections = rotary.get("mrope_section") if isinstance(rotary, dict) else None
+        if isinstance(sections, list) and 0 < len(sections) <= POSITION_ROWS + 1:
+            return len(sections)
+    return POSITION_ROWS
+
+
+def embeddings_width(config: dict[str, Any]) -> int | None:
+    """The width of the decoder's embeddings that a config declares."""
+    return _first_count(decoder_config(config), ("hidden_size", "n_embd", "d_model"))
+
+
 def encoder_length(config: dict[str, Any]) -> int | None:
     """The number of encoder states that a config declares: the most that the encoder returns; Whisper's is constant.
 

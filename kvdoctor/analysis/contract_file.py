@@ -15,9 +15,10 @@ from kvdoctor.analysis.axes import as_number
 from kvdoctor.analysis.completeness import add_missing_parts
 from kvdoctor.analysis.configs import MOST_CODEBOOKS, MOST_COUNTED
 from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.feature_encoders import ROLES
 from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.analysis.stacks import BESIDE, FileRole, OnnxFile, StackFiles, StackKind
-from kvdoctor.contract import DECODING, Axis, CacheContract, Graph, MissingPart, Phase, Port, Slot
+from kvdoctor.contract import DECODING, Axis, CacheContract, Graph, MissingPart, Phase, PhaseName, Port, Slot
 from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.errors import UsageError
 from kvdoctor.model.view import Declared, GraphView
@@ -38,7 +39,7 @@ WITHOUT_PROOF: dict[str, Any] = {
     "trimmed": False,
 }
 """Fields of a slot that only a graph proves, with their values where it proves nothing."""
-KNOWN_PHASES = ("encode", "embed", *DECODING)
+KNOWN_PHASES = ("encode", "embed", *ROLES, *DECODING)
 MOST_WIDE = 1 << 24
 """Entries of one axis of a slot: more than any head width, layer count or context has."""
 MOST_LAYERS = 100_000
@@ -135,7 +136,8 @@ def _find_files(name: str, contract: CacheContract, folder: ModelFolder, source:
         raise UsageError(
             f"{at}: the phases must be prefill and decode, encode with an encoder, and embed with an embedding graph"
         )
-    readable = {file.name: file for file in folder.files if file.view is not None}
+    joined = (file for stack in folder.stacks for file in stack.files.values() if stack.stages)
+    readable = {file.name: file for file in (*folder.files, *joined) if file.view is not None}
     wanted = {phase: contract.graphs[served.graph].file for phase, served in contract.phases.items()}
     for file in wanted.values():
         if file not in readable:
@@ -162,7 +164,7 @@ def _roles(decode: Phase, files: dict[str, OnnxFile]) -> tuple[StackKind, dict[F
 
 def _beside(files: dict[str, OnnxFile]) -> dict[FileRole, OnnxFile]:
     """The files of phases that do not decode, by role."""
-    roles: dict[str, FileRole] = {"encode": "encoder", "embed": "embedding"}
+    roles: dict[PhaseName, FileRole] = {"encode": "encoder", "embed": "embedding", **ROLES}
     return {role: replace(files[phase], role=role) for phase, role in roles.items() if phase in files}
 
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 from kvdoctor.analysis.completeness import add_missing_parts, as_no_decoder
 from kvdoctor.analysis.configs import context_limit, decoder_config, is_count
-from kvdoctor.analysis.embedding_graphs import read_embedding_graph
+from kvdoctor.analysis.embedding_graphs import find_embedded_input, read_embedding_graph
+from kvdoctor.analysis.feature_encoders import ROLES, find_output, read_feature_encoder
 from kvdoctor.analysis.model_folder import SideCars
 from kvdoctor.analysis.port_roles import match_rule
 from kvdoctor.analysis.ports import DecoderPorts, EncoderPorts, hold_encoder_states
@@ -14,7 +15,7 @@ from kvdoctor.analysis.slot_init import give_cross_caches
 from kvdoctor.analysis.slots import SlotReader
 from kvdoctor.analysis.stacks import BESIDE, StackFiles, StackParts
 from kvdoctor.analysis.token_inputs import TokenInputs, find_swapped_inputs, find_token_inputs
-from kvdoctor.contract import CacheContract, Graph, MissingPart, Phase, Slot
+from kvdoctor.contract import CacheContract, Features, Graph, MissingPart, Phase, Slot
 from kvdoctor.decode.runs import Run
 from kvdoctor.model.precision import exactness_of
 from kvdoctor.model.view import GraphView
@@ -64,6 +65,7 @@ class _Reader:
         self.missing += [*tokens.missing, *self._find_flaws(), *found.missing]
         self.evidence += found.evidence
         graphs = self._read_decoders(slots, tokens)
+        graphs["decoder"] = replace(graphs["decoder"], stages=self.stack.stages)
         phases = self._phases(graphs)
         graphs["decoder"], states = hold_encoder_states(graphs["decoder"], graphs.get("first-step"))
         slots = (*slots, *states)
@@ -73,6 +75,7 @@ class _Reader:
             self.missing += encoder.missing
         if (embedding := self._read_embedding(graphs)) is not None:
             graphs["embedding"], phases["embed"] = embedding, Phase("embedding")
+        features = self._read_features(graphs, phases)
         has_codebooks = any("batch_codebooks" in p.axes for graph in graphs.values() for p in graph.inputs)
         contract = CacheContract(
             layout=self._layout(slots),
@@ -87,6 +90,7 @@ class _Reader:
             codebooks=(parts.codebooks or 1) if has_codebooks else 1,
             evidence=tuple(dict.fromkeys(self.evidence)),
             contradictions=(*found.contradictions, *find_swapped_inputs(parts.decode)),
+            features=features,
         )
         if self.stack.operator is not None:
             return contract  # the operator calls its graphs, and knows what to feed them
@@ -135,7 +139,9 @@ class _Reader:
         if "first-step" in graphs:
             self.evidence.append("two graphs: the first step has no past; its cache is the past of the second graph")
             return {"prefill": Phase("first-step"), "decode": Phase("decoder")}
-        self.evidence.append("one graph serves the first step and all later ones")
+        count = len(self.stack.stages)
+        several = f"{count} stages, run one after the other, serve" if count else "one graph serves"
+        self.evidence.append(f"{several} the first step and all later ones")
         return {"prefill": Phase("decoder"), "decode": Phase("decoder")}
 
     def _read_embedding(self, graphs: dict[str, Graph]) -> Graph | None:
@@ -149,6 +155,19 @@ class _Reader:
             self.evidence.append(f"{graph.file} makes {made} of token ids: type and width are those of the decoder")
         return graph
 
+    def _read_features(self, graphs: dict[str, Graph], phases: dict[str, Phase]) -> tuple[Features, ...]:
+        """The encoders of images and sound: each is a graph and a phase of its own."""
+        wanted = find_embedded_input(self.stack, self.side_cars.config, self.side_cars.genai)
+        found = []
+        for kind, role in ROLES.items():
+            file = self.stack.files.get(role)
+            if file is not None and wanted is not None and find_output(file, wanted) is not None:
+                graphs[kind], rows = read_feature_encoder(file, kind, wanted, self.side_cars.of_encoders)
+                phases[kind] = Phase(kind)
+                found.append(rows)
+                self.evidence.append(f"{file.name} makes {rows.output!r} as wide as the embeddings of tokens")
+        return tuple(found)
+
     def _first_step(self) -> Literal["empty-past", "no-past-branch", "no-past-graph"]:
         if self.stack.kind == "merged":
             return "no-past-branch"
@@ -159,7 +178,7 @@ class _Reader:
             return f"{self.stack.operator}-operator"
         if not slots or self.stack.kind == "unpaired":
             return "unknown"
-        family, kind = self._family(), str(self.stack.kind)
+        family, kind = self._family(), "pipeline" if self.stack.stages else str(self.stack.kind)
         if kind == "merged" and not any(slot.kind == "cross-attention" for slot in slots):
             return f"{family}-merged-self-only"
         if kind == "decoder-only" and self.parts.encoder and any(s.filled_in == "encode" for s in slots):

@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from kvdoctor.analysis.axes import as_number
+from kvdoctor.analysis.configs import embeddings_width
 from kvdoctor.analysis.dialects.dialect import parse_axes
 from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, convert_sizes, plain_port, role_by_name
-from kvdoctor.analysis.stacks import OnnxFile, StackFiles, StackParts
+from kvdoctor.analysis.stacks import OnnxFile, PartProblem, StackFiles, StackParts
 from kvdoctor.analysis.token_inputs import find_token_inputs
 from kvdoctor.contract import Graph, Port, describe
 from kvdoctor.decode.embeddings import pair_embeddings
@@ -33,13 +34,27 @@ def add_embedding_graphs(
     files: tuple[OnnxFile, ...], stacks: tuple[StackFiles, ...], config: dict[str, Any], genai: dict[str, Any]
 ) -> tuple[tuple[OnnxFile, ...], tuple[StackFiles, ...]]:
     """The files and stacks of a folder, with the embedding graphs as part of the stacks that need one."""
-    used = {file.name for stack in stacks for file in stack.files.values()}
+    used = {file.name for stack in stacks for file in stack.members}
     candidates = [replace(f, role="embedding") for f in files if f.name not in used and _is_embedding_graph(f)]
     if not candidates:
         return files, stacks
     stacks = tuple(_add_to_stack(stack, candidates, StackParts.of(stack, config, genai), genai) for stack in stacks)
     taken = {stack.files["embedding"].name for stack in stacks if "embedding" in stack.files}
     return tuple(replace(f, role="embedding") if f.name in taken else f for f in files), stacks
+
+
+def find_embedded_input(stack: StackFiles, config: dict[str, Any], genai: dict[str, Any]) -> Port | None:
+    """The input of a decoder that takes the embeddings of tokens, float[batch, new, width]; None without a width."""
+    if stack.operator is not None:
+        return None
+    parts = StackParts.of(stack, config, genai)
+    if any(role_by_name(port, parts.input_rules) == "encoder_states" for port in parts.decode.graph.inputs.values()):
+        return None  # images and sound go into the encoder, whose states the decoder takes
+    port = next((one for one in _embeddings_of(parts.decode, parts) if len(one.shape or ()) == WIDTH_AXIS + 1), None)
+    if port is None or port.shape is None:
+        return None
+    width = port.shape[WIDTH_AXIS] if isinstance(port.shape[WIDTH_AXIS], int) else embeddings_width(config)
+    return replace(port, shape=(*port.shape[:WIDTH_AXIS], width)) if width is not None else None
 
 
 def read_embedding_graph(file: OnnxFile, decoders: Iterable[Graph]) -> Graph | None:
@@ -111,7 +126,7 @@ def _add_to_stack(
     named = [one for one in candidates if one.name == _configured(genai, stack.main)]
     fitting = [one for one in named or candidates if all(_fits(one, ports) for ports in wanted)]
     if not fitting:
-        return replace(stack, remarks=tuple(_misfits(stack.main, named or candidates, wanted[0])))
+        return replace(stack, problems=(*stack.problems, *_misfits(stack.main, named or candidates, wanted[0])))
     best = min(_preference(one, stack.main, wanted[0]) for one in fitting)
     chosen = [one for one in fitting if _preference(one, stack.main, wanted[0]) == best]
     if len(chosen) > 1 and len({sha256(one.path) for one in chosen}) > 1:
@@ -170,10 +185,21 @@ def _suffix(file: OnnxFile) -> str:
     return file.path.stem[named.end() :] if named else variant[0] if variant else ""
 
 
-def _misfits(decoder: OnnxFile, candidates: Sequence[OnnxFile], wanted: Sequence[Port]) -> Iterator[str]:
-    """Why the file that is called an embedding graph, if there is one, is not that of a decoder."""
+def _misfits(decoder: OnnxFile, candidates: Sequence[OnnxFile], wanted: Sequence[Port]) -> Iterator[PartProblem]:
+    """Why the file that is called an embedding graph, if there is one, is not that of a decoder.
+
+    A file of another variant may be meant for a decoder that is not there.
+    """
     named = [one for one in candidates if NAME.match(one.path.stem)]
     for one in sorted(named, key=lambda file: _preference(file, decoder, wanted))[:1]:
         made = ", ".join(f"{p.name} {describe(p.dtype, p.shape)}" for p in map(_output, one.graph.outputs.values()))
         taken = ", ".join(f"{port.name} {describe(port.dtype, port.shape)}" for port in wanted)
-        yield f"{one.name} does not fit {decoder.name}: it returns {made}, and the decoder takes {taken}"
+        same = _preference(one, decoder, wanted)[0] == 0
+        yield PartProblem(
+            subject=one.name,
+            declared=f"{decoder.name} takes {taken}",
+            observed=f"{one.name} returns {made}",
+            cause=f"{one.name} does not fit {decoder.name}: it returns {made}, and the decoder takes {taken}",
+            essential=False,
+            severity="error" if same else "warning",
+        )

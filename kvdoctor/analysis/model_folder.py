@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.analysis.adapter_files import AdapterFile, read_adapter
-from kvdoctor.analysis.embedding_graphs import add_embedding_graphs
+from kvdoctor.analysis.embedding_graphs import add_embedding_graphs, find_embedded_input
+from kvdoctor.analysis.feature_encoders import BesideConfigs, add_feature_encoders
+from kvdoctor.analysis.pipelines import find_pipelines
 from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles, group_stacks, role_of
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.external_data import examine
@@ -34,6 +36,13 @@ class SideCars:
     generation: dict[str, Any] = field(default_factory=dict)
     adapters: tuple[AdapterFile, ...] = ()
     problems: tuple[str, ...] = ()
+    processor: dict[str, Any] = field(default_factory=dict)
+    preprocessor: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def of_encoders(self) -> BesideConfigs:
+        """The files that say something of encoders of images and sound."""
+        return BesideConfigs(self.config, self.processor, self.preprocessor, self.genai)
 
 
 @record(slots=False)
@@ -68,11 +77,17 @@ def open_folder(shown: str, at: Path | None = None) -> ModelFolder:
     chosen = None if path.is_dir() else path
     files = tuple(_read_file(p, root) for p in names)
     side_cars = replace(_read_side_cars(side_car_folder(root)), adapters=_read_adapters(root))
-    stacks = tuple(group_stacks(files, side_cars.genai))
+    pipelines = tuple(find_pipelines(files, side_cars.genai))
+    staged = {file.name for stack in pipelines for file in stack.members}
+    rest = tuple(file for file in files if file.name not in staged)
+    stacks = (*pipelines, *group_stacks(rest, side_cars.genai))
     files, stacks = add_embedding_graphs(files, stacks, side_cars.config, side_cars.genai)
+    embedded = {stack.name: find_embedded_input(stack, side_cars.config, side_cars.genai) for stack in stacks}
+    widths = {name: port for name, port in embedded.items() if port is not None}
+    files, stacks = add_feature_encoders(files, stacks, side_cars.of_encoders, widths)
     if chosen is not None:
-        stacks = tuple(s for s in stacks if any(f.path == chosen for f in s.files.values() if f.role not in BESIDE))
-        kept = {f.name for s in stacks for f in s.files.values()} | {f.name for f in files if f.path == chosen}
+        stacks = tuple(s for s in stacks if any(f.path == chosen for f in s.members if f.role not in BESIDE))
+        kept = {f.name for s in stacks for f in s.members} | {f.name for f in files if f.path == chosen}
         files = tuple(f for f in files if f.name in kept)
     return ModelFolder(shown, root, files, stacks, side_cars)
 
@@ -94,8 +109,10 @@ def _read_side_cars(folder: Path) -> SideCars:
         content, problem = read_json_object(folder / name)
         found[name] = content
         problems += [problem] if problem else []
-    config, genai, export, generation = (found[name] for name in SIDE_CARS)
-    return SideCars(config, genai, export, generation, (), tuple(problems))
+    config, genai, export, generation, processor, preprocessor = (found[name] for name in SIDE_CARS)
+    return SideCars(
+        config, genai, export, generation, problems=tuple(problems), processor=processor, preprocessor=preprocessor
+    )
 
 
 def _read_adapters(root: Path) -> tuple[AdapterFile, ...]:

@@ -1,10 +1,11 @@
 """Reads the ports of a stack's graphs: the role and the axes of each input and output."""
 
+import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kvdoctor.analysis.axes import as_number
-from kvdoctor.analysis.configs import decoder_config, is_count
+from kvdoctor.analysis.configs import count_position_rows, decoder_config, is_count
 from kvdoctor.analysis.dialects import inputs
 from kvdoctor.analysis.dialects.dialect import CACHE_LIKE, parse_axes
 from kvdoctor.analysis.port_roles import INTEGERS, InputFlow, convert_sizes, match_rule, plain_port, role_by_name
@@ -15,9 +16,13 @@ from kvdoctor.analysis.token_inputs import LOGITS_RANK, TokenInputs, find_logits
 from kvdoctor.contract import Axis, Graph, MissingPart, Port, Slot
 from kvdoctor.model.view import Declared
 
+HIDDEN_LIKE = re.compile(r"(.*_)?hidden_states(_.*)?", re.ASCII)
+"""Outputs of a stage; `last_hidden_state` is what a decoder without a head returns."""
 MOST_UNREAD = 8
 """Inputs that no node reads: an exporter leaves a few; a graph with more of them is not a decoder's."""
 
+POSITION_RANK = 3
+"""Of positions int64[rows, batch, new]: Qwen2-VL and its successors."""
 IMAGE_CHANNELS = 3
 IMAGE_SIZE = 224
 """Of an image whose size neither the graph nor the config gives, in pixels."""
@@ -63,7 +68,7 @@ class DecoderPorts:
         shared = shared_pasts(self.parts.decode.graph, view, {slot.past for slot in self.slots})
         pasts = {slot.past: slot for slot in self.slots if slot.past in shared}
         ports = [self._read_input(port, pasts) for port in view.inputs.values()]
-        ports = [self._by_codebook(convert_sizes(port)) for port in ports]
+        ports = [self._with_position_rows(self._by_codebook(convert_sizes(port))) for port in ports]
         # Names count within their graph only: where tensors are numbered, t59 of one is unrelated to t59 of another.
         presents = {slot.present for slot in self.slots if is_decode}
         presents |= {slot.filled_by for slot in self.slots if self.file is self.parts.first}
@@ -183,6 +188,13 @@ class DecoderPorts:
             self.missing.append(MissingPart(port.name, "no config gives the number of codebooks"))
         return replace(port, axes=("batch_codebooks", *port.axes[1:]))
 
+    def _with_position_rows(self, port: Port) -> Port:
+        """Positions of rank 3 have a row for time, height and width each, where the graph leaves their number open."""
+        if port.role != "position_ids" or len(port.axes) != POSITION_RANK or port.axes[0] != "fixed" or not port.shape:
+            return port
+        count = count_position_rows(self.parts.config)
+        return port if isinstance(port.shape[0], int) else replace(port, shape=(count, *port.shape[1:]))
+
     def _add_setting(self, port: Port) -> Port:
         """Add the value of a configuration that is fed. The only one known so far is an attention window."""
         value = decoder_config(self.parts.config).get("sliding_window")
@@ -286,6 +298,13 @@ def _is_scalar(port: Declared) -> bool:
     return port.dtype in INTEGERS and port.shape in ((), (1,))
 
 
+def _are_hidden_states(port: Port, vocabulary: int | None) -> bool:
+    """Whether an output is named as hidden states, and is not as wide as the vocabulary: that of a first stage."""
+    if vocabulary is None or HIDDEN_LIKE.fullmatch(port.name) is None or port.shape is None:
+        return False
+    return port.shape[-1] != vocabulary
+
+
 def _mark_logits(ports: list[Port], vocabulary: int | None, recurrent: bool) -> list[Port]:
     """Where no output is named so, the one that is no present holds the logits.
 
@@ -296,6 +315,7 @@ def _mark_logits(ports: list[Port], vocabulary: int | None, recurrent: bool) -> 
     if any(port.role in ("logits", "next_token") for port in ports):
         return ports
     free = [p for p in ports if p.role == "auxiliary" and p.shape and p.dtype.startswith(("float", "bfloat"))]
+    free = [p for p in free if not _are_hidden_states(p, vocabulary)]
     wide = [p for p in free if len(p.shape or ()) == LOGITS_RANK]
     if len(wide) != 1:
         last = [p for p in free if len(p.shape or ()) in (2, LOGITS_RANK)]

@@ -16,6 +16,7 @@ from kvdoctor.analysis.configs import ConfigFacts, read_codebooks, read_config_f
 from kvdoctor.analysis.dataflow.states import Dataflow
 from kvdoctor.analysis.dialects import inputs
 from kvdoctor.analysis.dialects.dialect import ENCODER_LIKE, Dialect, RoleRule, find_dialect
+from kvdoctor.contract import Stage
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.cache_operators import CONTRIB, DECODING_OPERATORS
 from kvdoctor.model.external_data import ExternalFile, ExternalProblem
@@ -28,9 +29,18 @@ from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 
 FileRole = Literal[
-    "encoder", "embedding", "decoder", "decoder-with-past", "decoder-merged", "generator", "other", "unreadable"
+    "encoder",
+    "embedding",
+    "vision-encoder",
+    "audio-encoder",
+    "decoder",
+    "decoder-with-past",
+    "decoder-merged",
+    "generator",
+    "other",
+    "unreadable",
 ]
-BESIDE: tuple[FileRole, ...] = ("encoder", "embedding")
+BESIDE: tuple[FileRole, ...] = ("encoder", "embedding", "vision-encoder", "audio-encoder")
 """Roles of files that belong to a stack and do not decode."""
 StackKind = Literal["merged", "pair", "decoder-only", "unpaired", "operator"]
 
@@ -87,11 +97,29 @@ class OnnxFile:
         return follow_graph(self.view, cached=self.view.branches is None) if self.view is not None else None
 
 
+@record
+class PartProblem:
+    """A part that is missing or does not fit: the file or input at fault, what each side says, and the cause.
+
+    `essential` says that the stack cannot be run. A problem that declares nothing is no fault, and only keeps the
+    stack from being run.
+    """
+
+    subject: str
+    declared: str
+    observed: str
+    cause: str
+    essential: bool = True
+    severity: Literal["note", "warning", "error"] = "error"
+
+
 @record(slots=False)
 class StackFiles:
     """The files of one stack by role. `name` is unique in the folder; `suffix` included.
 
-    `remarks` say why a file that looks like a part of the stack is none.
+    `remarks` say why a file that looks like a part of the stack is none. Of a pipeline, `files` has its graphs joined
+    as one, `parts` are the files themselves, and `stages` say how they are run. `problems` are parts that are missing
+    or do not fit.
     """
 
     name: str
@@ -99,6 +127,15 @@ class StackFiles:
     files: dict[FileRole, OnnxFile]
     operator: str | None = None
     remarks: tuple[str, ...] = ()
+    parts: tuple[OnnxFile, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    problems: tuple[PartProblem, ...] = ()
+
+    @property
+    def members(self) -> tuple[OnnxFile, ...]:
+        """The files on disk: the stages of a pipeline in place of the graph that they are joined to."""
+        rest = (file for role, file in self.files.items() if not self.parts or role in BESIDE)
+        return (*self.parts, *rest)
 
     @property
     def main(self) -> OnnxFile:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kvdoctor.contract import DECODING, Axis, CacheContract, Dim, Graph, PhaseName, Port, Slot, describe
+from kvdoctor.contract import DECODING, OF_FEATURES, Axis, CacheContract, Dim, Graph, PhaseName, Port, Slot, describe
 from kvdoctor.records import record
 from kvdoctor.report.diff_document import Difference, Effect
 
 T = TypeVar("T")
-PHASES: tuple[PhaseName, ...] = ("encode", "embed", *DECODING)
+PHASES: tuple[PhaseName, ...] = ("encode", "embed", *OF_FEATURES, *DECODING)
 SLOT_ROLES = ("past", "present")
 """Roles of the ports that are compared as slots."""
 LAYER_MARKS = re.compile(r"\d+|key|value", re.ASCII)
@@ -73,6 +73,8 @@ def _compare_stacks(a: CacheContract, b: CacheContract) -> Iterator[Difference]:
     yield from stack.neutral("layout", a.layout, b.layout)
     why = "a loop written for A makes another first call"
     yield from stack.worse("first step", a.first_step, b.first_step, why)
+    before, after = (" + ".join(one.file for one in side.graph("decode").stages) or None for side in (a, b))
+    yield from stack.worse("stages", before, after, "a loop written for A calls other files in turn")
     yield from stack.worse("codebooks", a.codebooks, b.codebooks, "each step takes another number of token rows")
     yield from stack.neutral("arithmetic", a.exactness, b.exactness)
     yield from stack.neutral("vocabulary", a.vocabulary, b.vocabulary)

@@ -29,6 +29,10 @@ Embed = Callable[[PhaseName, Array], Mapping[str, Array]]
 """Makes the embeddings of token ids int64[batch, new] for the inputs of a phase, by their names."""
 
 
+CountRows = Callable[[], Mapping[PhaseName, int]]
+"""The number of rows that each encoder of images or sound makes for one image or one piece of sound."""
+
+
 class TooShort(Exception):
     """An experiment needs more tokens than a sequence may have."""
 

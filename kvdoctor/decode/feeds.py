@@ -18,6 +18,7 @@ from kvdoctor.decode.calls import (
     Answer,
     Array,
     Call,
+    CountRows,
     Embed,
     Encoded,
     Loop,
@@ -47,7 +48,8 @@ class FeedBuilder:
     ones (decode/tolerances.py), `thresholds` the lengths at which the graphs may change what they compute, `ring` the
     tokens after which the graph writes its buffers from their start again. `embed` makes embeddings of tokens by the
     contract's embedding graph; without it they are synthetic. `adapted` feeds an adapter of noise to inputs of LoRA.
-    `scratch` is a private folder for files that outlive the worker.
+    `scratch` is a private folder for files that outlive the worker. `count_rows` tells how many rows for images and
+    sound there are: a token of the id -1 - n stands for row n of these, those of the first encoder first.
     """
 
     contract: CacheContract
@@ -64,6 +66,7 @@ class FeedBuilder:
     embed: Embed | None = None
     adapted: bool = False
     scratch: Path | None = None
+    count_rows: CountRows | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens.size:
@@ -117,6 +120,7 @@ class FeedBuilder:
             tolerances=self.tolerances,
             embed=self.embed,
             adapted=self.adapted,
+            count_rows=self.count_rows,
         )
 
     def token_rows(self, order: Sequence[int]) -> list[int]:

@@ -246,15 +246,41 @@ def _visible_entries(port: Port, step: StepInputs) -> Array:
     return np.broadcast_to(seen, shape)
 
 
-def embedding_feeds(graph: Graph, tokens: Array) -> dict[str, Array]:
-    """What an embedding graph is fed for token ids: the ids, and no features of images or sound."""
+def embedding_feeds(graph: Graph, tokens: Array, features: Mapping[str, Array] | None = None) -> dict[str, Array]:
+    """What an embedding graph is fed for token ids: the ids, and the rows of images or sound, of which text has none.
+
+    `features` are these rows by input, float[rows, ...].
+    """
     feeds: dict[str, Array] = {}
     for port in graph.inputs:
         kind = NUMPY_TYPES[port.dtype]
+        given = (features or {}).get(port.name)
         if port.role == "token_ids":
             feeds[port.name] = np.array(tokens, kind, order="C")
+        elif given is not None:
+            rank = len(port.shape or ())
+            feeds[port.name] = given.reshape(*[1] * (rank - given.ndim), *given.shape).astype(kind)
         else:
             feeds[port.name] = np.zeros([size if isinstance(size, int) else 0 for size in port.shape or ()], kind)
+    return feeds
+
+
+def feature_feeds(graph: Graph, seed: int, length: int) -> dict[str, Array]:
+    """What an encoder of images or sound is fed: noise, masks of ones, one image as a grid of patches.
+
+    `length` is that of sound, in samples or frames.
+    """
+    rng = np.random.default_rng(seed + 3)
+    feeds: dict[str, Array] = {}
+    for port in graph.inputs:
+        shape, kind = resolve_shape(port, {"encoder_input": length}), NUMPY_TYPES[port.dtype]
+        if port.role == "setting":
+            side = int(port.value or 1)
+            feeds[port.name] = np.array([[1, side, side]], kind)
+        elif port.role == "encoder_mask":
+            feeds[port.name] = np.ones(shape, kind)
+        else:
+            feeds[port.name] = rng.standard_normal(shape).astype(kind)
     return feeds
 
 

@@ -113,8 +113,9 @@ def build_job(context: ContractContext, options: Options) -> ExperimentJob:
     from kvdoctor.decode.experiments import load
     from kvdoctor.decode.experiments.lengths import FROZEN_PAST
 
-    frozen = _is_frozen(context.contract)
-    chosen = [e.name for e in load() if (e.name == FROZEN_PAST) == frozen and _is_wanted(e, options)]
+    frozen, features = _is_frozen(context.contract), bool(context.contract.features)
+    fitting = (e for e in load() if (e.name == FROZEN_PAST) == frozen and (features or not e.with_features))
+    chosen = [e.name for e in fitting if _is_wanted(e, options)]
     return ExperimentJob(
         stack=context.stack.name,
         folder=context.folder.root.absolute(),

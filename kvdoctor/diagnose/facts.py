@@ -75,7 +75,7 @@ def _list_notes(folder: ModelFolder) -> Iterator[str]:
     yield from folder.side_cars.problems
     for stack in folder.stacks:
         yield from stack.remarks
-    used = {file.name for stack in folder.stacks for file in stack.files.values()}
+    used = {file.name for stack in folder.stacks for file in stack.members}
     for file in folder.files:
         if folder.stacks and file.name not in used and file.role != "unreadable":
             yield f"{file.name} was skipped: it is not part of a decoder with a cache ({file.role})"
@@ -150,6 +150,6 @@ def stack_facts(
     stack: StackFiles, contract: CacheContract, side_cars: SideCars, load: Workload | None = None
 ) -> StackFacts:
     """One stack as the report shows it, its cache planned for a load."""
-    names = tuple(file.name for file in stack.files.values())
+    names = tuple(file.name for file in stack.members)
     cache = plan_memory(contract, load, encoder_length(side_cars.config), declared_windows(side_cars.config))
     return StackFacts(stack.name, contract.layout, names, contract, cache)

@@ -73,13 +73,13 @@ def _select_experiments(context: ContractContext) -> Iterator[str]:
             yield experiment.name
 
 
-INDEPENDENT_OF_ROUNDING = {"same-feed", "dummy-past-runs"}
-"""Experiments that compare a graph with itself, or only ask whether it runs: a float32 copy adds nothing."""
+INDEPENDENT_OF_ROUNDING = {"same-feed", "dummy-past-runs", "encoder-rows"}
+"""Experiments that compare a graph with itself, ask whether it runs, or count: a float32 copy adds nothing."""
 
 
 def _refuse_size(context: ContractContext, options: Options, unclear: bool) -> str | None:
     """Why the copy is too large to be run, or None."""
-    used = {graph.file for graph in context.contract.graphs.values()}
+    used = {file for graph in context.contract.graphs.values() for file in graph.files}
     size = unrounded_bytes(file for file in context.folder.files if file.name in used)
     if PRESENT_ONCE * size > options.limits.memory_limit():
         return f"its float32 copy takes {size // MIB} MiB, too much for the memory limit"

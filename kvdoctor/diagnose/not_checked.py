@@ -26,7 +26,8 @@ COMPILED = "EPContext"
 
 def find_unmet_preconditions(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
     """Why decode steps cannot be run on a stack; the first reason is the one to report."""
-    for file in stack.files.values():
+    yield from (problem.cause for problem in stack.problems if problem.essential or not problem.declared)
+    for file in stack.members:
         if file.external_problems:
             yield f"the external data of {file.name} cannot be read"
     yield from _find_other_callers(stack, contract)
@@ -39,7 +40,7 @@ def find_unmet_preconditions(stack: StackFiles, contract: CacheContract) -> Iter
 
 def _find_other_callers(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
     """Why no decode loop of ours could call the graph, whatever its contract lacks."""
-    if any(COMPILED in file.view.operators for file in stack.files.values() if file.view is not None):
+    if any(COMPILED in file.view.operators for file in stack.members if file.view is not None):
         yield f"the graph was compiled for a device ({COMPILED}), and only the provider of that device can run it"
     if stack.operator is not None:
         yield f"the operator {stack.operator} contains the whole loop and its cache; there is nothing to feed back"

@@ -35,7 +35,7 @@ from kvdoctor.diagnose.not_checked import (
     find_ungraded,
     find_unproved_uses,
 )
-from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.diagnose.run_checks import OF_PARTS, CheckResults, run_checks
 from kvdoctor.diagnose.variants import grade_variants
 from kvdoctor.findings import Finding, NotChecked, Round, Selection
 from kvdoctor.options import Options
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from kvdoctor.runtime.targets.result import TargetResult
 
 NOT_STARTED = "not started"
-EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits")
-"""Faults of the contract that leave a loop to check: the held one, and the one without an adapter."""
+EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits", OF_PARTS)
+"""Faults of the contract that leave a loop to check: the held one, and those without an adapter or a part beside."""
 
 
 @record

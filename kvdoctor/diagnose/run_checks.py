@@ -32,15 +32,24 @@ class CheckResults:
         return CheckResults(self.findings + other.findings, self.not_checked + other.not_checked)
 
 
+OF_PARTS = "parts-do-not-fit"
+"""The check of the files that make a model together."""
+
+
 def run_checks(context: Context, when: Round, selection: Selection) -> CheckResults:
     """Run the selected checks of a round. A check that raises is reported as not checked.
 
-    What is no decoder with a KV cache has no cache contract to be checked.
+    What is no decoder with a KV cache has no cache contract to be checked, and neither has one that lacks a part: there
+    the check of the parts alone is run.
     """
     found = CheckResults()
-    if when == "contract" and isinstance(context, ContractContext) and context.contract.no_decoder is not None:
-        return found
-    for one in checks_of(when):
+    checks = checks_of(when)
+    if when == "contract" and isinstance(context, ContractContext):
+        if any(problem.essential or not problem.declared for problem in context.stack.problems):
+            checks = tuple(one for one in checks if one.name == OF_PARTS)
+        elif context.contract.no_decoder is not None:
+            return found
+    for one in checks:
         if selection.takes(one.code, one.name):
             found += _run_check(one, when, context)
         elif one.incomplete:
@@ -60,7 +69,8 @@ def _run_check(one: Check, when: Round, context: Context) -> CheckResults:
     findings: list[Finding] = []
     skipped: tuple[NotChecked, ...] = ()
     try:
-        for fault in one.functions[when](context):
+        for found in one.functions[when](context):
+            fault = _name_stage(found, context)
             counted = replace(fault, severity="error") if fault.use in required else fault
             findings.append(make_finding(one, counted, _find_origin(fault, context)))
     except CannotCheck as reason:
@@ -71,12 +81,22 @@ def _run_check(one: Check, when: Round, context: Context) -> CheckResults:
     return CheckResults(tuple(findings), skipped)
 
 
+def _name_stage(fault: Fault, context: Context) -> Fault:
+    """The fault with the file that its first subject belongs to, where the decoder is a pipeline of several files."""
+    if isinstance(context, FileContext) or not context.stack.stages or fault.file != context.stack.main.name:
+        return fault
+    subject = next(iter(fault.subject), "")
+    stages = context.stack.stages
+    own = (stage.file for stage in stages if subject in {*stage.inputs.values(), *stage.outputs.values()})
+    return replace(fault, file=next(own, stages[-1].file))
+
+
 def _find_origin(fault: Fault, context: Context) -> FindingOrigin:
     """The file that the fault names, else the file or the stack that was checked."""
     if isinstance(context, FileContext):
         stack, own, files = None, context.file, context.folder.files
     else:
         stack, own = context.stack, context.stack.main
-        files = (*context.folder.files, *context.stack.files.values())
+        files = (*context.folder.files, *context.stack.members, *context.stack.files.values())
     named = next((file for file in files if file.name == fault.file), None)
     return FindingOrigin(named or own, stack, tuple(files))

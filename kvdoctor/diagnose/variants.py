@@ -78,6 +78,6 @@ def run_grades(job: GradeJob, runtime: Runtime) -> dict[str, Graded]:
 
 def _count_bytes(stack: StackFiles) -> int:
     """The files of a stack on disk; weights beside several of them count once."""
-    beside = {one.path: one.bytes or 0 for file in stack.files.values() for one in file.external}
-    inside = (file.skeleton.bytes_on_disk for file in stack.files.values() if file.skeleton is not None)
+    beside = {one.path: one.bytes or 0 for file in stack.members for one in file.external}
+    inside = (file.skeleton.bytes_on_disk for file in stack.members if file.skeleton is not None)
     return sum(inside) + sum(beside.values())

@@ -210,7 +210,7 @@ def _choose(folder: ModelFolder, name: str | None, language: Language) -> LoopTa
                 plan = make_plan(contract, folder.root.name)
                 unmet = unmet or language.refuses(plan)
             except NoLoop as error:
-                unmet = unmet or "; ".join((str(error), *stack.remarks))
+                unmet = unmet or "; ".join((str(error), *stack.remarks, *(problem.cause for problem in stack.problems)))
             if unmet is None:
                 external = {one.name: tuple(data.location for data in one.external) for one in folder.files}
                 return LoopTarget(stack.name, folder.root, contract, plan, external)

@@ -345,6 +345,8 @@ def _refuse_unknown(contract: CacheContract) -> None:
     """Raise for what no loop here can do."""
     if contract.no_decoder is not None:
         raise NoLoop(f"this is no decoder with a KV cache: {contract.no_decoder}")
+    if stages := contract.graph("decode").stages:
+        raise NoLoop(f"the decoder is a pipeline of {len(stages)} files, for which there is no loop yet")
     if contract.codebooks > 1:
         raise NoLoop(f"it takes {contract.codebooks} streams of tokens at once, for which there is no loop yet")
     if contract.new_tokens not in (None, 1):

@@ -6,7 +6,14 @@ from pathlib import Path
 from kvdoctor.errors import UsageError
 
 MODEL_SUFFIXES = {".onnx", ".ort"}
-SIDE_CARS = ("config.json", "genai_config.json", "export.json", "generation_config.json")
+SIDE_CARS = (
+    "config.json",
+    "genai_config.json",
+    "export.json",
+    "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
 STEM = re.compile(
     r"(?P<stem>encoder_model|decoder_model_merged|decoder_with_past_model|decoder_model|model|embed_tokens|embeddings?)"
     r"(?P<suffix>_\w+)?",

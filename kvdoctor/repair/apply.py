@@ -88,7 +88,7 @@ def _list_contexts(
         runs = tuple(run for run in report.runs if run.stack == stack.name)
         files = {file.name for file in stack.files.values()}
         findings = tuple(finding for finding in report.findings if concerns(finding, stack.name, files))
-        if findings and stack.kind != "operator":
+        if findings and stack.kind != "operator" and not stack.parts:
             yield RepairContext(stack, contracts.get(stack.name), findings, runs, copy, runtime, options)
 
 

@@ -117,6 +117,8 @@ def _find_layout(request: LayoutRequest) -> Layout | None:
 def _refuse_stack(layout: Layout, stack: StackFiles, contract: CacheContract | None) -> str | None:
     if contract is None or not contract.slots:
         return "its cache contract could not be read from the graph"
+    if stack.parts:
+        return f"the decoder is a pipeline of {len(stack.parts)} files"
     if contract.missing:
         return f"its cache contract is incomplete ({contract.missing[0].subject}: {contract.missing[0].reason})"
     return layout.refuse(stack, contract)

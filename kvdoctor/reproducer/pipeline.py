@@ -155,6 +155,8 @@ def _choose_failure(findings: tuple[Finding, ...], report: Report, folder: Model
         stack = next((stack for stack in folder.stacks if stack.name == finding.stack), None)
         if facts is None or stack is None or facts.contract is None:
             continue
+        if stack.stages:
+            raise NotReproduced(f"{stack.name} is a pipeline of {len(stack.stages)} files, and a reproducer has one")
         if finding.name in ("session-refused", *LOWERED_CHECKS):
             return Failure(finding, stack, facts.contract, ())
         runs = {run.experiment: run for run in report.runs if run.stack == stack.name}

@@ -15,6 +15,7 @@ INPUTS = (
     RoleRule(r"(input\.)?(decoder_)?input_ids|tokens|targets|tgt", "token_ids", "BQ", "integer"),
     RoleRule(r"(decoder_)?inputs?_embeds|x", "embeddings", "BQD", "float"),
     RoleRule(r"per_layer_inputs", "embeddings", "BQ11", "float"),
+    RoleRule(r"deepstack_(features|embeds|visual_embeds)_\d{1,3}", "embeddings", "BQD", "float"),
     RoleRule(r"(decoder_)?attention_mask", "attention_mask", "BT"),
     RoleRule(r"(decoder_)?attention_mask|attn_mask|causal_mask", "additive_mask", "B1QT"),
     RoleRule(r"attn_mask|attention_mask", "additive_mask", "BQT", "float"),

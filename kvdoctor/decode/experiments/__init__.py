@@ -91,6 +91,7 @@ class Experiment:
             builder can locate a difference.
         fresh: Run in a worker process that is started for it.
         on_request: Run only where this option or command needs it.
+        with_features: Only for a model with an encoder of images or sound; it is not listed for others.
         keeps: What it leaves in the scratch file, given the builder and the logits of its steps; without it the logits
             of all steps in a row.
         order: Experiments run by increasing order, then by name.
@@ -111,6 +112,7 @@ class Experiment:
     changes_feeds: bool = False
     fresh: bool = False
     on_request: Literal["", "reference", "loop", "generate"] = ""
+    with_features: bool = False
     keeps: Callable[[FeedBuilder, list[Array]], dict[str, Array]] | None = None
     order: int = 50
 

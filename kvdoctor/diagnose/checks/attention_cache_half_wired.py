@@ -29,7 +29,7 @@ def attention_cache_half_wired(context: ContractContext) -> Iterator[Fault]:
     severity: Severity = "note" if run is not None and run.outcome == "passed" else "error"
     fails = run is not None and run.outcome in ("failed", "differs")
     follows = (f"{run.experiment}: step {run.failed_step} {run.outcome}",) if run is not None and fails else ()
-    for file in context.stack.files.values():
+    for file in context.stack.members:
         for wrong, declared, advice in _faults(file.view) if file.view is not None else ():
             node = wrong[0]
             yield Fault(

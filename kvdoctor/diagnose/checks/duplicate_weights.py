@@ -56,7 +56,7 @@ class StoredWeight:
 @check("KV502", "duplicate-weights", "runs")
 def duplicate_weights(context: RunContext) -> Iterator[Fault]:
     """One fault for each file: all its copies."""
-    for file in context.stack.files.values():
+    for file in context.stack.members:
         try:
             weights = list(_stored(file))
             copies = [same for same in alike(weights).values() if len(same) > 1]

@@ -30,7 +30,7 @@ LONGEST = 300
 def invalid_graph(context: RunContext) -> Iterator[Fault]:
     """Files that the runtime refuses; with --thorough the other files as well."""
     refused = {file: errors for file, errors, opens_at in context.refusals if opens_at is None}
-    for file in context.stack.files.values():
+    for file in context.stack.members:
         if file.name not in refused and not context.thorough:
             continue
         complaint = find_violation(file)

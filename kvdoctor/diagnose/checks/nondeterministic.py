@@ -44,7 +44,7 @@ def dropout_left_on(context: ContractContext) -> Iterator[Fault]:
     leading = leading_cause(context)
     if leading is not None and leading[0] == "nondeterministic":
         return
-    for file in context.stack.files.values():
+    for file in context.stack.members:
         scopes = tuple(file.view.scopes()) if file.view else ()
         names = tuple(
             node.name or node.output[0]

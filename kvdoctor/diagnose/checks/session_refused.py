@@ -22,7 +22,7 @@ from kvdoctor.findings import Advice, Fault, check
 @check("KV010", "session-refused", "runs")
 def session_refused(context: RunContext) -> Iterator[Fault]:
     """Files that the runtime does not open, or only at a lower level."""
-    files = {file.name: file for file in context.stack.files.values()}
+    files = {file.name: file for file in context.stack.members}
     for file, errors, opens_at in context.refusals:
         if opens_at is None and file in files and find_violation(files[file]) is not None:
             continue  # KV004 reports the reason

@@ -62,7 +62,7 @@ def _list_other_results(context: TargetContext) -> Iterator[TargetResult]:
 def _report_refusals(context: TargetContext, result: TargetResult) -> Iterator[Fault]:
     """Files that open only locally, or under the target only with less optimization, for no known limit."""
     here = {file: opens_at for file, _, opens_at in context.refusals}
-    files = {file.name: file for file in context.stack.files.values()}
+    files = {file.name: file for file in context.stack.members}
     for file, errors, opens_at in result.refusals:
         if file in here or (opens_at is None and file in files and is_ruled_out(files[file], result.target.limits)):
             continue

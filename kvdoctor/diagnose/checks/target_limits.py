@@ -122,7 +122,7 @@ def _report_excesses(
 
 def _find_excesses(context: TargetContext, exceeds: Callable[[Demands, ReleaseLimits], bool]) -> list[LimitExceeded]:
     """The files that exceed a limit, by target, except files that the target opened anyway."""
-    views = {file.name: file.view for file in context.stack.files.values() if file.view is not None}
+    views = {file.name: file.view for file in context.stack.members if file.view is not None}
     asked = {name: read_demands(view) for name, view in views.items()}
     found = []
     for target, result in _list_targets(context):

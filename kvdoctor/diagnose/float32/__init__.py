@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvdoctor.analysis.stacks import OnnxFile
-from kvdoctor.contract import DECODING, CacheContract, Graph, Port
+from kvdoctor.contract import DECODING, CacheContract, Port
 from kvdoctor.diagnose.float32.quantization import unround_integers, unround_scales
 from kvdoctor.diagnose.float32.widen import NoFloat32Copy, widen
 from kvdoctor.model.output_folder import copy_whole
@@ -59,7 +59,7 @@ def write_float32_copy(files: Iterable[OnnxFile], contract: CacheContract, targe
     Raises:
         NoFloat32Copy: the rounding cannot be taken out, or there is no room; the message says why.
     """
-    wanted = {graph.file: name for name, graph in contract.graphs.items()}
+    wanted = {file: name for name, graph in contract.graphs.items() for file in graph.files}
     chosen = [file for file in files if file.name in wanted]
     decoding = {contract.phases[phase].graph for phase in DECODING}
     views = []
@@ -107,7 +107,9 @@ def _widen_contract(contract: CacheContract) -> CacheContract:
     return replace(
         contract,
         graphs={
-            name: Graph(graph.file, tuple(map(_widen_port, graph.inputs)), tuple(map(_widen_port, graph.outputs)))
+            name: replace(
+                graph, inputs=tuple(map(_widen_port, graph.inputs)), outputs=tuple(map(_widen_port, graph.outputs))
+            )
             for name, graph in contract.graphs.items()
         },
         slots=tuple(replace(slot, dtype="float") if slot.dtype in FLOAT16 else slot for slot in contract.slots),

@@ -48,6 +48,8 @@ def locate_fault(run: Run, context: LocateContext) -> Run:
 
 
 def _locate(run: Run, context: LocateContext, runner: GraphRunner) -> FaultLocation:
+    if context.stack.stages:
+        raise CannotLocate("the decoder is a pipeline of several files, in which no node is searched for")
     feeds = context.calls / f"{run.experiment}.npz"
     if run.outcome == "differs" and not feeds.is_file():
         raise CannotLocate("the logits have a different shape, so intermediate values cannot be compared")

@@ -61,6 +61,9 @@ def convert_stacks(
         contract = contracts.get(stack.name)
         if contract is None or not contract.slots or stack.kind == "operator":
             continue
+        if stack.parts:
+            reason = CannotRepair(f"the decoder is a pipeline of {len(stack.parts)} files, which are not converted")
+            raise _refuse(folder, stack, asked[0], reason)
         context = RepairContext(stack, contract, (), (), copy, None, options)
         made = []
         for one in asked:

@@ -108,6 +108,8 @@ def _graph_lines(contract: CacheContract) -> list[tuple[str, str]]:
         lines += [("once, before:", "sans"), *_wrapped(contract.graph("encode").file, "mono")]
     if "embed" in contract.phases:
         lines += [("every step, before:", "sans"), *_wrapped(contract.graph("embed").file, "mono")]
+    for one in contract.features:
+        lines += [("rows for placeholders:", "sans"), *_wrapped(contract.graph(one.phase).file, "mono")]
     prefill, decode = contract.phases["prefill"], contract.phases["decode"]
     if prefill.graph != decode.graph:
         lines += [("step 0:", "sans"), *_wrapped(contract.graph("prefill").file, "mono")]

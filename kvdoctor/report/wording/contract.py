@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from kvdoctor.contract import DECODING, ITEM_BYTES, CacheContract, Carry, First, Growth, Port, Slot, describe
+from kvdoctor.contract import DECODING, ITEM_BYTES, CacheContract, Carry, Features, First, Growth, Port, Slot, describe
 from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.report.facts import FileFacts, StackFacts
 from kvdoctor.report.wording.units import format_bytes, format_count, shorten_names
@@ -51,6 +51,7 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
     if contract is None:
         return
     yield "layout", f"{stack.layout}: {', '.join(stack.files)}"
+    yield from _stages(contract)
     label = "cache"
     for group in _group_alike(contract.slots):
         yield label, _slots(group)
@@ -62,12 +63,27 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
         yield "adapter", adapters
     if "embed" in contract.phases:
         yield "embed", _embedded(contract)
+    for one in contract.features:
+        yield one.phase, _rows(one, contract)
     for carry, (verb, rule) in CARRY_WORDS.items():
         for slots in _group_by_source([slot for slot in contract.slots if slot.carry == carry]):
             yield verb, _carry_rule(slots, rule)
     yield from _memory(stack)
     for part in contract.missing[:MOST_MISSING]:
         yield "missing", f"{part.subject}: {part.reason}"
+
+
+def _stages(contract: CacheContract) -> Iterator[tuple[str, str]]:
+    """The files of a pipeline in their order, and what each hands on to a later one."""
+    for phase in dict.fromkeys(contract.phases[one].graph for one in DECODING):
+        label, stages = "stages", contract.graphs[phase].stages
+        for number, stage in enumerate(stages, 1):
+            later = {name: (one.file, own) for one in stages[number:] for own, name in one.inputs.items()}
+            handed = [(own, *later[name]) for own, name in stage.outputs.items() if name in later]
+            words = ", ".join(f"{own} -> {name} of {file}" for own, file, name in handed)
+            last = "logits" if number == len(stages) else "nothing"
+            yield label, f"{number}. {stage.file}: {words or last}"
+            label = ""
 
 
 PROMPT = 4096
@@ -89,7 +105,7 @@ def describe_logits(contract: CacheContract) -> Iterator[tuple[str, str]]:
     yield "logits", f"{format_bytes(PROMPT * width * item)} for a prompt of {PROMPT:,} tokens; {less}"
 
 
-OUTLINED = ("layout", "cache", "first step", "embed", "memory", "logits", "missing")
+OUTLINED = ("layout", "stages", "cache", "first step", "embed", "vision", "audio", "memory", "logits", "missing")
 
 
 def outline_contracts(stacks: Sequence[StackFacts]) -> Iterator[tuple[str, str]]:
@@ -248,6 +264,18 @@ def _embedded(contract: CacheContract) -> str:
     fed = [p.name if p.role == "token_ids" else f"{p.name} (features, none for text)" for p in graph.inputs]
     rules = ", ".join(f"{made} -> {name}" for name, made in pairs.items())
     return f"{graph.file} at every step, fed {', '.join(fed)}: {rules}"
+
+
+def _rows(one: Features, contract: CacheContract) -> str:
+    """An encoder of images or sound, and where its rows go."""
+    graph = contract.graph(one.phase)
+    token = f"token {one.token}" if one.token is not None else "a placeholder token"
+    places = f"the places of {token} among the embeddings"
+    if "embed" in contract.phases and any(port.role == "features" for port in contract.graph("embed").inputs):
+        places = f"{contract.graph('embed').file}, for the places of {token}"
+    thing = "image" if one.phase == "vision" else "piece of sound"
+    count = f"; {one.rows} rows for one {thing} ({one.declared})" if one.rows is not None else ""
+    return f"{graph.file} once, fed {', '.join(port.name for port in graph.inputs)}: {one.output} -> {places}{count}"
 
 
 def _is_fed(port: Port) -> bool:

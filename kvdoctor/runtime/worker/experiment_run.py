@@ -85,7 +85,7 @@ class ExperimentRunner:
 
     def make_run(self, experiment: Experiment, outcome: Outcome, **more: Any) -> Run:
         """A run as it is sent: its steps were sent before it."""
-        file = self.stack.contract.graph("decode").file
+        file = self.stack.contract.graph("decode").files[-1]
         return Run(
             stack=self.stack.stack,
             experiment=experiment.name,
@@ -137,6 +137,7 @@ class _ExperimentRun:
                 ring=self.runner.ring,
                 embed=self.stack.embed if self.stack.can_embed else None,
                 scratch=self.runner.scratch,
+                count_rows=self.stack.count_rows if self.stack.can_embed else None,
             )
             calls = self.experiment.calls(self.builder)
             call = next(calls)
@@ -341,10 +342,9 @@ class _ExperimentRun:
 
     def _rerun(self, call: Call) -> "Rerun":
         """Run a failed call in other sessions: without optimization, names in the text may be those of nodes."""
-        file = self.contract.graph(call.phase).file
         names: tuple[str, ...] | None = None
         try:
-            self.stack.run_session(call, self.stack.sessions.at(file, "off"))
+            self.stack.run_session(call, lambda file: self.stack.sessions.at(file, "off"))
         except StepFailed as error:
             names = mentioned(error)
         except Exception:  # the file opens at another level only: no location to name
@@ -354,7 +354,7 @@ class _ExperimentRun:
             return Rerun(reason, "no-optimization")
         # Out of the handler, whose traceback would keep the session alive.
         try:
-            self.stack.run_session(call, self.stack.sessions.without_reuse(file))
+            self.stack.run_session(call, self.stack.sessions.without_reuse)
         except Exception:  # then the plan of the runtime's memory is not at fault
             return Rerun(node_names=names)
         return Rerun("the same call passes where the runtime reuses no buffers", "no-buffer-reuse", names)

@@ -23,7 +23,7 @@ from kvdoctor.decode.messages import (
 from kvdoctor.decode.parity import compare
 from kvdoctor.decode.script import CallScript, Comparison, MadeArray, PriorOutput, ScriptCall, make_array
 from kvdoctor.runtime.worker.experiment_run import ExperimentRunner
-from kvdoctor.runtime.worker.runner import StackRunner
+from kvdoctor.runtime.worker.runner import OpenSession, StackRunner
 from kvdoctor.runtime.worker.sessions import Announce, OrtTensor, Refused, Sessions, StepFailed, to_runtime
 
 FROM_WEIGHTS = {"encoder_states", "encoder_input", "past"}
@@ -42,10 +42,10 @@ class RecordingStack(StackRunner):
     calls: list[ScriptCall] = field(default_factory=list)
     answers: list[tuple[Call, Answer]] = field(default_factory=list)
 
-    def run_session(self, call: Call, session: Any = None) -> Answer:
+    def run_session(self, call: Call, open_session: OpenSession | None = None) -> Answer:
         """Run a call; write it down unless it is none of the decoder, or repeats one in another session."""
-        if session is not None or call.phase not in DECODING:
-            return super().run_session(call, session)
+        if open_session is not None or call.phase not in DECODING:
+            return super().run_session(call, open_session)
         scripted = self._script(call)
         self.calls.append(scripted)
         self.announce(CallScripted(scripted, self._find_expected(call)))

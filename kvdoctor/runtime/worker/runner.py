@@ -1,20 +1,19 @@
 """Runs the calls of one stack in the worker process; sessions, encoder states and reference runs are shared."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract, PhaseName, with_last_logits_only
+from kvdoctor.contract import CacheContract, Graph, PhaseName, with_last_logits_only
 from kvdoctor.decode.calls import Answer, Array, Call, Encoded, NothingToRun, Scenario, Value, as_array
 from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.decode.experiments.cache_entries import growing
 from kvdoctor.decode.inputs import (
-    embedding_feeds,
     encoder_feeds,
     plain_token_ids,
     synthetic_cross_caches,
@@ -23,6 +22,7 @@ from kvdoctor.decode.inputs import (
 from kvdoctor.decode.messages import Note
 from kvdoctor.decode.samples import Samples
 from kvdoctor.records import record
+from kvdoctor.runtime.worker.feature_rows import FeatureRows
 from kvdoctor.runtime.worker.sessions import (
     LEVELS,
     Announce,
@@ -50,6 +50,29 @@ class UnusableLogits:
 
     reason: str
     last_only: bool = False
+
+
+OpenSession = Callable[[str], Any]
+"""Opens a session of a file."""
+
+
+def run_stages(
+    graph: Graph, feeds: Mapping[str, Any], run: Callable[[str, dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Run the stages of a pipeline one after the other; the outputs of the whole by their names.
+
+    Raises:
+        StepFailed: the runtime failed in a stage, which the message names.
+    """
+    values = dict(feeds)
+    for stage in graph.stages:
+        fed = {own: values[name] for own, name in stage.inputs.items() if name in values}
+        try:
+            made = run(stage.file, fed)
+        except StepFailed as error:
+            raise StepFailed(f"stage {stage.file}: {error}") from error
+        values |= {stage.outputs[own]: value for own, value in made.items() if own in stage.outputs}
+    return {port.name: values[port.name] for port in graph.outputs if port.name in values}
 
 
 @dataclass
@@ -105,27 +128,37 @@ class StackRunner:
         self.contract = with_last_logits_only(self.contract)
         self.announce(Note(reason))
 
-    def run_session(self, call: Call, session: Any = None) -> Answer:
-        """Run a call in the session of its phase, or in the one given.
+    def run_session(self, call: Call, open_session: OpenSession | None = None) -> Answer:
+        """Run a call in the session of its phase, or in the one that is opened otherwise; a pipeline stage by stage.
 
         Raises:
             StepFailed: the runtime failed.
             Refused: the file does not open.
         """
-        file = self.contract.graph(call.phase).file
-        session = session or (self.sessions.at(file, call.via) if call.via in LEVELS else self.sessions.get(file))
-        names = output_names(session)
+        graph = self.contract.graph(call.phase)
+        opened = open_session or partial(self._open_session, call.via)
         feeds = {name: to_runtime(value) for name, value in call.feeds.items()}
-        try:
-            run = run_bound if call.via == "io-binding" else session.__class__.run_with_ort_values
-            values = run(session, names, feeds)
-        except Exception as error:  # the bindings raise many types, and all of them are a failed step
-            raise StepFailed(self.sessions.clean(error)) from error
-        outputs: dict[str, Value] = {name: OrtTensor(v) for name, v in zip(names, values, strict=True)}
+        if graph.stages:
+            values = run_stages(graph, feeds, lambda file, fed: self._run_file(opened(file), fed, call.via))
+        else:
+            values = self._run_file(opened(graph.file), feeds, call.via)
+        outputs: dict[str, Value] = {name: OrtTensor(value) for name, value in values.items()}
         logits = self.logits_name(call.phase)
         if isinstance(tensor := outputs.get(logits), OrtTensor):
             outputs[logits] = LogitsTensor(tensor)
         return Answer(outputs, logits, call.past, call.new)
+
+    def _open_session(self, via: str, file: str) -> Any:
+        return self.sessions.at(file, via) if via in LEVELS else self.sessions.get(file)
+
+    def _run_file(self, session: Any, feeds: dict[str, Any], via: str) -> dict[str, Any]:
+        """The outputs of one file by name."""
+        names = output_names(session)
+        try:
+            run = run_bound if via == "io-binding" else session.__class__.run_with_ort_values
+            return dict(zip(names, run(session, names, feeds), strict=True))
+        except Exception as error:  # the bindings raise many types, and all of them are a failed step
+            raise StepFailed(self.sessions.clean(error)) from error
 
     def logits_name(self, phase: str) -> str:
         """The name of the logits output; an encoder has none."""
@@ -189,12 +222,23 @@ class StackRunner:
     def embed(self, phase: PhaseName, tokens: Array) -> dict[str, Array]:
         """The embeddings of token ids int64[batch, new] for the inputs of a phase, by the embedding file.
 
+        Negative ids stand for rows of images and sound (decode/feeds.py). Where these cannot be embedded, a note says
+        so: text alone is run then.
+
         Raises:
             NothingToRun: it fails, or returns something else.
         """
-        graph = self.contract.graph("embed")
         try:
-            answer = self.run_session(Call("embed", embedding_feeds(graph, tokens), 0, tokens.shape[1]))
+            return self._embed(phase, tokens)
+        except NothingToRun as error:
+            if (tokens < 0).any():
+                self.announce(Note(f"{error}; images and sound in the prompt were not run"))
+            raise
+
+    def _embed(self, phase: PhaseName, tokens: Array) -> dict[str, Array]:
+        """See `embed`."""
+        try:
+            answer = self.run_session(self.feature_rows.embedding_call(tokens))
         except (StepFailed, Refused) as error:
             raise NothingToRun(f"the embedding file could not be run ({error})") from error
         made = {name: answer.outputs[output] for name, output in embedded_inputs(self.contract, phase).items()}
@@ -202,7 +246,24 @@ class StackRunner:
             if value.shape[:2] != tokens.shape:
                 shapes = f"{list(value.shape)} for tokens {list(tokens.shape)}"
                 raise NothingToRun(f"the embedding file returns {shapes} as {name}")
-        return {name: value.array() for name, value in made.items()}
+        return {name: self.feature_rows.replace_rows(value.array(), tokens) for name, value in made.items()}
+
+    @cached_property
+    def feature_rows(self) -> FeatureRows:
+        """The rows of images and sound."""
+        return FeatureRows(self.contract, self.seed, self.run_session)
+
+    def count_rows(self) -> dict[PhaseName, int]:
+        """The number of rows that each encoder of images or sound makes; where one cannot be run, a note says so.
+
+        Raises:
+            NothingToRun: an encoder cannot be run on synthetic input.
+        """
+        try:
+            return self.feature_rows.count()
+        except NothingToRun as error:
+            self.announce(Note(f"{error}; images and sound in the prompt were not run"))
+            raise
 
     def fit_scenario(self, scenario: Scenario) -> Scenario:
         """The scenario in the sizes that the contract and the user's samples allow."""

@@ -25,9 +25,9 @@ def genai_config(context: ContractContext) -> list[Disagreement]:
     model = part_of(genai, "model")
     decoder = part_of(model, "decoder")
     file = decoder.get("filename")
-    if not isinstance(file, str):
+    if not isinstance(file, str) and not (context.stack.stages and decoder.get("pipeline")):
         return []
-    if file != context.stack.main.name:
+    if isinstance(file, str) and file != context.stack.main.name:
         lost = Disagreement("model.decoder.filename", quoted(file), "no such file", quoted(context.decode_file))
         return [] if on_disk(context, file) else [lost]
     return [
