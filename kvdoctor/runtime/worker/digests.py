@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvdoctor.decode.calls import Array, NothingToRun, TooShort
+from kvdoctor.decode.calls import Array, NothingToRun, Refused, StepFailed, TooShort
 from kvdoctor.decode.golden import WALKS, GoldenWalk, digest, from_arrays, to_arrays
 from kvdoctor.decode.messages import Digested, DigestJob
 from kvdoctor.decode.paired_walks import Walk, fit_walk
+from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.runtime.worker.decoding import Way, choose_states, decode
-from kvdoctor.runtime.worker.sessions import Announce, Refused, StepFailed
 
 
 def write_digests(job: DigestJob, announce: Announce) -> Digested:

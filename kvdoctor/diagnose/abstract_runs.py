@@ -1,0 +1,198 @@
+"""Abstract runs of a stack: the experiments of a step-test, answered without a runtime and without weights.
+
+The experiments are those that a real run has, so that a fault has the same name in both. What an abstract run cannot
+compute is left out: it shows faults, and never that there is none.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
+from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, collapse, exactly
+from kvdoctor.contract import Axis, CacheContract, Port, Role
+from kvdoctor.decode.calls import Answer, Array, Call, Encoded, NothingToRun, Scenario, StepFailed, Value
+from kvdoctor.decode.calls import NUMPY_TYPES as TYPES
+from kvdoctor.decode.experiment_run import ExperimentRunner
+from kvdoctor.decode.experiments import Experiment, load
+from kvdoctor.decode.inputs import synthetic_cross_caches
+from kvdoctor.decode.runs import ObservedTensor, Run
+from kvdoctor.decode.stack_driver import Environment, StackDriver
+from kvdoctor.diagnose.context import ContractContext
+
+NODES = 60_000
+"""Nodes that the abstract runs of one stack compute, at most: about three seconds."""
+
+FEATURES: tuple[Axis, ...] = ("kv_heads", "head_dim", "hidden", "vocabulary", "channels", "state")
+"""Axes of which one number stands for all elements."""
+
+DATA: tuple[Role, ...] = ("past", "embeddings", "encoder_states", "features", "encoder_input")
+"""Inputs with data; all others are lengths, positions, masks and settings."""
+
+WORDS = 48
+"""Logits that are made of the number that stands for a row of them."""
+
+NOT_RUN = ("read-content", "io-binding")
+
+
+class Undecided(Exception):
+    """Something that an experiment needs is unknown."""
+
+
+@dataclass(eq=False)
+class AbstractTensor:
+    """A value of an abstract run, as the feed builder and the experiments see it."""
+
+    value: Abstract
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The true sizes.
+
+        Raises:
+            Undecided: they are unknown.
+        """
+        if self.value.shape is None:
+            raise Undecided
+        return self.value.shape
+
+    @property
+    def observed(self) -> ObservedTensor:
+        """What a step records of it."""
+        return ObservedTensor(self.dtype, self.shape)
+
+    def array(self) -> Array:
+        """Its numbers.
+
+        Raises:
+            Undecided: they are unknown.
+        """
+        try:
+            return self.value.array()
+        except ValueError:
+            raise Undecided from None
+
+
+def spread_logits(value: Abstract) -> Array | None:
+    """Logits float[batch, new, words] that are made of the numbers that stand for them; those beyond `WORDS` are cut.
+
+    A number that is not finite stays as it is.
+    """
+    if value.data is None or value.shape is None or not value.shape:
+        return None
+    count = min(max(value.shape[-1], 2), WORDS)
+    data = np.asarray(value.data[..., :count], np.float64)
+    data = np.broadcast_to(data, (*value.shape[:-1], count))
+    at = np.arange(count)
+    with np.errstate(all="ignore"):
+        waves = np.sin(data * (0.37 + 0.61 * at) + 1.3 * at)
+    found: Array = np.where(np.isfinite(data), waves, data).astype(np.float32)
+    return found
+
+
+@dataclass
+class AbstractDriver(StackDriver):
+    """Runs calls of one stack on abstract graphs, by file in `sessions`."""
+
+    ports: dict[str, dict[str, Port]] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> Environment:
+        """No runtime."""
+        return Environment("none", "none", "none")
+
+    def run_session(self, call: Call, session: Any = None) -> Answer:  # noqa: ARG002
+        """Run a call.
+
+        Raises:
+            StepFailed: two sizes cannot agree.
+            Undecided: the logits are unknown.
+            TooMuchWork: the budget is used up.
+        """
+        graph = self.contract.graph(call.phase)
+        ports = {port.name: port for port in graph.inputs}
+        feeds = {name: _to_abstract(value, ports[name]) for name, value in call.feeds.items()}
+        try:
+            found = self.sessions[graph.file].run(feeds)
+        except CannotRun as reason:
+            raise StepFailed(str(reason)) from reason
+        logits = self.logits_name(call.phase)
+        outputs: dict[str, Value] = {}
+        for port in graph.outputs:
+            value = found.get(port.name)
+            if value is None:
+                continue
+            if port.name == logits:
+                spread = spread_logits(value)
+                if spread is None:
+                    raise Undecided
+                value = Abstract(spread.shape, spread)
+            outputs[port.name] = AbstractTensor(value, port.dtype)
+        return Answer(outputs, logits, call.past, call.new)
+
+    def encode(self, scenario: Scenario) -> Encoded:
+        """Synthetic outputs of an encoder; its graph is not run."""
+        return Encoded(self._synthetic_states(scenario), synthetic_cross_caches(self.contract, scenario))
+
+    @property
+    def can_embed(self) -> bool:  # type: ignore[override]
+        """Embeddings are synthetic."""
+        return False
+
+
+def _to_abstract(value: Value | Array, port: Port) -> Abstract:
+    if isinstance(value, AbstractTensor):
+        return value.value
+    array = value if isinstance(value, np.ndarray) else value.array()
+    if port.role not in DATA:
+        return exactly(array)
+    if len(port.axes) == array.ndim:
+        return collapse(array, [axis not in FEATURES for axis in port.axes])
+    return collapse(array, [at < array.ndim - 1 for at in range(array.ndim)])
+
+
+def run_abstractly(context: ContractContext, nodes: int = NODES) -> tuple[Run, ...]:
+    """The experiments that could be carried out on a stack, as far as the budget of nodes goes."""
+    contract = replace(context.contract, exactness="float")
+    graphs = _open_graphs(context, contract, Budget(nodes))
+    if not graphs:
+        return ()
+    driver = AbstractDriver(context.stack.name, contract, graphs, 0, lambda _event: None)
+    runner = ExperimentRunner(driver, timed=False)
+    found: list[Run] = []
+    for experiment in _choose(contract):
+        try:
+            found.append(runner.run(experiment))
+        except TooMuchWork:
+            break
+        except (Undecided, NothingToRun, ValueError, KeyError, IndexError):
+            if experiment.name == "plain-loop":
+                break
+            continue
+    return tuple(found)
+
+
+def _open_graphs(context: ContractContext, contract: CacheContract, budget: Budget) -> dict[str, AbstractGraph]:
+    files = {file.name: file for file in context.stack.files.values()}
+    wanted = dict.fromkeys(contract.graph(phase).file for phase in ("prefill", "decode"))
+    views = {name: files[name].view for name in wanted if name in files}
+    if len(views) < len(wanted):
+        return {}
+    models = {name: view.model for name, view in views.items() if view is not None}
+    if len(models) < len(wanted) or any(model.functions for model in models.values()):
+        return {}
+    shared = frozenset.intersection(
+        *(frozenset(tensor.name for tensor in model.graph.initializer) for model in models.values())
+    )
+    return {name: AbstractGraph(model, shared, budget) for name, model in models.items()}
+
+
+def _choose(contract: CacheContract) -> Iterator[Experiment]:
+    """The experiments whose findings do not rest on time, memory or the runtime."""
+    for experiment in load():
+        if experiment.thorough or experiment.on_request or experiment.name.startswith("way-"):
+            continue
+        yield experiment
