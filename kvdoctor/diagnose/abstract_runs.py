@@ -4,7 +4,7 @@ The experiments are those that a real run has, so that a fault has the same name
 compute is left out: it shows faults, and never that there is none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from kvdoctor.decode.inputs import synthetic_cross_caches
 from kvdoctor.decode.runs import ObservedTensor, Run
 from kvdoctor.decode.stack_driver import Environment, StackDriver
 from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.model.proto import ModelProto
+from kvdoctor.model.traverse import nodes_in, subgraphs
 
 NODES = 60_000
 """Nodes that the abstract runs of one stack compute, at most: about three seconds."""
@@ -31,10 +33,17 @@ FEATURES: tuple[Axis, ...] = ("kv_heads", "head_dim", "hidden", "vocabulary", "c
 DATA: tuple[Role, ...] = ("past", "embeddings", "encoder_states", "features", "encoder_input")
 """Inputs with data; all others are lengths, positions, masks and settings."""
 
+LONGEST = 128
+"""Tokens of a context that is tried at its end, at most."""
+
 WORDS = 48
 """Logits that are made of the number that stands for a row of them."""
 
-NOT_RUN = ("read-content", "io-binding")
+CHOSEN = (
+    *("plain-loop", "held-loop", "same-feed", "later-token", "empty-past", "dummy-past-runs", "long-past", "chunk"),
+    *("batch", "batch-rows", "other-encoder-length", "left-padding", "encoder-padding", "full-context"),
+)
+"""The experiments of an abstract run before those that explain a difference; the order is that of their importance."""
 
 
 class Undecided(Exception):
@@ -163,7 +172,7 @@ def run_abstractly(context: ContractContext, nodes: int = NODES) -> tuple[Run, .
     driver = AbstractDriver(context.stack.name, contract, graphs, 0, lambda _event: None)
     runner = ExperimentRunner(driver, timed=False)
     found: list[Run] = []
-    for experiment in _choose(contract):
+    for experiment in _choose(contract.usable_length):
         try:
             found.append(runner.run(experiment))
         except TooMuchWork:
@@ -184,15 +193,38 @@ def _open_graphs(context: ContractContext, contract: CacheContract, budget: Budg
     models = {name: view.model for name, view in views.items() if view is not None}
     if len(models) < len(wanted) or any(model.functions for model in models.values()):
         return {}
-    shared = frozenset.intersection(
-        *(frozenset(tensor.name for tensor in model.graph.initializer) for model in models.values())
-    )
+    shared = _find_shared_weights(models)
     return {name: AbstractGraph(model, shared, budget) for name, model in models.items()}
 
 
-def _choose(contract: CacheContract) -> Iterator[Experiment]:
-    """The experiments whose findings do not rest on time, memory or the runtime."""
-    for experiment in load():
-        if experiment.thorough or experiment.on_request or experiment.name.startswith("way-"):
-            continue
-        yield experiment
+def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:
+    """The names by which weights can be told apart in every body of a stack.
+
+    The files of a pair name most weights anew, and each folds and joins its own: of these only embedding tables count.
+    In a merged decoder a weight counts that both branches read.
+    """
+    if len(models) > 1:
+        return frozenset.intersection(*(_find_tables(model) for model in models.values()))
+    graph = next(iter(models.values())).graph
+    names = frozenset(tensor.name for tensor in graph.initializer)
+    for node in graph.node:
+        bodies = [body for body in subgraphs(node) if node.op_type == "If"]
+        read = [{name for inner in nodes_in(body.node) for name in inner.input} for body in bodies]
+        one_alone = set.union(*read) - set.intersection(*read) if read else set()
+        names -= one_alone
+    return names
+
+
+def _find_tables(model: ModelProto) -> frozenset[str]:
+    """The weights that only Gather reads."""
+    names = {tensor.name for tensor in model.graph.initializer}
+    others = {name for node in nodes_in(model.graph.node) for name in node.input if node.op_type != "Gather"}
+    return frozenset(names - others)
+
+
+def _choose(limit: int | None) -> Iterator[Experiment]:
+    """The experiments of an abstract run, in its order."""
+    every = {experiment.name: experiment for experiment in load()}
+    long = limit is None or limit > LONGEST
+    yield from (every[name] for name in CHOSEN if not (long and name == "full-context"))
+    yield from (experiment for experiment in load() if experiment.explains and experiment.name not in CHOSEN)

@@ -54,7 +54,17 @@ def reshape_value(value: Abstract, target: tuple[int, ...]) -> Abstract:
         sizes += [target[k] for k in theirs]
     if size_of(spread) > MOST_ELEMENTS:
         return Abstract(target)
-    return Abstract(target, np.broadcast_to(data, spread).reshape(sizes), value.exact, value.key)
+    found = np.broadcast_to(data, spread).reshape(sizes)
+    return Abstract(target, found if value.exact or spread == list(data.shape) else _fold(found), value.exact, value.key)
+
+
+def _fold(data: Array) -> Array:
+    """Numbers with the axes collapsed again along which all are equal, as those of heads that were joined to rows."""
+    for axis, size in enumerate(data.shape):
+        if size > 1:
+            first = data[(slice(None),) * axis + (slice(0, 1),)]
+            data = first if np.array_equal(np.broadcast_to(first, data.shape), data, equal_nan=True) else data
+    return data
 
 
 def _reshape(r: Reading) -> Abstract:
