@@ -5,7 +5,7 @@ compute is left out: it shows faults, and never that there is none.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,11 @@ from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
 from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, collapse, exactly
 from kvdoctor.contract import Axis, CacheContract, Port, Role
 from kvdoctor.decode.calls import Answer, Array, Call, Encoded, NothingToRun, Scenario, StepFailed, Value
-from kvdoctor.decode.calls import NUMPY_TYPES as TYPES
 from kvdoctor.decode.experiment_run import ExperimentRunner
 from kvdoctor.decode.experiments import Experiment, load
 from kvdoctor.decode.inputs import synthetic_cross_caches
-from kvdoctor.decode.runs import ObservedTensor, Run
+from kvdoctor.decode.messages import Event, StepDone
+from kvdoctor.decode.runs import Node, ObservedTensor, Run, Step
 from kvdoctor.decode.stack_driver import Environment, StackDriver
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.proto import ModelProto
@@ -32,6 +32,8 @@ FEATURES: tuple[Axis, ...] = ("kv_heads", "head_dim", "hidden", "vocabulary", "c
 
 DATA: tuple[Role, ...] = ("past", "embeddings", "encoder_states", "features", "encoder_input")
 """Inputs with data; all others are lengths, positions, masks and settings."""
+
+ROTARY = ("Cos", "Sin", "RotaryEmbedding", "GroupQueryAttention")
 
 LONGEST = 128
 """Tokens of a context that is tried at its end, at most."""
@@ -106,7 +108,7 @@ def spread_logits(value: Abstract) -> Array | None:
 class AbstractDriver(StackDriver):
     """Runs calls of one stack on abstract graphs, by file in `sessions`."""
 
-    ports: dict[str, dict[str, Port]] = field(default_factory=dict)
+    failed: Node | None = None
 
     @property
     def environment(self) -> Environment:
@@ -127,6 +129,7 @@ class AbstractDriver(StackDriver):
         try:
             found = self.sessions[graph.file].run(feeds)
         except CannotRun as reason:
+            self.failed = Node(reason.node, reason.op)
             raise StepFailed(str(reason)) from reason
         logits = self.logits_name(call.phase)
         outputs: dict[str, Value] = {}
@@ -147,7 +150,7 @@ class AbstractDriver(StackDriver):
         return Encoded(self._synthetic_states(scenario), synthetic_cross_caches(self.contract, scenario))
 
     @property
-    def can_embed(self) -> bool:  # type: ignore[override]
+    def can_embed(self) -> bool:
         """Embeddings are synthetic."""
         return False
 
@@ -155,6 +158,8 @@ class AbstractDriver(StackDriver):
 def _to_abstract(value: Value | Array, port: Port) -> Abstract:
     if isinstance(value, AbstractTensor):
         return value.value
+    if any(isinstance(size, int) and size != fed for size, fed in zip(port.shape or (), value.shape, strict=False)):
+        raise Undecided  # a runtime refuses it: nothing can be said of the graph
     array = value if isinstance(value, np.ndarray) else value.array()
     if port.role not in DATA:
         return exactly(array)
@@ -169,12 +174,20 @@ def run_abstractly(context: ContractContext, nodes: int = NODES) -> tuple[Run, .
     graphs = _open_graphs(context, contract, Budget(nodes))
     if not graphs:
         return ()
-    driver = AbstractDriver(context.stack.name, contract, graphs, 0, lambda _event: None)
+    steps: list[Step] = []
+
+    def keep(event: Event) -> None:
+        if isinstance(event, StepDone):
+            steps.append(event.step)
+
+    driver = AbstractDriver(context.stack.name, contract, graphs, 0, keep)
     runner = ExperimentRunner(driver, timed=False)
     found: list[Run] = []
-    for experiment in _choose(contract.usable_length):
+    for experiment in _choose(contract.usable_length, _has_rotary(graphs)):
+        steps.clear()
         try:
-            found.append(runner.run(experiment))
+            run = runner.run(experiment)
+            found.append(replace(run, steps=tuple(steps), node=driver.failed if run.outcome == "failed" else None))
         except TooMuchWork:
             break
         except (Undecided, NothingToRun, ValueError, KeyError, IndexError):
@@ -222,9 +235,20 @@ def _find_tables(model: ModelProto) -> frozenset[str]:
     return frozenset(names - others)
 
 
-def _choose(limit: int | None) -> Iterator[Experiment]:
+def _has_rotary(graphs: Mapping[str, AbstractGraph]) -> bool:
+    """Whether positions may be those of a rotary embedding, which only tells distances apart.
+
+    One number in place of a vector cannot show that: counted padding, which moves all positions alike, would look wrong.
+    """
+    nodes = (node for graph in graphs.values() for node in nodes_in(graph.model.graph.node))
+    return any(node.op_type in ROTARY for node in nodes)
+
+
+def _choose(limit: int | None, rotary: bool) -> Iterator[Experiment]:
     """The experiments of an abstract run, in its order."""
     every = {experiment.name: experiment for experiment in load()}
+    left_out = ("left-padding",) if rotary else ()
     long = limit is None or limit > LONGEST
-    yield from (every[name] for name in CHOSEN if not (long and name == "full-context"))
+    left_out += ("full-context",) if long else ()
+    yield from (every[name] for name in CHOSEN if name not in left_out)
     yield from (experiment for experiment in load() if experiment.explains and experiment.name not in CHOSEN)

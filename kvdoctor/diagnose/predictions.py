@@ -8,8 +8,10 @@ Nothing follows from a stack without predictions: what an abstract run cannot co
 from dataclasses import replace
 
 from kvdoctor.analysis.contract_reader import add_observed_sizes
+from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.abstract_runs import run_abstractly
 from kvdoctor.diagnose.context import ContractContext, RunContext, extend_context
+from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
 from kvdoctor.findings import Finding, NotChecked, Selection
 
@@ -25,7 +27,9 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
     Nothing where the contract has an error already: one fault is one finding.
     """
     contract = context.contract
-    if contract.no_decoder is not None or contract.missing or not contract.slots or contract.frozen_past is not None:
+    if contract.no_decoder is not None or contract.frozen_past is not None:
+        return CheckResults()
+    if next(find_unmet_preconditions(context.stack, contract), None) is not None:
         return CheckResults()
     if any(finding.severity == "error" for finding in found.findings):
         return CheckResults()
@@ -41,17 +45,18 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
     known = {finding.code for finding in found.findings}
     predicted = run_checks(asked, "runs", selection).findings
     wanted = [f for f in predicted if f.severity != "note" and f.name not in NOT_PREDICTED and f.code not in known]
-    return CheckResults(tuple(map(_weaken, wanted)))
+    return CheckResults(tuple(_weaken(finding, runs) for finding in wanted))
 
 
-def _weaken(finding: Finding) -> Finding:
-    """The finding as one that no run has confirmed."""
-    failed = " fed " in finding.observed
+def _weaken(finding: Finding, runs: tuple[Run, ...]) -> Finding:
+    """The finding as one that no run has confirmed. Sizes are those of any run; differences of logits are not."""
+    failed = next((run for run in runs if run.error and finding.observed.endswith(run.error)), None)
+    shown = f": {failed.experiment}, step {failed.failed_step}: {failed.error}" if failed is not None else ""
     return replace(
         finding,
         severity="warning",
         confidence="suspected",
-        observed=f"{UNSEEN}: {finding.observed}" if failed else UNSEEN,
+        observed=UNSEEN + shown,
         evidence=(),
         effects=("`kvdoctor step-test` confirms it, or withdraws it",),
     )

@@ -16,6 +16,10 @@ from kvdoctor.decode.calls import Array
 from kvdoctor.records import record
 
 
+HIDDEN = -3e38
+"""The score of what is not seen: finite, so that a row which sees nothing has the mean of all."""
+
+
 @record
 class Heads:
     """Queries, keys and values of one head, float[batch, 1, tokens, 1]."""
@@ -42,7 +46,7 @@ def attend(heads: Heads, bias: Abstract | None, hidden: Array | None) -> Array |
     if bias is not None:
         if bias.data is None or bias.shape is None:
             return None
-        data = np.where(bias.data, 0.0, -np.inf) if bias.data.dtype == bool else bias.data
+        data = np.where(bias.data, 0.0, HIDDEN) if bias.data.dtype == bool else bias.data
         data = data.reshape((1,) * (4 - data.ndim) + data.shape)
         if data.shape[1] > 1:
             data = data.mean(axis=1, keepdims=True)
@@ -51,7 +55,7 @@ def attend(heads: Heads, bias: Abstract | None, hidden: Array | None) -> Array |
             data = data[..., :columns]
         scores = scores + data
     if hidden is not None:
-        scores = np.where(hidden, -np.inf, scores)
+        scores = np.where(hidden, HIDDEN, scores)
     if 0 in scores.shape:
         return np.zeros(heads.query.shape)
     found = softmax(Abstract(scores.shape, scores), -1).data

@@ -55,7 +55,7 @@ def reshape_value(value: Abstract, target: tuple[int, ...]) -> Abstract:
     if size_of(spread) > MOST_ELEMENTS:
         return Abstract(target)
     found = np.broadcast_to(data, spread).reshape(sizes)
-    return Abstract(target, found if value.exact or spread == list(data.shape) else _fold(found), value.exact, value.key)
+    return Abstract(target, found if value.exact or target == shape else _fold(found), value.exact, value.key)
 
 
 def _fold(data: Array) -> Array:
@@ -63,8 +63,13 @@ def _fold(data: Array) -> Array:
     for axis, size in enumerate(data.shape):
         if size > 1:
             first = data[(slice(None),) * axis + (slice(0, 1),)]
-            data = first if np.array_equal(np.broadcast_to(first, data.shape), data, equal_nan=True) else data
+            data = first if _are_equal(first, data) else data
     return data
+
+
+def _are_equal(one: Array, other: Array) -> bool:
+    """Whether numbers are the same but for rounding."""
+    return bool(np.allclose(one, other, rtol=1e-9, atol=1e-12, equal_nan=True))
 
 
 def _reshape(r: Reading) -> Abstract:
@@ -140,7 +145,8 @@ def _transpose(r: Reading) -> Abstract:
     shape = tuple(value.shape[at] for at in order)
     if value.data is None:
         return Abstract(shape, key=value.key)
-    return Abstract(shape, value.data.transpose(order), value.exact, value.key if shape == value.shape else "")
+    key = f"{value.key} turned" if value.key else ""
+    return Abstract(shape, value.data.transpose(order), value.exact, key)
 
 
 def broadcast_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -247,7 +253,8 @@ def _cut(value: Abstract, axis: int, part: slice) -> Abstract:
     axis %= len(shape)
     picked = range(shape[axis])[part]
     size = tuple(len(picked) if at == axis else each for at, each in enumerate(shape))
-    if size == shape and part.step == 1:
+    rows = bool(value.key) and not value.exact and 1 < shape[axis] and axis < len(shape) - 1
+    if size == shape and part.step == 1 and not rows:
         return value
     return _pick(value, axis, np.array(picked, np.int64), size, f"{picked.start}:{picked.step}")
 
@@ -299,8 +306,11 @@ def _gather(r: Reading) -> Abstract:
             shape, taken.reshape([*taken.shape[:axis], *places.shape, *taken.shape[axis + 1 :]]), value.exact
         )
     ones = [*value.data.shape[:axis], *[1] * len(places.shape), *value.data.shape[axis + 1 :]]
-    factor = 1.0 if value.exact else number_for(f"{flat[:1].tolist()}")
-    return Abstract(shape, (value.data * factor if not value.exact else value.data).reshape(ones), value.exact)
+    found = value.data.reshape(ones)
+    if not value.exact:
+        behind = value.data.ndim - axis - 1
+        found = found * numbers_for("rows", flat).reshape([*[1] * axis, *places.shape, *[1] * behind])
+    return Abstract(shape, found, value.exact)
 
 
 def _is_last(value: Abstract, axis: int) -> bool:
