@@ -27,6 +27,12 @@ from kvdoctor.model.traverse import nodes_in, subgraphs
 NODES = 60_000
 """Nodes that the abstract runs of one stack compute, at most: about three seconds."""
 
+LARGEST = 8_000
+"""Nodes of the graphs of a stack, at most: of a larger one no loop would come to its end."""
+
+STEPS = 5
+"""Steps of a loop, the prefill included."""
+
 FEATURES: tuple[Axis, ...] = ("kv_heads", "head_dim", "hidden", "vocabulary", "channels", "state")
 """Axes of which one number stands for all elements."""
 
@@ -41,11 +47,17 @@ LONGEST = 128
 WORDS = 48
 """Logits that are made of the number that stands for a row of them."""
 
-CHOSEN = (
-    *("plain-loop", "held-loop", "same-feed", "later-token", "empty-past", "dummy-past-runs", "long-past", "chunk"),
-    *("batch", "batch-rows", "other-encoder-length", "left-padding", "encoder-padding", "full-context"),
+LOOPS = (
+    *("plain-loop", "held-loop", "same-feed", "later-token", "empty-past", "dummy-past-runs"),
+    *("why", "why-fed-back", "written-places"),
 )
-"""The experiments of an abstract run before those that explain a difference; the order is that of their importance."""
+"""The loops and what explains their differences. What follows is run only where they pass."""
+
+USES = (
+    *("long-past", "why-long", "chunk", "why-chunk", "batch", "batch-rows", "why-batch"),
+    *("other-encoder-length", "left-padding", "encoder-padding", "full-context"),
+)
+"""Other uses, in the order of their importance."""
 
 
 class Undecided(Exception):
@@ -184,6 +196,8 @@ def run_abstractly(context: ContractContext, nodes: int = NODES) -> tuple[Run, .
     runner = ExperimentRunner(driver, timed=False)
     found: list[Run] = []
     for experiment in _choose(contract.usable_length, _has_rotary(graphs)):
+        if experiment.name in USES and any(run.outcome in ("failed", "differs") for run in _judged(found, context)):
+            break
         steps.clear()
         try:
             run = runner.run(experiment)
@@ -197,6 +211,12 @@ def run_abstractly(context: ContractContext, nodes: int = NODES) -> tuple[Run, .
     return tuple(found)
 
 
+def _judged(runs: list[Run], context: ContractContext) -> list[Run]:
+    """The run of the loop that decides whether other uses say anything."""
+    held = [run for run in runs if run.experiment == "held-loop" and run.outcome != "skipped"]
+    return held or [run for run in runs if run.experiment == "plain-loop"] if context.emptied_slots else runs[:1]
+
+
 def _open_graphs(context: ContractContext, contract: CacheContract, budget: Budget) -> dict[str, AbstractGraph]:
     files = {file.name: file for file in context.stack.files.values()}
     wanted = dict.fromkeys(contract.graph(phase).file for phase in ("prefill", "decode"))
@@ -204,6 +224,8 @@ def _open_graphs(context: ContractContext, contract: CacheContract, budget: Budg
     if len(views) < len(wanted):
         return {}
     models = {name: view.model for name, view in views.items() if view is not None}
+    if sum(sum(view.operators.values()) for view in views.values() if view is not None) > LARGEST:
+        return {}
     if len(models) < len(wanted) or any(model.functions for model in models.values()):
         return {}
     shared = _find_shared_weights(models)
@@ -247,8 +269,10 @@ def _has_rotary(graphs: Mapping[str, AbstractGraph]) -> bool:
 def _choose(limit: int | None, rotary: bool) -> Iterator[Experiment]:
     """The experiments of an abstract run, in its order."""
     every = {experiment.name: experiment for experiment in load()}
-    left_out = ("left-padding",) if rotary else ()
+    left_out: tuple[str, ...] = ("left-padding",) if rotary else ()
     long = limit is None or limit > LONGEST
     left_out += ("full-context",) if long else ()
-    yield from (every[name] for name in CHOSEN if name not in left_out)
-    yield from (experiment for experiment in load() if experiment.explains and experiment.name not in CHOSEN)
+    for name in (*LOOPS, *USES):
+        if name in every and name not in left_out:
+            short = name.endswith("-loop")
+            yield replace(every[name], scenario=replace(every[name].scenario, steps=STEPS)) if short else every[name]

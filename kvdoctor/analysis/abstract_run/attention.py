@@ -15,7 +15,6 @@ from kvdoctor.analysis.abstract_run.values import MOST_ELEMENTS, UNKNOWN, Abstra
 from kvdoctor.decode.calls import Array
 from kvdoctor.records import record
 
-
 HIDDEN = -3e38
 """The score of what is not seen: finite, so that a row which sees nothing has the mean of all."""
 
@@ -32,12 +31,13 @@ class Heads:
 def _rows(value: Abstract, tokens: int) -> Array | None:
     """The numbers of [batch, tokens, hidden] or [batch, heads, tokens, width] as float[batch, 1, tokens, 1]."""
     data, shape = value.data, value.shape
-    if data is None or shape is None or len(shape) not in (3, 4):
+    if data is None or shape is None or data.ndim not in (3, 4):
         return None
-    if len(shape) == 4:
+    if data.ndim == 4:
         data = data.mean(axis=1)
-    data = np.broadcast_to(data, (shape[0], tokens, data.shape[-1]))
-    return np.asarray(data.mean(axis=-1), np.float64)[:, None, :, None]
+    wide = np.broadcast_to(data.mean(axis=-1), (shape[0], tokens))
+    found: Array = np.asarray(wide, np.float64)[:, None, :, None]
+    return found
 
 
 def attend(heads: Heads, bias: Abstract | None, hidden: Array | None) -> Array | None:

@@ -73,9 +73,7 @@ class AbstractGraph:
         for reading, rule in prepared.nodes:
             self.budget.spend()
             made = self._branch(reading.node, values, prepared) if rule is None else self._apply(reading, rule, values)
-            for name, value in zip(reading.node.output, made, strict=False):
-                if name:
-                    values[name] = value
+            values.update(zip(reading.node.output, made, strict=False))
         return values
 
     def _prepare(self, graph: GraphProto, outer: Mapping[str, Abstract]) -> "_Prepared":
@@ -83,7 +81,6 @@ class AbstractGraph:
         known = {t.name: read_tensor(t, self._key(t.name, t.data_type, t.dims)) for t in graph.initializer}
         found, fed = _Prepared(graph, known), {value.name for value in graph.input}
         for node in graph.node:
-            self.budget.spend()
             reading = Reading(node, [], self.random, {one.name: one for one in node.attribute})
             if node.op_type == "Constant":
                 known[node.output[0]] = self._constant(node, reading)

@@ -253,7 +253,7 @@ def _cut(value: Abstract, axis: int, part: slice) -> Abstract:
     axis %= len(shape)
     picked = range(shape[axis])[part]
     size = tuple(len(picked) if at == axis else each for at, each in enumerate(shape))
-    rows = bool(value.key) and not value.exact and 1 < shape[axis] and axis < len(shape) - 1
+    rows = bool(value.key) and not value.exact and shape[axis] > 1 and axis < len(shape) - 1
     if size == shape and part.step == 1 and not rows:
         return value
     return _pick(value, axis, np.array(picked, np.int64), size, f"{picked.start}:{picked.step}")
