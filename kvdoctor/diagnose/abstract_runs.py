@@ -260,7 +260,7 @@ def _find_tables(model: ModelProto) -> frozenset[str]:
 def _has_rotary(graphs: Mapping[str, AbstractGraph]) -> bool:
     """Whether positions may be those of a rotary embedding, which only tells distances apart.
 
-    One number in place of a vector cannot show that: counted padding, which moves all positions alike, would look wrong.
+    One number in place of a vector cannot show that: padding that moves all positions alike would look wrong.
     """
     nodes = (node for graph in graphs.values() for node in nodes_in(graph.model.graph.node))
     return any(node.op_type in ROTARY for node in nodes)

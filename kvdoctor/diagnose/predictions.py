@@ -1,7 +1,7 @@
 """Findings that need no run: the checks of round `runs`, asked about abstract runs.
 
-A prediction has the code of the check that a run would confirm it by. It is suspected and at most a warning: `step-test`
-asks the same checks about real runs instead, and so confirms it, replaces it by another finding, or withdraws it.
+A prediction has the code of the check that a run would confirm it by. It is suspected and at most a warning:
+`step-test` asks the same checks about real runs instead, and so confirms it, replaces it, or withdraws it.
 Nothing follows from a stack without predictions: what an abstract run cannot compute is not reported.
 """
 

@@ -90,8 +90,7 @@ class AbstractGraph:
             settled = all((name in known or name in outer) and name not in fed for name in given)
             if rule is not None and settled and given and node.op_type not in RANDOM:
                 here = {name: known.get(name) or outer[name] for name in given}
-                for name, value in zip(node.output, self._apply(reading, rule, here), strict=False):
-                    known[name] = value
+                known.update(zip(node.output, self._apply(reading, rule, here), strict=False))
                 continue
             found.nodes.append((reading, rule if rule is not None or _is_branch(node) else _return_unknown))
         return found

@@ -193,6 +193,22 @@ def _tile(r: Reading) -> Abstract:
     return Abstract(shape, np.tile(value.data, here), value.exact)
 
 
+def _join_shapes(shapes: Sequence[tuple[int, ...]], axis: int) -> tuple[tuple[int, ...], int]:
+    """The shape of values behind each other, and the axis counted from the front.
+
+    Raises:
+        CannotRun: another axis differs.
+    """
+    listed = " and ".join(str(list(shape)) for shape in shapes)
+    if len(set(map(len, shapes))) != 1:
+        raise CannotRun(f"{listed} cannot be joined")
+    axis %= len(shapes[0])
+    for at in range(len(shapes[0])):
+        if at != axis and len({shape[at] for shape in shapes}) > 1:
+            raise CannotRun(f"{listed} cannot be joined on axis {axis}")
+    return tuple(sum(s[axis] for s in shapes) if at == axis else size for at, size in enumerate(shapes[0])), axis
+
+
 def join(values: Sequence[Abstract], axis: int) -> Abstract:
     """Values behind each other on an axis.
 
@@ -202,13 +218,7 @@ def join(values: Sequence[Abstract], axis: int) -> Abstract:
     if any(value.shape is None for value in values):
         return UNKNOWN
     shapes = [value.shape for value in values if value.shape is not None]
-    if len(set(map(len, shapes))) != 1:
-        raise CannotRun(f"{' and '.join(str(list(shape)) for shape in shapes)} cannot be joined")
-    axis %= len(shapes[0])
-    for at in range(len(shapes[0])):
-        if at != axis and len({shape[at] for shape in shapes}) > 1:
-            raise CannotRun(f"{' and '.join(str(list(shape)) for shape in shapes)} cannot be joined on axis {axis}")
-    total = tuple(sum(s[axis] for s in shapes) if at == axis else size for at, size in enumerate(shapes[0]))
+    total, axis = _join_shapes(shapes, axis)
     known = [(v, v.data) for v in values if v.data is not None and v.shape is not None and v.shape[axis]]
     if len(known) < sum(1 for shape in shapes if shape[axis]):
         return Abstract(total)
