@@ -80,9 +80,11 @@ def open_abstractly(model: onnx.ModelProto, nodes: int = NODES) -> AbstractGraph
 
 def test_the_work_is_bounded() -> None:
     graph, begin = open_abstractly(make_chain(LARGEST)), time.process_time()
+    fed = {"v0": exactly(np.zeros((1, 3), np.int64))}
+    for _ in range(NODES // LARGEST):
+        graph.run(fed)
     with pytest.raises(TooMuchWork):
-        for _ in range(NODES // LARGEST + 1):
-            graph.run({"v0": exactly(np.zeros((1, 3), np.int64))})
+        graph.run(fed)
     assert time.process_time() - begin < 10  # 60,000 nodes; about two seconds
 
 

@@ -46,7 +46,7 @@ def attend(heads: Heads, bias: Abstract | None, hidden: Array | None) -> Array |
     if bias is not None:
         if bias.data is None or bias.shape is None:
             return None
-        data = np.where(bias.data, 0.0, HIDDEN) if bias.data.dtype == bool else bias.data
+        data: Array = np.where(bias.data, 0.0, HIDDEN) if bias.data.dtype == bool else bias.data
         data = data.reshape((1,) * (4 - data.ndim) + data.shape)
         if data.shape[1] > 1:
             data = data.mean(axis=1, keepdims=True)
