@@ -4,6 +4,7 @@ The experiments are those that a real run has, so that a fault has the same name
 compute is left out: it shows faults, and never that there is none.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,9 @@ NODES = 60_000
 
 LARGEST = 8_000
 """Nodes of the graphs of a stack, at most: of a larger one no loop would come to its end."""
+
+MOST_FED = 1 << 24
+"""Elements of the inputs by their declared sizes, at most: a loop copies large buffers at each step."""
 
 STEPS = 5
 """Steps of a loop, the prefill included."""
@@ -183,7 +187,7 @@ def _to_abstract(value: Value | Array, port: Port) -> Abstract:
 def run_abstractly(context: ContractContext, nodes: int = NODES) -> tuple[Run, ...]:
     """The experiments that could be carried out on a stack, as far as the budget of nodes goes."""
     contract = replace(context.contract, exactness="float")
-    graphs = _open_graphs(context, contract, Budget(nodes))
+    graphs = _open_graphs(context, contract, Budget(nodes)) if _count_fed(contract) <= MOST_FED else {}
     if not graphs:
         return ()
     steps: list[Step] = []
@@ -204,11 +208,17 @@ def run_abstractly(context: ContractContext, nodes: int = NODES) -> tuple[Run, .
             found.append(replace(run, steps=tuple(steps), node=driver.failed if run.outcome == "failed" else None))
         except TooMuchWork:
             break
-        except (Undecided, NothingToRun, ValueError, KeyError, IndexError):
+        except (Undecided, NothingToRun, ValueError, KeyError, IndexError, MemoryError):
             if experiment.name == "plain-loop":
                 break
             continue
     return tuple(found)
+
+
+def _count_fed(contract: CacheContract) -> int:
+    """The elements of all inputs by the sizes that are declared as numbers."""
+    ports = [port for phase in ("prefill", "decode") for port in contract.graph(phase).inputs]
+    return sum(math.prod(size for size in port.shape or () if isinstance(size, int)) for port in ports)
 
 
 def _judged(runs: list[Run], context: ContractContext) -> list[Run]:

@@ -56,6 +56,7 @@ def _weaken(finding: Finding, runs: tuple[Run, ...]) -> Finding:
         finding,
         severity="warning",
         confidence="suspected",
+        where=finding.where.partition(", ")[0] if finding.where.startswith("output ") else finding.where,
         observed=UNSEEN + shown,
         evidence=(),
         effects=("`kvdoctor step-test` confirms it, or withdraws it",),
