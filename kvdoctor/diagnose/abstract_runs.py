@@ -25,10 +25,10 @@ from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.traverse import nodes_in, subgraphs
 
-NODES = 60_000
-"""Nodes that the abstract runs of one stack compute, at most: about three seconds."""
+NODES = 100_000
+"""Nodes that the abstract runs of one stack compute, at most: two to three seconds."""
 
-LARGEST = 8_000
+LARGEST = 16_000
 """Nodes of the graphs of a stack, at most: of a larger one no loop would come to its end."""
 
 MOST_FED = 1 << 24
