@@ -91,7 +91,7 @@ def test_what_the_worker_needs_is_light() -> None:
 
 
 HEAVY = {
-    *("numpy", "rich", "onnxruntime", "onnx", "email", "msgspec"),
+    *("rich", "onnxruntime", "onnx", "email", "msgspec"),
     *("kvdoctor.runtime.client", "kvdoctor.gating.run", "kvdoctor.report.diff_document", "kvdoctor.diagnose.pipeline"),
     *("kvdoctor.report.html", "kvdoctor.report.notebook"),
 }

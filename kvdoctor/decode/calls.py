@@ -41,6 +41,14 @@ class NothingToRun(Exception):
     """An experiment does not apply to the model after all. The message says why, for the report."""
 
 
+class Refused(Exception):
+    """The runtime does not open a file at any optimization level."""
+
+
+class StepFailed(Exception):
+    """The runtime failed while it ran a call."""
+
+
 class Value(Protocol):
     """A tensor as the runtime holds it; the array is made only when asked for."""
 

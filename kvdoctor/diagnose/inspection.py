@@ -43,6 +43,7 @@ def inspect(path: str, options: Options | None = None, check_advice: AdviceCheck
         stacks.append(stack_facts(stack, contract, folder.side_cars, options.load))
         context = extend_context(build_context(folder, stack, contract, options), TargetContext)
         found = run_checks(context, "contract", options.selection) + run_checks(context, "targets", options.selection)
+        found += _predict(context, found, options)
         results += correct_advice(found, context, check_advice, options, None)
     unknown = (
         NotChecked(None, "KV401-KV403", f"{target.words} is newer than the measured releases; step-test can run it")
@@ -51,6 +52,13 @@ def inspect(path: str, options: Options | None = None, check_advice: AdviceCheck
     )
     results += CheckResults(not_checked=tuple(unknown))
     return add_targets(build_report("inspect", folder, options, results, stacks), options, {})
+
+
+def _predict(context: ContractContext, found: CheckResults, options: Options) -> CheckResults:
+    """What runs would show. Loaded here: an inspection of files without a decoder needs no numpy."""
+    from kvdoctor.diagnose.predictions import predict_faults
+
+    return predict_faults(context, found, options.selection)
 
 
 def check_files(folder: ModelFolder, options: Options) -> CheckResults:

@@ -2,11 +2,12 @@
 
     python tests/faults/make_table.py [--exports DIR] [FAULT ...]
     python tests/faults/make_table.py --generated RESULTS [RESULTS ...]
+    python tests/faults/make_table.py --without-run [--exports DIR]
 
 The first takes about a quarter of an hour and makes the isolated environments of the zoo. DIR keeps the exports, for
 the next run. With FAULTs only those are run, and the others stand as they stood. Nothing is written where a fault is
 not found, or something harmless is. The second writes the section of the generated decoders alone, from results of
-`python -m tests.generated.measure --record RESULTS`.
+`python -m tests.generated.measure --record RESULTS`. The third writes what `inspect` says of the faults.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "zoo"), str(HERE.parent), str(HERE.parents[1])]
 
+import without_run  # noqa: E402 - the modules are found from here on
 from making import Maker  # noqa: E402 - the modules are found from here on
 from outcome import Missing, Outcome, healthy_export, treat  # noqa: E402
 from registry import Fault, load  # noqa: E402
@@ -88,8 +90,8 @@ def generated_section(text: str) -> str:
     return f"\n{title}{rest}" if title else ""
 
 
-def page(measured: dict[str, Measured], generated: str) -> str:
-    """The whole page, with the section of the generated decoders."""
+def page(measured: dict[str, Measured], sections: str) -> str:
+    """The whole page, with the sections that have measurements of their own."""
     faults = load()
     rows, silent, other = [], [], []
     for name, fault in faults.items():
@@ -102,13 +104,19 @@ def page(measured: dict[str, Measured], generated: str) -> str:
         rows.append(_line(name, fault.idea, fault.check, fault.severity, _exports(fault), *counts, decided))
         other += [_line(name, base, called) for base, called in cells.misnamed.items()]
     text = HEAD.format(summary=_summary(measured)) + "\n".join(rows) + "\n" + HARMLESS_HEAD + "\n".join(silent) + "\n"
-    return text + (MISNAMED_HEAD + "\n".join(other) + "\n" if other else "") + generated
+    return text + (MISNAMED_HEAD + "\n".join(other) + "\n" if other else "") + sections
+
+
+def other_sections(text: str) -> str:
+    """The sections of a page that have measurements of their own."""
+    return without_run.find_section(text) + generated_section(text)
 
 
 def read(text: str) -> dict[str, Measured]:
     """The measured cells of a page."""
     measured: dict[str, Measured] = {}
-    for line in text.partition(generated_page.TITLE)[0].splitlines():
+    text = text.partition(f"\n{without_run.TITLE}")[0].partition(generated_page.TITLE)[0]
+    for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("| ") or cells[0] in ("fault", "change", "---"):
             continue
@@ -152,18 +160,36 @@ def _line(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def measure_without_run(exports: Path | None) -> str:
+    """The section of what an inspection says."""
+    faults, said = load(), {}
+    with tempfile.TemporaryDirectory() as scratch:
+        maker = Maker(exports or Path(scratch, "exports"))
+        for name, fault in faults.items():
+            base = without_run.choose_export(name, faults)
+            names = without_run.inspect_broken(fault, healthy_export(base, maker), Path(scratch, name))
+            said[name] = without_run.Said(base, names)
+            print(f"{name} in {base}: {', '.join(names)}", flush=True)
+    return without_run.section(said)
+
+
 def main() -> int:
     """Reads the command line, runs all faults, writes the page and returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--exports", type=Path, metavar="DIR", help="where the exports are kept, or lie already")
     parser.add_argument("--generated", type=Path, nargs="+", metavar="RESULTS", help="results of tests/generated")
+    parser.add_argument("--without-run", action="store_true", help="what inspect says of one export for each fault")
     parser.add_argument("faults", nargs="*", metavar="FAULT", choices=[*load(), []], help="run these only")
     args = parser.parse_args()
     chosen = {name: fault for name, fault in load().items() if name in args.faults or not args.faults}
     text = DOCUMENT.read_text(encoding="utf-8")
     if args.generated:
         section = generated_page.section(generated_page.read_results(args.generated))
-        DOCUMENT.write_text(page(read(text), f"\n{section}"), encoding="utf-8")
+        DOCUMENT.write_text(page(read(text), f"{without_run.find_section(text)}\n{section}"), encoding="utf-8")
+        return 0
+    if args.without_run:
+        section = measure_without_run(args.exports)
+        DOCUMENT.write_text(page(read(text), section + generated_section(text)), encoding="utf-8")
         return 0
     before = read(text) if args.faults else {}
     measured, problems = {name: Measured() if name in chosen else before[name] for name in load()}, []
@@ -183,7 +209,7 @@ def main() -> int:
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 1
-    DOCUMENT.write_text(page(measured, generated_section(text)), encoding="utf-8")
+    DOCUMENT.write_text(page(measured, other_sections(text)), encoding="utf-8")
     return 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import make_table
 import pytest
+import without_run
 from making import Maker
 from outcome import Missing, healthy_export, treat
 from registry import SUBJECTS, Fault, load
@@ -47,6 +48,8 @@ LEFT_OUT = {
 }
 """Checks without a fault here, and why."""
 MADE = pytest.mark.slow
+QUICKLY_INSPECTED = ("positions-restart", "past-dropped")
+"""Faults in committed exports of which every test run asks an inspection."""
 EACH = 1
 """Exports that every fault is put into by the slow tests; `-m exhaustive` has the others."""
 
@@ -105,7 +108,31 @@ def test_a_fault_is_found_and_called_by_its_name(
 def test_the_document_holds_every_fault_as_it_is(measured: dict[str, make_table.Measured]) -> None:
     assert list(measured) == list(FAULTS)
     text = make_table.DOCUMENT.read_text(encoding="utf-8")
-    assert make_table.page(measured, make_table.generated_section(text)) == text
+    assert make_table.page(measured, make_table.other_sections(text)) == text
+
+
+def test_the_document_holds_what_an_inspection_says() -> None:
+    text = make_table.DOCUMENT.read_text(encoding="utf-8")
+    said = without_run.read(text)
+    assert list(said) == list(FAULTS)
+    assert without_run.section(said) == without_run.find_section(text)
+    broken = {name: fault for name, fault in FAULTS.items() if fault.check}
+    named = [name for name, fault in broken.items() if said[name].names_it(fault)]
+    assert 100 * len(named) >= without_run.DEMANDED * len(broken)
+    assert all(said[name].names_it(fault) for name, fault in FAULTS.items() if not fault.check)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICKLY_INSPECTED else MADE) for name in FAULTS]
+)
+def test_an_inspection_names_what_it_named(name: str, clinic: Clinic, tmp_path: Path) -> None:
+    said = without_run.read(make_table.DOCUMENT.read_text(encoding="utf-8"))[name]
+    try:
+        export = healthy_export(said.base, clinic.maker)
+    except Missing as missing:
+        give_up(str(missing))
+    assert said.base == without_run.choose_export(name, FAULTS)
+    assert without_run.inspect_broken(FAULTS[name], export, tmp_path / "broken") == said.names
 
 
 def test_all_are_found_and_nearly_all_are_named(measured: dict[str, make_table.Measured]) -> None:

@@ -13,14 +13,14 @@ import numpy as np
 from kvdoctor.contract import Axis, Slot
 from kvdoctor.decode.cache_rounding import find_scales, measure_drift, round_values, row_scales
 from kvdoctor.decode.cache_types import GRANULARITIES, Granularity, StoredSlot
-from kvdoctor.decode.calls import Array, NothingToRun, Past, TooShort, as_array
+from kvdoctor.decode.calls import Array, NothingToRun, Past, Refused, StepFailed, TooShort, as_array
 from kvdoctor.decode.inputs import random_tokens
 from kvdoctor.decode.messages import CacheCosted, CacheCostJob
 from kvdoctor.decode.paired_walks import Walk, plan_decoding
 from kvdoctor.decode.parity import compare, divergences
+from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.records import record
 from kvdoctor.runtime.worker.decoding import Decoded, Way, choose_states, decode
-from kvdoctor.runtime.worker.sessions import Announce, Refused, StepFailed
 
 SEQUENCES = 4
 """Random sequences that are run beside it, to know how far a copy may be off."""

@@ -10,9 +10,10 @@ from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import PairedSide
 from kvdoctor.decode.paired_walks import Walk
 from kvdoctor.decode.samples import Samples
+from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.records import record
 from kvdoctor.runtime.worker.runner import StackRunner
-from kvdoctor.runtime.worker.sessions import Announce, Sessions
+from kvdoctor.runtime.worker.sessions import Sessions
 
 
 @record

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from kvdoctor.decode.calls import Array, NothingToRun, TooShort
+from kvdoctor.decode.calls import Array, NothingToRun, Refused, StepFailed, TooShort
 from kvdoctor.decode.golden import WALKS, GoldenWalk, checksum_draws, digest, from_arrays, pack, to_arrays, unpack
 from kvdoctor.decode.messages import Digested, DigestJob
 from kvdoctor.decode.paired_walks import Walk, fit_walk
+from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.runtime.worker.decoding import Way, choose_states, decode
-from kvdoctor.runtime.worker.sessions import Announce, Refused, StepFailed
 
 NOT_RUN = (StepFailed, Refused, TooShort, NothingToRun, ValueError)
 """How a call ends that a model does not take: `ValueError` where its sizes make no feed."""

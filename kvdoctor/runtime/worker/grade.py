@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvdoctor.decode.calls import Array, NothingToRun, TooShort
+from kvdoctor.decode.calls import Array, NothingToRun, Refused, StepFailed, TooShort
 from kvdoctor.decode.messages import Graded, GradeJob, PairedSide
 from kvdoctor.decode.paired_walks import Walk, plan_decoding
 from kvdoctor.decode.parity import divergences
+from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.runtime.worker.decoding import Decoded, Way, choose_states, decode, read_caches
-from kvdoctor.runtime.worker.sessions import Announce, Refused, StepFailed
 
 PROMPT, STEPS = 8, 32
 """Tokens of the prompt, which are random, and tokens that the base decodes after it."""

@@ -20,6 +20,7 @@ import numpy as np
 import onnxruntime as ort
 
 from kvdoctor.contract import CacheContract
+from kvdoctor.decode.experiment_run import ExperimentRunner
 from kvdoctor.decode.experiments import Experiment, load
 from kvdoctor.decode.messages import (
     CacheCostJob,
@@ -46,10 +47,10 @@ from kvdoctor.decode.messages import (
     write_message,
 )
 from kvdoctor.decode.samples import Samples, read_arrays
+from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import UsageError
-from kvdoctor.runtime.worker.experiment_run import ExperimentRunner
 from kvdoctor.runtime.worker.runner import StackRunner
-from kvdoctor.runtime.worker.sessions import Announce, ProviderMissing, Sessions
+from kvdoctor.runtime.worker.sessions import ProviderMissing, Sessions
 from kvdoctor.runtime.worker.trial import run_trial
 
 

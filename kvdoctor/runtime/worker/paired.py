@@ -12,14 +12,15 @@ import numpy as np
 from kvdoctor.contract import Slot
 from kvdoctor.decode.cache_rounding import measure_drift, read_stored
 from kvdoctor.decode.cache_types import StoredSlot
-from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, Scenario, TooShort
+from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, Refused, Scenario, StepFailed, TooShort
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import PairedDone, PairedJob, PairedSide
 from kvdoctor.decode.paired_walks import Walk, plan_walks
 from kvdoctor.decode.parity import compare, judge, slot_difference
+from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.runtime.worker.runner import StackRunner
-from kvdoctor.runtime.worker.sessions import Announce, Refused, Sessions, StepFailed
+from kvdoctor.runtime.worker.sessions import Sessions
 
 if TYPE_CHECKING:
     from kvdoctor.decode.tolerances import Tolerance

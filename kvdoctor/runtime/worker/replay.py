@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from kvdoctor.contract import DECODING, Port
-from kvdoctor.decode.calls import Answer, Array, Call, Value, as_array
+from kvdoctor.decode.calls import Answer, Array, Call, Refused, StepFailed, Value, as_array
+from kvdoctor.decode.experiment_run import ExperimentRunner
 from kvdoctor.decode.experiments import load
 from kvdoctor.decode.messages import (
     CallPlaying,
@@ -22,9 +23,9 @@ from kvdoctor.decode.messages import (
 )
 from kvdoctor.decode.parity import compare
 from kvdoctor.decode.script import CallScript, Comparison, MadeArray, PriorOutput, ScriptCall, make_array
-from kvdoctor.runtime.worker.experiment_run import ExperimentRunner
+from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.runtime.worker.runner import OpenSession, StackRunner
-from kvdoctor.runtime.worker.sessions import Announce, OrtTensor, Refused, Sessions, StepFailed, to_runtime
+from kvdoctor.runtime.worker.sessions import OrtTensor, Sessions, to_runtime
 
 FROM_WEIGHTS = {"encoder_states", "encoder_input", "past"}
 """Inputs whose floats stand for values computed from weights: noise replaces them."""

@@ -1,56 +1,24 @@
-"""Runs the calls of one stack in the worker process; sessions, encoder states and reference runs are shared."""
+"""Runs the calls of one stack in sessions of ONNX Runtime."""
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from hashlib import blake2b
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from kvdoctor.contract import CacheContract, Graph, PhaseName, with_last_logits_only
-from kvdoctor.decode.calls import Answer, Array, Call, Encoded, NothingToRun, Scenario, Value, as_array
-from kvdoctor.decode.embeddings import embedded_inputs
-from kvdoctor.decode.experiments.cache_entries import growing
-from kvdoctor.decode.inputs import (
-    encoder_feeds,
-    plain_token_ids,
-    synthetic_cross_caches,
-    synthetic_encoder_states,
-)
-from kvdoctor.decode.messages import Note
-from kvdoctor.decode.samples import Samples
-from kvdoctor.records import record
-from kvdoctor.runtime.worker.feature_rows import FeatureRows
+from kvdoctor.contract import Graph
+from kvdoctor.decode.calls import Answer, Call, StepFailed, Value
+from kvdoctor.decode.stack_driver import Environment, Rerun, StackDriver
 from kvdoctor.runtime.worker.sessions import (
     LEVELS,
-    Announce,
     LogitsTensor,
     OrtTensor,
-    Refused,
     Sessions,
-    StepFailed,
+    mentioned,
     output_names,
     run_bound,
+    runtime_version,
     to_runtime,
 )
-
-ENCODER_FACTORS = (1, 40, 400)
-"""Longer inputs are tried where an encoder refuses a short one: speech is sampled many times for each state."""
-
-MOST_KEPT = 1 << 24
-"""Numbers in the answers to reference calls that are kept for equal calls. Sixty tokens have as many logits with a
-vocabulary of 262,144: the answers of all experiments together would take more memory than many a model."""
-
-
-@record
-class UnusableLogits:
-    """Logits in a shape that cannot be compared. `last_only`: a reference run returned only the last token's."""
-
-    reason: str
-    last_only: bool = False
-
 
 OpenSession = Callable[[str], Any]
 """Opens a session of a file."""
@@ -76,57 +44,16 @@ def run_stages(
 
 
 @dataclass
-class StackRunner:
-    """Runs calls of one stack. `contract` is corrected where the first reference run contradicts the graph."""
+class StackRunner(StackDriver):
+    """Runs calls of one stack in its open sessions."""
 
-    stack: str
-    contract: CacheContract
     sessions: Sessions
-    seed: int
-    announce: Announce
-    samples: Samples = field(default_factory=Samples)
-    references: dict[bytes, Answer] = field(default_factory=dict)
-    encoded: dict[Scenario, Encoded] = field(default_factory=dict)
 
-    def run_reference(self, call: Call) -> Answer | UnusableLogits:
-        """Run a reference call; the answer to an equal call is reused.
-
-        Raises:
-            StepFailed: the runtime failed.
-            Refused: the file does not open.
-        """
-        key = _digest(call.feeds)
-        if key in self.references:
-            self.references[key] = self.references.pop(key)  # the last one in the order of use
-            return self.references[key]
-        answer = self.run_session(call)
-        shape = answer.outputs[self.logits_name("prefill")].shape
-        if len(answer.logits_shape) != 3:
-            return UnusableLogits(f"logits have shape {list(shape)}, not [batch, new, vocabulary]")
-        if call.new > 1 and answer.logits_shape[1] == 1 and not self.contract.last_logits_only:
-            text = "only the last token's logits are returned, where the graph declares those of every new token"
-            return UnusableLogits(text, last_only=True)
-        names = {self.logits_name("prefill"), *(slot.filled_by for slot in growing(self.contract))}
-        kept = {name: value for name, value in answer.outputs.items() if name in names}
-        self.references[key] = replace(answer, outputs=kept)
-        self._forget_references()
-        return self.references[key]
-
-    def _forget_references(self) -> None:
-        """Drop the answers that were not used for longest, down to the size that may be kept; never the last one."""
-        answers = self.references.values()
-        sizes = [sum(math.prod(value.shape) for value in answer.outputs.values()) for answer in answers]
-        excess = sum(sizes) - MOST_KEPT
-        for key, size in list(zip(self.references, sizes, strict=True))[:-1]:
-            if excess <= 0:
-                return
-            del self.references[key]
-            excess -= size
-
-    def expect_last_logits_only(self, reason: str) -> None:
-        """Correct the contract: a call returns the logits of its last token alone, whatever the graph declares."""
-        self.contract = with_last_logits_only(self.contract)
-        self.announce(Note(reason))
+    @property
+    def environment(self) -> Environment:
+        """This runtime, and the level at which the graph that decodes was opened."""
+        level = self.sessions.levels.get(self.contract.graph("decode").files[-1], "all")
+        return Environment(f"onnxruntime=={runtime_version()}", self.sessions.provider, level)
 
     def run_session(self, call: Call, open_session: OpenSession | None = None) -> Answer:
         """Run a call in the session of its phase, or in the one that is opened otherwise; a pipeline stage by stage.
@@ -160,146 +87,21 @@ class StackRunner:
         except Exception as error:  # the bindings raise many types, and all of them are a failed step
             raise StepFailed(self.sessions.clean(error)) from error
 
-    def logits_name(self, phase: str) -> str:
-        """The name of the logits output; an encoder has none."""
-        port = self.contract.graph(phase).port("logits")  # type: ignore[arg-type]
-        return port.name if port else ""
-
-    def encode(self, scenario: Scenario) -> Encoded:
-        """The encoder's outputs for a scenario: of the encoder file, else synthetic."""
-        key = Scenario(batch=scenario.batch, encoder=scenario.encoder, seed=scenario.seed)
-        if key not in self.encoded:
-            self.encoded[key] = self._encode(key)
-        return self.encoded[key]
-
-    def _encode(self, scenario: Scenario) -> Encoded:
-        synthetic = Encoded(self._synthetic_states(scenario), synthetic_cross_caches(self.contract, scenario))
-        if "encode" not in self.contract.phases:
-            return synthetic
-        answer, error = None, ""
-        for factor in ENCODER_FACTORS:
-            longer = replace(scenario, encoder=scenario.encoder * factor)
-            made = encoder_feeds(self.contract, longer)
-            fed = {name: self.samples.overlay(name, array) for name, array in made.items()}
-            try:
-                answer = self.run_session(Call("encode", fed, 0, longer.encoder))
-                break
-            except (StepFailed, Refused) as refusal:
-                error = error or str(refusal)
-        if answer is None:
-            self.announce(Note(f"the encoder file could not be run ({error}); synthetic encoder outputs are used"))
-            return synthetic
-        port = self.contract.graph("encode").port("encoder_states")
-        states = answer.outputs[port.name].array() if port else None
-        if synthetic.states is not None and (states is None or states.ndim != 3):
-            self.announce(Note("the encoder file returns no states of rank 3; synthetic states are used"))
-            states = synthetic.states
-        caches = {name: answer.outputs[name].array() for name in synthetic.outputs if name in answer.outputs}
-        if synthetic.states is None:
-            return Encoded(None, caches, fed)
-        return Encoded(states, caches, fed if states is not synthetic.states else {})
-
-    def _synthetic_states(self, scenario: Scenario) -> Array | None:
-        """Encoder states where no encoder file makes any."""
-        made = synthetic_encoder_states(self.contract, scenario)
-        ports = (port for graph in self.contract.graphs.values() for port in graph.inputs)
-        port = next((port for port in ports if port.role == "encoder_states"), None)
-        return made if made is None or port is None else self.samples.overlay(port.name, made)
-
-    @cached_property
-    def can_embed(self) -> bool:
-        """Whether the embedding file makes embeddings of token ids; where it is there and does not, a note says so."""
-        if "embed" not in self.contract.phases:
-            return False
-        rows, new = self.contract.fixed_batch or 1, self.contract.new_tokens or 2
+    def rerun(self, call: Call) -> Rerun:
+        """Run a failed call in other sessions: without optimization, names in the text may be those of nodes."""
+        names: tuple[str, ...] | None = None
         try:
-            self.embed("prefill", np.full((rows, new), plain_token_ids(self.contract)[0]))
-        except NothingToRun as error:
-            self.announce(Note(f"{error}; synthetic embeddings are used"))
-            return False
-        return True
-
-    def embed(self, phase: PhaseName, tokens: Array) -> dict[str, Array]:
-        """The embeddings of token ids int64[batch, new] for the inputs of a phase, by the embedding file.
-
-        Negative ids stand for rows of images and sound (decode/feeds.py). Where these cannot be embedded, a note says
-        so: text alone is run then.
-
-        Raises:
-            NothingToRun: it fails, or returns something else.
-        """
+            self.run_session(call, lambda file: self.sessions.at(file, "off"))
+        except StepFailed as error:
+            names = mentioned(error)
+        except Exception:  # the file opens at another level only: no location to name
+            return Rerun()
+        if names is None:
+            reason = "the same call passes with graph optimization off: an optimization of the runtime is at fault"
+            return Rerun(reason, "no-optimization")
+        # Out of the handler, whose traceback would keep the session alive.
         try:
-            return self._embed(phase, tokens)
-        except NothingToRun as error:
-            if (tokens < 0).any():
-                self.announce(Note(f"{error}; images and sound in the prompt were not run"))
-            raise
-
-    def _embed(self, phase: PhaseName, tokens: Array) -> dict[str, Array]:
-        """See `embed`."""
-        try:
-            answer = self.run_session(self.feature_rows.embedding_call(tokens))
-        except (StepFailed, Refused) as error:
-            raise NothingToRun(f"the embedding file could not be run ({error})") from error
-        made = {name: answer.outputs[output] for name, output in embedded_inputs(self.contract, phase).items()}
-        for name, value in made.items():
-            if value.shape[:2] != tokens.shape:
-                shapes = f"{list(value.shape)} for tokens {list(tokens.shape)}"
-                raise NothingToRun(f"the embedding file returns {shapes} as {name}")
-        return {name: self.feature_rows.replace_rows(value.array(), tokens) for name, value in made.items()}
-
-    @cached_property
-    def feature_rows(self) -> FeatureRows:
-        """The rows of images and sound."""
-        return FeatureRows(self.contract, self.seed, self.run_session)
-
-    def count_rows(self) -> dict[PhaseName, int]:
-        """The number of rows that each encoder of images or sound makes; where one cannot be run, a note says so.
-
-        Raises:
-            NothingToRun: an encoder cannot be run on synthetic input.
-        """
-        try:
-            return self.feature_rows.count()
-        except NothingToRun as error:
-            self.announce(Note(f"{error}; images and sound in the prompt were not run"))
-            raise
-
-    def fit_scenario(self, scenario: Scenario) -> Scenario:
-        """The scenario in the sizes that the contract and the user's samples allow."""
-        contract, scenario = self.contract, self._fit_to_samples(scenario)
-        scenario = replace(
-            scenario,
-            seed=self.seed,
-            batch=contract.fixed_batch or scenario.batch,
-            encoder=contract.encoder_length or scenario.encoder,
-            prompt=contract.frozen_past or scenario.prompt,
-        )
-        if contract.new_tokens is not None:
-            scenario = replace(scenario, prompt=min(scenario.prompt, contract.new_tokens))
-        limit = contract.usable_length
-        steps = scenario.steps if limit is None else min(scenario.steps, limit - scenario.prompt)
-        return replace(scenario, steps=steps)
-
-    def _fit_to_samples(self, scenario: Scenario) -> Scenario:
-        """The default sizes become those of the user's samples; an experiment's own sizes stay."""
-        usual, prompt, encoder = Scenario(), len(self.samples.prompt), None
-        for graph in self.contract.graphs.values():
-            for port in graph.inputs:
-                axis = next((axis for axis in ("encoder_input", "encoder") if axis in port.axes), None)
-                if axis is not None and port.role in ("encoder_input", "encoder_states"):
-                    encoder = encoder or self.samples.length(port.name, port.axes.index(axis))
-        return replace(
-            scenario,
-            prompt=prompt if prompt and scenario.prompt == usual.prompt else scenario.prompt,
-            encoder=encoder if encoder and scenario.encoder == usual.encoder else scenario.encoder,
-        )
-
-
-def _digest(feeds: Mapping[str, Value | Array]) -> bytes:
-    digest = blake2b()
-    for name, value in sorted(feeds.items()):
-        array = as_array(value)
-        digest.update(f"{name}{array.dtype}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.digest()
+            self.run_session(call, self.sessions.without_reuse)
+        except Exception:  # then the plan of the runtime's memory is not at fault
+            return Rerun(node_names=names)
+        return Rerun("the same call passes where the runtime reuses no buffers", "no-buffer-reuse", names)

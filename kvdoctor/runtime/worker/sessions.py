@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import onnxruntime as ort
 
-from kvdoctor.decode.calls import NUMPY_TYPES, Array, Value, as_array
-from kvdoctor.decode.messages import Event, FileOpening, FileRefused
+from kvdoctor.decode.calls import NUMPY_TYPES, Array, Refused, Value, as_array
+from kvdoctor.decode.messages import FileOpening, FileRefused
 from kvdoctor.decode.runs import ObservedTensor
+from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.records import record
 
 LEVELS = {
@@ -32,20 +33,9 @@ SIDE_BY_SIDE = "KVDOCTOR_SIDE_BY_SIDE"
 """Set where other processes use the same cores: waiting threads then sleep. The number of threads stays, since results
 depend on it: the split of a product decides the order in which its parts are summed."""
 
-Announce = Callable[[Event], None]
-"""Sends an event to the parent."""
-
-
-class Refused(Exception):
-    """The runtime does not open a file at any optimization level."""
-
 
 class ProviderMissing(Exception):
     """The runtime does not have the requested execution provider."""
-
-
-class StepFailed(Exception):
-    """The runtime failed while it ran a call."""
 
 
 @record(slots=False)

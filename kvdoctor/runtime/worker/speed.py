@@ -8,14 +8,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvdoctor.decode.calls import Answer, NothingToRun, Past, Scenario, TooShort
+from kvdoctor.decode.calls import Answer, NothingToRun, Past, Refused, Scenario, StepFailed, TooShort
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import SpeedDone, SpeedJob
 from kvdoctor.decode.paired_walks import Walk, fit_walk
 from kvdoctor.decode.speed import PASTS, ROUNDS, SpeedPoint, middle
+from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.runtime.worker.decoding import choose_states
 from kvdoctor.runtime.worker.runner import StackRunner
-from kvdoctor.runtime.worker.sessions import Announce, Refused, Sessions, StepFailed
+from kvdoctor.runtime.worker.sessions import Sessions
 
 Result = TypeVar("Result")
 

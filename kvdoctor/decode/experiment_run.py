@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,9 @@ from kvdoctor.decode.calls import (
     Array,
     Call,
     NothingToRun,
+    Refused,
     Scenario,
+    StepFailed,
     TooShort,
     Value,
     as_array,
@@ -27,10 +29,8 @@ from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import CallStarting, CallTimed, StepDone
 from kvdoctor.decode.parity import compare, error_growth, judge, measurable, slot_difference
 from kvdoctor.decode.runs import Cause, Control, ErrorGrowth, LogitsDifference, ObservedTensor, Outcome, Run, Step
+from kvdoctor.decode.stack_driver import Rerun, StackDriver, UnusableLogits
 from kvdoctor.decode.tolerances import find_tolerance
-from kvdoctor.records import record
-from kvdoctor.runtime.worker.runner import StackRunner, UnusableLogits
-from kvdoctor.runtime.worker.sessions import LogitsTensor, OrtTensor, Refused, StepFailed, mentioned, runtime_version
 
 TIMING_REPEATS = 5
 TIMING_SECONDS = 0.1
@@ -51,7 +51,7 @@ class ExperimentRunner:
         scratch: A private folder for files that an experiment leaves for another worker.
     """
 
-    stack: StackRunner
+    stack: StackDriver
     keep_logits: bool = False
     keep_calls: Path | None = None
     timed: bool = True
@@ -85,13 +85,13 @@ class ExperimentRunner:
 
     def make_run(self, experiment: Experiment, outcome: Outcome, **more: Any) -> Run:
         """A run as it is sent: its steps were sent before it."""
-        file = self.stack.contract.graph("decode").files[-1]
+        where = self.stack.environment
         return Run(
             stack=self.stack.stack,
             experiment=experiment.name,
-            target=f"onnxruntime=={runtime_version()}",
-            provider=self.stack.sessions.provider,
-            level=self.stack.sessions.levels.get(file, "all"),
+            target=where.target,
+            provider=where.provider,
+            level=where.level,
             outcome=outcome,
             **more,
         )
@@ -318,7 +318,7 @@ class _ExperimentRun:
             return self._make_run("failed", error=error, failed_step=0)
         self._record_step(call, None)
         self._keep_call(call)
-        rerun = self._rerun(call) if self.experiment.judged else Rerun()
+        rerun = self.stack.rerun(call) if self.experiment.judged else Rerun()
         return self._make_run(
             "failed",
             failed_step=len(self.steps) - 1,
@@ -340,25 +340,6 @@ class _ExperimentRun:
         if reference and self.builder is not None and stop <= self.builder.scenario.total:
             save_call(folder / f"{self.experiment.name}-reference.npz", self.builder.reference(stop).feeds)
 
-    def _rerun(self, call: Call) -> "Rerun":
-        """Run a failed call in other sessions: without optimization, names in the text may be those of nodes."""
-        names: tuple[str, ...] | None = None
-        try:
-            self.stack.run_session(call, lambda file: self.stack.sessions.at(file, "off"))
-        except StepFailed as error:
-            names = mentioned(error)
-        except Exception:  # the file opens at another level only: no location to name
-            return Rerun()
-        if names is None:
-            reason = "the same call passes with graph optimization off: an optimization of the runtime is at fault"
-            return Rerun(reason, "no-optimization")
-        # Out of the handler, whose traceback would keep the session alive.
-        try:
-            self.stack.run_session(call, self.stack.sessions.without_reuse)
-        except Exception:  # then the plan of the runtime's memory is not at fault
-            return Rerun(node_names=names)
-        return Rerun("the same call passes where the runtime reuses no buffers", "no-buffer-reuse", names)
-
     def _make_run(self, outcome: Outcome, **more: Any) -> Run:
         more |= {"controls": tuple(self.controls), "growth": self._find_growth()}
         return self.runner.make_run(self.experiment, outcome, **more)
@@ -374,15 +355,6 @@ class _ExperimentRun:
         return error_growth([difference.relative for difference in found], self.tolerance)
 
 
-@record
-class Rerun:
-    """What a failed call shows in other sessions; see the fields of `Run`."""
-
-    reason: str | None = None
-    passes_with: Literal["no-optimization", "no-buffer-reuse"] | None = None
-    node_names: tuple[str, ...] = ()
-
-
 def _compare_slots(call: Call, answer: Answer) -> dict[str, float]:
     """How far presents are from the slots that the call expects."""
     gaps = {
@@ -394,8 +366,9 @@ def _compare_slots(call: Call, answer: Answer) -> dict[str, float]:
 
 
 def _describe(value: Value | Array) -> ObservedTensor:
-    if isinstance(value, (OrtTensor, LogitsTensor)):
-        return value.observed
+    observed = getattr(value, "observed", None)
+    if isinstance(observed, ObservedTensor):
+        return observed
     array = as_array(value)
     return ObservedTensor(_name_dtype(array.dtype), tuple(array.shape))
 

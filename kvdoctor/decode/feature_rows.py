@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Features, PhaseName
-from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun
+from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Refused, StepFailed
 from kvdoctor.decode.inputs import embedding_feeds, feature_feeds, plain_token_ids
 from kvdoctor.records import record
-from kvdoctor.runtime.worker.sessions import Refused, StepFailed
 
 LENGTHS = (7, 280, 2800)
 """Samples or frames of sound that are tried: an encoder may take many for each row."""

@@ -1,0 +1,517 @@
+"""Operators that compute element by element, reduce, multiply and normalize, in an abstract run.
+
+A mean over a collapsed axis cannot be the number itself: a vector minus its mean, or divided by its length, would lose
+all that it holds. `blend` stands for the mean: what is normalized by it stays bounded and still tells inputs apart.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvdoctor.analysis.abstract_run.reading import Reading
+from kvdoctor.analysis.abstract_run.shaping import broadcast_shapes
+from kvdoctor.analysis.abstract_run.values import (
+    MOST_ELEMENTS,
+    UNKNOWN,
+    Abstract,
+    CannotRun,
+    number_for,
+    size_of,
+    unknown,
+)
+from kvdoctor.decode.calls import NUMPY_TYPES, Array
+from kvdoctor.model.proto import TensorProto
+from kvdoctor.model.view import ELEMENT_TYPES
+
+Compute = Callable[..., Array]
+
+
+def blend(values: Array) -> Array:
+    """What stands for the mean over a collapsed axis.
+
+    The wave keeps differences alive from one normalization to the next, and is slow enough for rounding not to grow.
+    """
+    found: Array = values * (1 + 0.5 * np.sin(3 * np.log1p(np.abs(values)))) + 0.3
+    return found
+
+
+def combine(values: Sequence[Abstract], compute: Compute) -> Abstract:
+    """A function of elements, with broadcasting.
+
+    Raises:
+        CannotRun: the shapes do not agree.
+    """
+    if any(value.shape is None for value in values):
+        return UNKNOWN
+    shape = broadcast_shapes([value.shape for value in values if value.shape is not None])
+    numbers = [value.data for value in values if value.data is not None]
+    if len(numbers) < len(values):
+        return Abstract(shape)
+    exact = all(value.exact for value in values)
+    if 0 in shape:
+        return Abstract(shape, np.zeros(shape, compute(*(np.ones(1, n.dtype) for n in numbers)).dtype), exact)
+    if size_of(np.broadcast_shapes(*(n.shape for n in numbers))) > MOST_ELEMENTS:
+        return Abstract(shape)
+    return Abstract(shape, np.asarray(compute(*numbers)), exact)
+
+
+def _divide(left: Array, right: Array) -> Array:
+    if left.dtype.kind in "iu" and right.dtype.kind in "iu":
+        if not right.all():
+            raise CannotRun("an integer is divided by 0")
+        return (
+            np.asarray(np.trunc(left / right), left.dtype) if np.abs(left).max(initial=0) < 1 << 52 else left // right
+        )
+    return np.divide(left, right)
+
+
+def _power(left: Array, right: Array) -> Array:
+    found: Array = np.power(left, right if left.dtype.kind == "f" else right.astype(left.dtype))
+    return found
+
+
+def _where(chosen: Array, left: Array, right: Array) -> Array:
+    return np.where(chosen.astype(bool), left, right)
+
+
+def _mod(r: Reading) -> Abstract:
+    divide = np.fmod if r.number("fmod", 0) else np.mod
+    right = r.at(1).data
+    if right is not None and right.dtype.kind in "iu" and not right.all():
+        raise CannotRun("an integer is divided by 0")
+    return combine([r.at(0), r.at(1)], divide)
+
+
+def _erf(x: Array) -> Array:
+    found: Array = np.tanh(1.128379 * x + 0.100277 * x**3)
+    return found
+
+
+def _sigmoid(x: Array) -> Array:
+    found: Array = 0.5 * (1 + np.tanh(0.5 * x))
+    return found
+
+
+def _gelu(x: Array) -> Array:
+    found: Array = 0.5 * x * (1 + _erf(x / np.sqrt(2)))
+    return found
+
+
+ELEMENTWISE: dict[str, Any] = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Div": _divide,
+    "Pow": _power,
+    "Where": _where,
+    "And": np.logical_and,
+    "Or": np.logical_or,
+    "Xor": np.logical_xor,
+    "Not": np.logical_not,
+    "Equal": np.equal,
+    "Less": np.less,
+    "LessOrEqual": np.less_equal,
+    "Greater": np.greater,
+    "GreaterOrEqual": np.greater_equal,
+    "Neg": np.negative,
+    "Abs": np.abs,
+    "Sqrt": np.sqrt,
+    "Reciprocal": np.reciprocal,
+    "Exp": np.exp,
+    "Log": np.log,
+    "Sin": np.sin,
+    "Cos": np.cos,
+    "Tanh": np.tanh,
+    "Floor": np.floor,
+    "Ceil": np.ceil,
+    "Round": np.round,
+    "Sign": np.sign,
+    "IsNaN": np.isnan,
+    "IsInf": np.isinf,
+    "Erf": _erf,
+    "Sigmoid": _sigmoid,
+    "Relu": lambda x: np.maximum(x, 0),
+    "LeakyRelu": lambda x: np.where(x < 0, 0.01 * x, x),
+    "Softplus": lambda x: np.logaddexp(0, x),
+    "HardSigmoid": lambda x: np.clip(0.2 * x + 0.5, 0, 1),
+    "Gelu": _gelu,
+    "FastGelu": _gelu,
+    "BiasGelu": lambda x, *b: _gelu(x + sum(b)),
+    "QuickGelu": lambda x: x * _sigmoid(1.702 * x),
+    "Silu": lambda x: x * _sigmoid(x),
+    "Swish": lambda x: x * _sigmoid(x),
+    "Mish": lambda x: x * np.tanh(np.logaddexp(0, x)),
+    "Elu": lambda x: np.where(x < 0, np.expm1(np.minimum(x, 0)), x),
+    "BitwiseAnd": np.bitwise_and,
+    "BitwiseOr": np.bitwise_or,
+    "BitwiseNot": np.invert,
+}
+EXTREMES: dict[str, Compute] = {"Min": np.minimum, "Max": np.maximum, "Sum": np.add}
+
+
+def infer_elementwise(r: Reading) -> Abstract:
+    """An operator that computes element by element."""
+    values = [value if value is not None else UNKNOWN for value in r.inputs]
+    if r.node.op_type in EXTREMES:
+        found = values[0]
+        for value in values[1:]:
+            found = combine([found, value], EXTREMES[r.node.op_type])
+        return found
+    return combine(values, ELEMENTWISE[r.node.op_type])
+
+
+def _clip(r: Reading) -> Abstract:
+    found = r.at(0)
+    low = r.at(1) if r.has(1) else Abstract((), np.array(r.real("min", -np.inf)), True)
+    high = r.at(2) if r.has(2) else Abstract((), np.array(r.real("max", np.inf)), True)
+    kind = found.data.dtype if found.data is not None else None
+    clipped = combine([combine([found, low], np.maximum), high], np.minimum)
+    if kind is not None and clipped.data is not None and kind.kind in "iu":
+        clipped.data = clipped.data.astype(kind)
+    return clipped
+
+
+def _cast(r: Reading) -> Abstract:
+    value, to = r.at(0), r.number("to", TensorProto.FLOAT)
+    if value.data is None:
+        return Abstract(value.shape, key=value.key)
+    kind = NUMPY_TYPES.get(ELEMENT_TYPES.get(to, ""))
+    if value.exact and kind is not None:
+        with np.errstate(all="ignore"):
+            return Abstract(value.shape, value.data.astype(kind), True, value.key)
+    data = value.data
+    if to == TensorProto.BOOL:
+        return Abstract(value.shape, data != 0)
+    if kind is not None and np.issubdtype(kind, np.integer) and data.dtype.kind == "f":
+        return Abstract(value.shape, data, key=value.key)
+    return Abstract(value.shape, data.astype(np.float64), key=value.key)
+
+
+def _same(r: Reading) -> Abstract:
+    return r.at(0)
+
+
+def _cast_like(r: Reading) -> Abstract:
+    value, like = r.at(0), r.at(1)
+    if value.exact and value.data is not None and like.exact and like.data is not None:
+        return Abstract(value.shape, value.data.astype(like.data.dtype), True, value.key)
+    return value
+
+
+def _reduce(r: Reading) -> Abstract:
+    value, kind = r.at(0), r.node.op_type
+    axes = r.axes(1)
+    shape = value.shape
+    if shape is None:
+        return UNKNOWN
+    if (axes is None and r.has(1)) or (not axes and r.number("noop_with_empty_axes", 0)):
+        return UNKNOWN if axes is None and r.has(1) else value
+    gone = tuple(sorted({axis % max(len(shape), 1) for axis in axes})) if axes else tuple(range(len(shape)))
+    kept = r.number("keepdims", 1)
+    target = tuple(1 if at in gone else size for at, size in enumerate(shape) if kept or at not in gone)
+    data = value.data
+    if data is None:
+        return Abstract(target)
+    collapsed = not value.exact and any(data.shape[at] != shape[at] for at in gone)
+    if value.exact:
+        data = value.array() if size_of(shape) <= MOST_ELEMENTS else data
+    found = _reduce_numbers(data, kind, gone, collapsed)
+    if found is None:
+        return Abstract(target)
+    sizes = [size for at, size in enumerate(found.shape) if kept or at not in gone]
+    return Abstract(target, found.reshape(sizes), value.exact)
+
+
+def _reduce_numbers(data: Array, kind: str, gone: tuple[int, ...], collapsed: bool) -> Array | None:
+    empty = any(data.shape[at] == 0 for at in gone)
+    if kind in ("ReduceMax", "ReduceMin"):
+        return None if empty else (data.max if kind == "ReduceMax" else data.min)(axis=gone, keepdims=True)
+    if kind == "ReduceProd":
+        return None if collapsed else np.asarray(data.prod(axis=gone, keepdims=True, dtype=data.dtype))
+    if kind == "ReduceMean":
+        if empty:
+            return None
+        mean = np.asarray(data.mean(axis=gone, keepdims=True))
+        return blend(mean) if collapsed else mean
+    if kind == "ReduceSum":
+        total = data.sum(axis=gone, keepdims=True, dtype=data.dtype if data.dtype.kind != "b" else np.int64)
+        return np.asarray(total)
+    squares = np.asarray((data * data).sum(axis=gone, keepdims=True))
+    squares = blend(squares) if collapsed else squares
+    return np.sqrt(squares) if kind == "ReduceL2" else squares
+
+
+def _cumsum(r: Reading) -> Abstract:
+    value, axis = r.at(0), r.ints(1)
+    if value.shape is None or value.data is None or axis is None:
+        return unknown(value.shape)
+    data = value.array() if value.exact else value.data
+    at = axis[0] % len(value.shape)
+    if data.shape[at] != value.shape[at]:
+        return unknown(value.shape)
+    turned = bool(r.number("reverse", 0))
+    data = np.flip(data, at) if turned else data
+    found = np.cumsum(data, axis=at, dtype=data.dtype)
+    found = found - data if r.number("exclusive", 0) else found
+    return Abstract(value.shape, np.flip(found, at) if turned else found, value.exact)
+
+
+def _trilu(r: Reading) -> Abstract:
+    value, offset = r.at(0), r.ints(1) if r.has(1) else (0,)
+    if value.shape is None or value.data is None or not offset:
+        return unknown(value.shape)
+    if size_of(value.shape) > MOST_ELEMENTS:
+        return unknown(value.shape)
+    sizes = (*value.data.shape[:-2], *value.shape[-2:])
+    cut = np.triu if r.number("upper", 1) else np.tril
+    return Abstract(value.shape, cut(np.broadcast_to(value.data, sizes), offset[0]), value.exact)
+
+
+def multiply(left: Abstract, right: Abstract) -> Abstract:
+    """A product of matrices (ONNX MatMul); a collapsed axis is multiplied, not summed.
+
+    Raises:
+        CannotRun: the inner sizes differ.
+    """
+    one, other = left.shape, right.shape
+    if one is None or other is None or not one or not other:
+        return UNKNOWN
+    if one[-1] != (other[-2] if len(other) > 1 else other[0]):
+        raise CannotRun(f"{list(one)} and {list(other)} cannot be multiplied")
+    front = broadcast_shapes([one[:-2], other[:-2]])
+    shape = (*front, *one[-2:-1], *(other[-1:] if len(other) > 1 else ()))
+    a, b = left.data, right.data
+    if a is None or b is None or min(len(one), len(other)) < 2:
+        return Abstract(shape)
+    if 0 in shape:
+        return Abstract(shape, np.zeros(shape))
+    inner = one[-1]
+    if inner == 0:
+        return Abstract(shape, np.zeros((1,) * len(shape)))
+    if a.shape[-1] == 1 and b.shape[-2] == 1:
+        return Abstract(shape, np.asarray(a * b, np.float64))
+    sizes = (*a.shape[:-1], inner), (*b.shape[:-2], inner, b.shape[-1])
+    if max(map(size_of, sizes)) > MOST_ELEMENTS:
+        return Abstract(shape)
+    product = np.matmul(
+        np.broadcast_to(a, sizes[0]).astype(np.float64), np.broadcast_to(b, sizes[1]).astype(np.float64)
+    )
+    # A weight that is one number would multiply every feature alike, and a normalized vector sums to nothing.
+    return Abstract(shape, product)
+
+
+def _matmul(r: Reading) -> Abstract:
+    return multiply(as_weight(r.at(0)), as_weight(r.at(1)))
+
+
+def as_weight(value: Abstract) -> Abstract:
+    """A weight that is stored in integers is one number like any other."""
+    if value.data is None and value.key and value.shape is not None:
+        return Abstract(value.shape, np.full((1,) * len(value.shape), number_for(value.key)), key=value.key)
+    return value
+
+
+def _gemm(r: Reading) -> Abstract:
+    left, right = (
+        _turn(as_weight(r.at(i))) if r.number(f"trans{n}", 0) else as_weight(r.at(i)) for i, n in enumerate("AB")
+    )
+    found = multiply(left, right)
+    if found.data is not None:
+        found.data = found.data * r.real("alpha", 1.0)
+    if r.has(2):
+        return combine([found, r.at(2)], lambda x, c: x + c * r.real("beta", 1.0))
+    return found
+
+
+def _turn(value: Abstract) -> Abstract:
+    if value.shape is None or value.data is None:
+        return Abstract(None if value.shape is None else value.shape[::-1], key=value.key)
+    return Abstract(value.shape[::-1], value.data.T, value.exact)
+
+
+def _einsum(r: Reading) -> Abstract:
+    text = r.text("equation", "").replace(" ", "")
+    terms, arrow, result = text.partition("->")
+    values = [r.at(index) for index in range(len(r.inputs))]
+    if "." in text or not arrow or any(value.shape is None for value in values):
+        return UNKNOWN
+    sizes, spread = dict[str, int](), dict[str, int]()
+    for term, value in zip(terms.split(","), values, strict=False):
+        if len(term) != len(value.shape or ()):
+            return UNKNOWN
+        for at, letter in enumerate(term):
+            size = (value.shape or ())[at]
+            if sizes.setdefault(letter, size) != size:
+                raise CannotRun(f"{letter} of {text} is {sizes[letter]} and {size}")
+            width = value.data.shape[at] if value.data is not None else 1
+            spread[letter] = max(spread.get(letter, 1), width)
+    shape = tuple(sizes.get(letter, 1) for letter in result)
+    if any(value.data is None for value in values):
+        return Abstract(shape)
+    operands = []
+    for term, value in zip(terms.split(","), values, strict=False):
+        wide = [spread[letter] for letter in term]
+        if size_of(wide) > MOST_ELEMENTS:
+            return Abstract(shape)
+        operands.append(np.broadcast_to(np.asarray(value.data, np.float64), wide))
+    return Abstract(shape, np.einsum(text, *operands, optimize=len(operands) > 2))
+
+
+def softmax(value: Abstract, axis: int) -> Abstract:
+    """A softmax; over a collapsed axis a bounded function stands for it."""
+    if value.shape is None or value.data is None:
+        return unknown(value.shape)
+    axis %= max(len(value.shape), 1)
+    data = np.asarray(value.data, np.float64)
+    if 0 in value.shape:
+        return Abstract(value.shape, np.zeros(value.shape))
+    if data.shape[axis] == 1 and value.shape[axis] > 1:
+        return Abstract(value.shape, _sigmoid(data) if not value.exact else data * 0 + 1 / value.shape[axis])
+    raised = np.exp(data - data.max(axis=axis, keepdims=True))
+    return Abstract(value.shape, raised / raised.sum(axis=axis, keepdims=True))
+
+
+def _softmax(r: Reading) -> Abstract:
+    found = softmax(r.at(0), r.number("axis", -1))
+    if r.node.op_type == "LogSoftmax" and found.data is not None:
+        found.data = np.log(found.data)
+    return found
+
+
+def normalize(value: Abstract, centered: bool) -> Abstract:
+    """A normalization over the last axis: LayerNormalization, or by the root mean square alone."""
+    data = value.data
+    if data is None or value.shape is None:
+        return unknown(value.shape)
+    collapsed = data.shape[-1] != value.shape[-1]
+
+    def mean(x: Array) -> Array:
+        found = np.asarray(x.mean(axis=-1, keepdims=True))
+        return blend(found) if collapsed else found
+
+    off = data - mean(data) if centered else data
+    return Abstract(value.shape, off / np.sqrt(mean(off * off) + 1e-6))
+
+
+def _norm(centered: bool, skips: bool = False) -> Callable[[Reading], Abstract | list[Abstract]]:
+    def compute(r: Reading) -> Abstract | list[Abstract]:
+        value, first = r.at(0), 1
+        if skips:
+            value, first = combine([value, r.at(1)], np.add), 2
+        # Skip...: input, skip, gamma, beta (not in the simplified one), bias
+        bias = (first + 2 if centered else first + 1) if skips else None
+        if bias is not None and r.has(bias):
+            value = combine([value, r.at(bias)], np.add)
+        found = normalize(value, centered)
+        if r.has(first):
+            found = combine([found, r.at(first)], np.multiply)
+        if centered and r.has(first + 1):
+            found = combine([found, r.at(first + 1)], np.add)
+        return [found, UNKNOWN, UNKNOWN, value] if skips else found
+
+    return compute
+
+
+def _dropout(r: Reading) -> list[Abstract]:
+    value, mode = r.at(0), r.at(2).numbers if r.has(2) else None
+    ratio = r.at(1).numbers if r.has(1) else None
+    active = mode is not None and bool(mode.all()) and (ratio is None or bool(ratio.all()))
+    if not active or value.data is None or value.shape is None:
+        return [value, UNKNOWN]
+    return [Abstract(value.shape, value.data * r.random.uniform(0.5, 1.5, value.data.shape)), UNKNOWN]
+
+
+def _random_like(r: Reading) -> Abstract:
+    shape = r.at(0).shape if r.node.op_type != "RandomNormal" else r.listed("shape")
+    if shape is None:
+        return UNKNOWN
+    width = r.at(0).data
+    sizes = width.shape if width is not None else (1,) * len(shape)
+    scale = r.real("scale", 1.0)
+    return Abstract(tuple(shape), r.random.standard_normal(sizes) * scale)
+
+
+def _quantize(r: Reading) -> Abstract:
+    return as_weight(r.at(0))
+
+
+def _dynamic_quantize(r: Reading) -> list[Abstract]:
+    one = Abstract((), np.array(1.0), exact=True)
+    return [r.at(0), one, Abstract((), np.array(0, np.uint8), exact=True)]
+
+
+def _dequantize(r: Reading) -> Abstract:
+    return as_weight(r.at(0))
+
+
+def _matmul_bits(r: Reading) -> Abstract:
+    value = r.at(0)
+    if value.shape is None:
+        return UNKNOWN
+    shape = (*value.shape[:-1], r.number("N", 0))
+    if value.data is None:
+        return Abstract(shape)
+    key = r.at(1).key or "weight"
+    data = value.data.mean(axis=-1, keepdims=True) * number_for(key)
+    return Abstract(shape, data)
+
+
+def _argmax(r: Reading) -> Abstract:
+    value = r.at(0)
+    if value.shape is None:
+        return UNKNOWN
+    axis = r.number("axis", 0) % max(len(value.shape), 1)
+    keep = r.number("keepdims", 1)
+    shape = tuple(1 if at == axis else size for at, size in enumerate(value.shape) if keep or at != axis)
+    numbers = value.numbers
+    if numbers is None or not numbers.shape[axis]:
+        return Abstract(shape)
+    pick = np.argmax if r.node.op_type == "ArgMax" else np.argmin
+    turned = np.flip(numbers, axis) if r.number("select_last_index", 0) else numbers
+    found = pick(turned, axis=axis)
+    found = numbers.shape[axis] - 1 - found if r.number("select_last_index", 0) else found
+    return Abstract(shape, np.asarray(found, np.int64).reshape(shape), exact=True)
+
+
+def _nonzero(r: Reading) -> Abstract:
+    numbers = r.at(0).numbers
+    if numbers is None:
+        return UNKNOWN
+    found = np.array(np.nonzero(numbers), np.int64)
+    return Abstract(found.shape, found, exact=True)
+
+
+COMPUTING: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {
+    **dict.fromkeys((*ELEMENTWISE, *EXTREMES), infer_elementwise),
+    **dict.fromkeys(
+        ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceSumSquare"), _reduce
+    ),
+    **dict.fromkeys(("RandomNormalLike", "RandomUniformLike", "RandomNormal"), _random_like),
+    "Mod": _mod,
+    "Clip": _clip,
+    "Cast": _cast,
+    "CastLike": _cast_like,
+    "Identity": _same,
+    "CumSum": _cumsum,
+    "Trilu": _trilu,
+    "MatMul": _matmul,
+    "MatMulInteger": _matmul,
+    "Gemm": _gemm,
+    "MatMulNBits": _matmul_bits,
+    "Einsum": _einsum,
+    "Softmax": _softmax,
+    "LogSoftmax": _softmax,
+    "LayerNormalization": _norm(True),
+    "SimplifiedLayerNormalization": _norm(False),
+    "RMSNormalization": _norm(False),
+    "SkipLayerNormalization": _norm(True, skips=True),
+    "SkipSimplifiedLayerNormalization": _norm(False, skips=True),
+    "Dropout": _dropout,
+    "QuantizeLinear": _quantize,
+    "DequantizeLinear": _dequantize,
+    "DynamicQuantizeLinear": _dynamic_quantize,
+    "ArgMax": _argmax,
+    "ArgMin": _argmax,
+    "NonZero": _nonzero,
+}

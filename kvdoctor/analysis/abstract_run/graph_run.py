@@ -1,0 +1,156 @@
+"""The walk of an abstract run through a graph, with branches whose condition is known."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvdoctor.analysis.abstract_run.arithmetic import COMPUTING
+from kvdoctor.analysis.abstract_run.attention import ATTENTIONS
+from kvdoctor.analysis.abstract_run.reading import Reading
+from kvdoctor.analysis.abstract_run.shaping import SHAPING
+from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, read_tensor
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto
+from kvdoctor.model.traverse import STANDARD, constant_tensor
+
+CONTRIB = "com.microsoft"
+Rule = Callable[[Reading], Abstract | list[Abstract]]
+RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniformLike", "Dropout")
+"""Operators that may return something else in each call."""
+
+RULES: dict[str, Rule] = {**SHAPING, **COMPUTING, **ATTENTIONS}
+ANY_NUMPY = (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError, AttributeError, MemoryError)
+"""What numpy raises on numbers that a graph should not have: the value is unknown then."""
+
+
+@dataclass
+class Budget:
+    """How many nodes may still be computed."""
+
+    left: int
+
+    def spend(self) -> None:
+        """Count one node.
+
+        Raises:
+            TooMuchWork: there is nothing left.
+        """
+        self.left -= 1
+        if self.left < 0:
+            raise TooMuchWork
+
+
+@dataclass(eq=False)
+class AbstractGraph:
+    """A model for abstract runs; `names` are those of the weights that every graph of the stack has."""
+
+    model: ModelProto
+    names: frozenset[str]
+    budget: Budget
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    prepared: "dict[int, _Prepared]" = field(default_factory=dict)
+
+    def run(self, feeds: Mapping[str, Abstract]) -> dict[str, Abstract]:
+        """The outputs for some feeds.
+
+        Raises:
+            CannotRun: two sizes cannot agree.
+            TooMuchWork: the budget is used up.
+        """
+        with np.errstate(all="ignore"):
+            values = self._compute(self.model.graph, dict(feeds), {})
+        return {value.name: values.get(value.name, UNKNOWN) for value in self.model.graph.output}
+
+    def _compute(
+        self, graph: GraphProto, values: dict[str, Abstract], outer: Mapping[str, Abstract]
+    ) -> dict[str, Abstract]:
+        """All values of a graph, with those of the graphs around it; `outer` are constants among these."""
+        prepared = self.prepared.get(id(graph))
+        if prepared is None:
+            prepared = self.prepared[id(graph)] = self._prepare(graph, outer)
+        for name, value in prepared.constants.items():
+            values.setdefault(name, value)
+        for reading, rule in prepared.nodes:
+            self.budget.spend()
+            made = self._branch(reading.node, values, prepared) if rule is None else self._apply(reading, rule, values)
+            values.update(zip(reading.node.output, made, strict=False))
+        return values
+
+    def _prepare(self, graph: GraphProto, outer: Mapping[str, Abstract]) -> "_Prepared":
+        """The nodes that depend on feeds, and the values of all others, which are computed once."""
+        known = {t.name: read_tensor(t, self._key(t.name, t.data_type, t.dims)) for t in graph.initializer}
+        found, fed = _Prepared(graph, known), {value.name for value in graph.input}
+        for node in graph.node:
+            reading = Reading(node, [], self.random, {one.name: one for one in node.attribute})
+            if node.op_type == "Constant":
+                known[node.output[0]] = self._constant(node, reading)
+                continue
+            rule = _find_rule(node)
+            given = [name for name in node.input if name]
+            settled = all((name in known or name in outer) and name not in fed for name in given)
+            if rule is not None and settled and given and node.op_type not in RANDOM:
+                here = {name: known.get(name) or outer[name] for name in given}
+                known.update(zip(node.output, self._apply(reading, rule, here), strict=False))
+                continue
+            found.nodes.append((reading, rule if rule is not None or _is_branch(node) else _return_unknown))
+        return found
+
+    def _key(self, name: str, kind: int, dims: Iterable[int]) -> str:
+        """The name of a weight, or its type and sizes where another body of the stack may have another name for it."""
+        return name if name in self.names else f"{kind} {sorted(dims)}"
+
+    def _apply(self, reading: Reading, rule: Rule, values: Mapping[str, Abstract]) -> list[Abstract]:
+        node = reading.node
+        reading.inputs = [values.get(name, UNKNOWN) if name else None for name in node.input]
+        try:
+            found = rule(reading)
+        except CannotRun as reason:
+            raise CannotRun(reason.words, node.name or next(iter(node.output), ""), node.op_type) from None
+        except ANY_NUMPY:
+            found = UNKNOWN
+        found = [found] if isinstance(found, Abstract) else found
+        return [*found, *[UNKNOWN] * (len(node.output) - len(found))]
+
+    def _constant(self, node: NodeProto, reading: Reading) -> Abstract:
+        tensor = constant_tensor(node)
+        if tensor is not None:
+            return read_tensor(tensor, self._key(node.output[0], tensor.data_type, tensor.dims))
+        if reading.has_attribute("value_int"):
+            return exactly(np.array(reading.number("value_int", 0), np.int64))
+        if reading.has_attribute("value_ints"):
+            return exactly(np.array(reading.listed("value_ints"), np.int64))
+        if reading.has_attribute("value_float"):
+            return exactly(np.array(reading.real("value_float", 0), np.float32))
+        return UNKNOWN
+
+    def _branch(self, node: NodeProto, values: dict[str, Abstract], prepared: "_Prepared") -> list[Abstract]:
+        condition = values.get(node.input[0], UNKNOWN).numbers if node.input else None
+        if condition is None or condition.size != 1:
+            return [UNKNOWN] * len(node.output)
+        wanted = "then_branch" if bool(condition.all()) else "else_branch"
+        body = next((one.g for one in node.attribute if one.name == wanted), None)
+        if body is None:
+            return [UNKNOWN] * len(node.output)
+        inner = self._compute(body, dict(values), prepared.constants)
+        return [inner.get(value.name, UNKNOWN) for value in body.output]
+
+
+@dataclass(eq=False)
+class _Prepared:
+    """A graph, its constants, and the nodes that depend on feeds with their rules; an If has none."""
+
+    graph: GraphProto
+    constants: dict[str, Abstract]
+    nodes: list[tuple[Reading, Rule | None]] = field(default_factory=list)
+
+
+def _find_rule(node: NodeProto) -> Rule | None:
+    return RULES.get(node.op_type) if node.domain in STANDARD or node.domain == CONTRIB else None
+
+
+def _is_branch(node: NodeProto) -> bool:
+    return node.op_type == "If" and node.domain in STANDARD
+
+
+def _return_unknown(_reading: Reading) -> list[Abstract]:
+    return []

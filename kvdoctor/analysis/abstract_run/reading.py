@@ -1,0 +1,68 @@
+"""One node of an abstract run with the values of its inputs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, read_tensor
+from kvdoctor.model.proto import AttributeProto, NodeProto
+
+IRRELEVANT = 64
+"""Numbers of an integer list that are read, at most; longer lists shape nothing."""
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """A node, the values of its inputs, and the random numbers of the run."""
+
+    node: NodeProto
+    inputs: list[Abstract | None]
+    random: np.random.Generator
+    attributes: dict[str, AttributeProto] = field(default_factory=dict)
+
+    def at(self, index: int) -> Abstract:
+        """The value of an input; unknown where there is none."""
+        found = self.inputs[index] if index < len(self.inputs) else None
+        return found if found is not None else UNKNOWN
+
+    def has(self, index: int) -> bool:
+        """Whether there is such an input."""
+        return index < len(self.inputs) and self.inputs[index] is not None
+
+    def has_attribute(self, name: str) -> bool:
+        """Whether there is such an attribute."""
+        return name in self.attributes
+
+    def number(self, name: str, otherwise: int) -> int:
+        """An attribute that is an integer."""
+        return int(self.attributes[name].i) if name in self.attributes else otherwise
+
+    def real(self, name: str, otherwise: float) -> float:
+        """An attribute that is a float."""
+        return float(self.attributes[name].f) if name in self.attributes else otherwise
+
+    def text(self, name: str, otherwise: str) -> str:
+        """An attribute that is a text."""
+        return self.attributes[name].s.decode("utf-8", "replace") if name in self.attributes else otherwise
+
+    def listed(self, name: str) -> tuple[int, ...] | None:
+        """An attribute that is a list of integers."""
+        return tuple(int(n) for n in self.attributes[name].ints) if name in self.attributes else None
+
+    def tensor(self, name: str) -> Abstract | None:
+        """An attribute that is a tensor."""
+        return read_tensor(self.attributes[name].t, "") if name in self.attributes else None
+
+    def ints(self, index: int, attribute: str = "") -> Sequence[int] | None:
+        """The exact integers of an input, or of the attribute that older operators have in its place."""
+        if attribute and attribute in self.attributes:
+            return self.listed(attribute)
+        found = self.at(index).numbers
+        if found is None or found.ndim > 1 or found.size > IRRELEVANT:
+            return None
+        return [int(number) for number in found.ravel()]
+
+    def axes(self, index: int) -> Sequence[int] | None:
+        """The axes of an input or attribute."""
+        return self.ints(index, "axes") if self.has(index) or self.has_attribute("axes") else None

@@ -1,0 +1,523 @@
+"""Operators that move, cut, join and pick elements, in an abstract run."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvdoctor.analysis.abstract_run.reading import Reading
+from kvdoctor.analysis.abstract_run.values import (
+    MOST_ELEMENTS,
+    UNKNOWN,
+    Abstract,
+    CannotRun,
+    exactly,
+    number_for,
+    numbers_for,
+    size_of,
+    unknown,
+)
+from kvdoctor.decode.calls import Array
+
+ENDLESS = 1 << 40
+
+
+def reshape_value(value: Abstract, target: tuple[int, ...]) -> Abstract:
+    """The value in another shape of as many elements; collapsed axes stay collapsed where that is possible."""
+    shape, data = value.shape, value.data
+    if data is None or shape is None:
+        return Abstract(target, key=value.key)
+    if 0 in shape:
+        return Abstract(target, np.zeros(target, data.dtype), value.exact)
+    parts: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(shape) or j < len(target):
+        mine, theirs = [i] if i < len(shape) else [], [j] if j < len(target) else []
+        left, right = size_of(shape[k] for k in mine), size_of(target[k] for k in theirs)
+        i, j = i + len(mine), j + len(theirs)
+        while left != right:
+            if left < right:
+                mine.append(i)
+                left *= shape[i]
+                i += 1
+            else:
+                theirs.append(j)
+                right *= target[j]
+                j += 1
+        parts.append((mine, theirs))
+    spread, sizes = list(data.shape), list[int]()
+    for mine, theirs in parts:
+        if all(data.shape[k] == 1 for k in mine):
+            sizes += [1] * len(theirs)
+            continue
+        for k in mine:
+            spread[k] = shape[k]
+        sizes += [target[k] for k in theirs]
+    if size_of(spread) > MOST_ELEMENTS:
+        return Abstract(target)
+    found = np.broadcast_to(data, spread).reshape(sizes)
+    return Abstract(target, found if value.exact or target == shape else _fold(found), value.exact, value.key)
+
+
+def _fold(data: Array) -> Array:
+    """Numbers with the axes collapsed again along which all are equal, as those of heads that were joined to rows."""
+    for axis, size in enumerate(data.shape):
+        if size > 1:
+            first = data[(slice(None),) * axis + (slice(0, 1),)]
+            data = first if _are_equal(first, data) else data
+    return data
+
+
+def _are_equal(one: Array, other: Array) -> bool:
+    """Whether numbers are the same but for rounding."""
+    return bool(np.allclose(one, other, rtol=1e-9, atol=1e-12, equal_nan=True))
+
+
+def _reshape(r: Reading) -> Abstract:
+    target, shape = r.ints(1), r.at(0).shape
+    if target is None:
+        return UNKNOWN
+    sizes = list(target)
+    zero = r.number("allowzero", 0)
+    if shape is None:
+        return unknown(sizes) if min(sizes, default=1) > 0 else UNKNOWN
+    for at, size in enumerate(sizes):
+        if size == 0 and not zero:
+            if at >= len(shape):
+                raise CannotRun(f"the target {list(target)} copies axis {at} of {list(shape)}")
+            sizes[at] = shape[at]
+    count = size_of(shape)
+    if -1 in sizes:
+        rest = size_of(size for size in sizes if size != -1)
+        if rest == 0 or count % rest:
+            raise CannotRun(f"{list(shape)} cannot be reshaped to {list(target)}")
+        sizes[sizes.index(-1)] = count // rest
+    if size_of(sizes) != count:
+        raise CannotRun(f"{list(shape)} cannot be reshaped to {list(target)}")
+    return reshape_value(r.at(0), tuple(sizes))
+
+
+def _flatten(r: Reading) -> Abstract:
+    shape, axis = r.at(0).shape, r.number("axis", 1)
+    if shape is None:
+        return UNKNOWN
+    axis += len(shape) * (axis < 0)
+    return reshape_value(r.at(0), (size_of(shape[:axis]), size_of(shape[axis:])))
+
+
+def _squeeze(r: Reading) -> Abstract:
+    shape, axes = r.at(0).shape, r.axes(1)
+    if shape is None:
+        return UNKNOWN
+    gone = {at for at, size in enumerate(shape) if size == 1} if axes is None else {a % len(shape) for a in axes}
+    if any(shape[at] != 1 for at in gone):
+        raise CannotRun(f"axes {sorted(gone)} of {list(shape)} cannot be removed: they are not all 1")
+    return _with_axes(r.at(0), [at for at in range(len(shape)) if at not in gone])
+
+
+def _with_axes(value: Abstract, kept: Sequence[int]) -> Abstract:
+    """The value with some axes removed that have the size 1."""
+    shape = tuple((value.shape or ())[at] for at in kept)
+    if value.data is None:
+        return Abstract(shape, key=value.key)
+    return Abstract(shape, value.data.reshape([value.data.shape[at] for at in kept]), value.exact, value.key)
+
+
+def _unsqueeze(r: Reading) -> Abstract:
+    value, axes = r.at(0), r.axes(1)
+    if value.shape is None or axes is None:
+        return UNKNOWN
+    rank = len(value.shape) + len(axes)
+    new = {axis % rank for axis in axes}
+    shape, sizes = iter(value.shape), iter(value.data.shape if value.data is not None else value.shape)
+    full = tuple(1 if at in new else next(shape) for at in range(rank))
+    if value.data is None:
+        return Abstract(full, key=value.key)
+    return Abstract(
+        full, value.data.reshape([1 if at in new else next(sizes) for at in range(rank)]), value.exact, value.key
+    )
+
+
+def _transpose(r: Reading) -> Abstract:
+    value = r.at(0)
+    if value.shape is None:
+        return UNKNOWN
+    order = r.listed("perm") or tuple(reversed(range(len(value.shape))))
+    shape = tuple(value.shape[at] for at in order)
+    if value.data is None:
+        return Abstract(shape, key=value.key)
+    key = f"{value.key} turned" if value.key else ""
+    return Abstract(shape, value.data.transpose(order), value.exact, key)
+
+
+def broadcast_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of a broadcast.
+
+    Raises:
+        CannotRun: two sizes do not agree.
+    """
+    found: list[int] = []
+    for back in range(max(map(len, shapes), default=0), 0, -1):
+        sizes = {shape[-back] for shape in shapes if len(shape) >= back} - {1}
+        if len(sizes) > 1:
+            raise CannotRun(f"{' and '.join(str(list(shape)) for shape in shapes)} cannot be combined")
+        found.append(sizes.pop() if sizes else 1)
+    return tuple(found)
+
+
+def _expand(r: Reading) -> Abstract:
+    value, target = r.at(0), r.ints(1)
+    if value.shape is None or target is None:
+        return UNKNOWN
+    shape = broadcast_shapes([value.shape, tuple(target)])
+    return _padded(value, shape)
+
+
+def _padded(value: Abstract, shape: tuple[int, ...]) -> Abstract:
+    """The value in a shape that it broadcasts to."""
+    if value.data is None:
+        return Abstract(shape)
+    data = value.data.reshape((1,) * (len(shape) - value.data.ndim) + value.data.shape)
+    if 0 in shape:
+        data = np.zeros(shape, data.dtype)
+    return Abstract(shape, data, value.exact)
+
+
+def _tile(r: Reading) -> Abstract:
+    value, times = r.at(0), r.ints(1)
+    if value.shape is None or times is None:
+        return UNKNOWN
+    shape = tuple(size * count for size, count in zip(value.shape, times, strict=True))
+    if value.data is None or size_of(shape) > MOST_ELEMENTS:
+        return Abstract(shape)
+    here = [1 if size == 1 else count for size, count in zip(value.data.shape, times, strict=True)]
+    return Abstract(shape, np.tile(value.data, here), value.exact)
+
+
+def _join_shapes(shapes: Sequence[tuple[int, ...]], axis: int) -> tuple[tuple[int, ...], int]:
+    """The shape of values behind each other, and the axis counted from the front.
+
+    Raises:
+        CannotRun: another axis differs.
+    """
+    listed = " and ".join(str(list(shape)) for shape in shapes)
+    if len(set(map(len, shapes))) != 1:
+        raise CannotRun(f"{listed} cannot be joined")
+    axis %= len(shapes[0])
+    for at in range(len(shapes[0])):
+        if at != axis and len({shape[at] for shape in shapes}) > 1:
+            raise CannotRun(f"{listed} cannot be joined on axis {axis}")
+    return tuple(sum(s[axis] for s in shapes) if at == axis else size for at, size in enumerate(shapes[0])), axis
+
+
+def join(values: Sequence[Abstract], axis: int) -> Abstract:
+    """Values behind each other on an axis.
+
+    Raises:
+        CannotRun: another axis differs.
+    """
+    if any(value.shape is None for value in values):
+        return UNKNOWN
+    shapes = [value.shape for value in values if value.shape is not None]
+    total, axis = _join_shapes(shapes, axis)
+    known = [(v, v.data) for v in values if v.data is not None and v.shape is not None and v.shape[axis]]
+    if len(known) < sum(1 for shape in shapes if shape[axis]):
+        return Abstract(total)
+    if 0 in total or not known:
+        return Abstract(total, np.zeros(total), all(value.exact for value in values))
+    exact = all(value.exact for value, _ in known)
+    if len(known) == 1:
+        return Abstract(total, known[0][1], exact)
+    if not exact and all(data.shape[axis] == 1 and (v.shape or ())[axis] > 1 for v, data in known):
+        parts = [data * number_for(f"part {at} of {len(known)}") for at, (_, data) in enumerate(known)]
+        return Abstract(total, sum(parts[1:], parts[0]))
+    sizes = [max(sizes) for sizes in zip(*(data.shape for _, data in known), strict=True)]
+    pieces = []
+    for value, data in known:
+        wide = [(value.shape or ())[axis] if at == axis else size for at, size in enumerate(sizes)]
+        if size_of(wide) > MOST_ELEMENTS:
+            return Abstract(total)
+        pieces.append(np.broadcast_to(data, wide))
+    return Abstract(total, np.concatenate(pieces, axis=axis), exact)
+
+
+def _concat(r: Reading) -> Abstract:
+    return join([r.at(index) for index in range(len(r.inputs))], r.number("axis", 0))
+
+
+def _slice(r: Reading) -> Abstract:
+    value = r.at(0)
+    starts, ends = r.ints(1, "starts"), r.ints(2, "ends")
+    if value.shape is None:
+        return UNKNOWN
+    axes = r.ints(3, "axes") if r.has(3) or r.has_attribute("axes") else tuple(range(len(starts or ())))
+    steps = r.ints(4) if r.has(4) else (1,) * len(axes or ())
+    if starts is None or ends is None or axes is None or steps is None:
+        return UNKNOWN
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        value = _cut(value, axis, slice(start, None if end < -ENDLESS else end, step))
+    return value
+
+
+def _cut(value: Abstract, axis: int, part: slice) -> Abstract:
+    shape = value.shape or ()
+    axis %= len(shape)
+    picked = range(shape[axis])[part]
+    size = tuple(len(picked) if at == axis else each for at, each in enumerate(shape))
+    rows = bool(value.key) and not value.exact and shape[axis] > 1 and axis < len(shape) - 1
+    if size == shape and part.step == 1 and not rows:
+        return value
+    return _pick(value, axis, np.array(picked, np.int64), size, f"{picked.start}:{picked.step}")
+
+
+def _pick(value: Abstract, axis: int, picked: Array, shape: tuple[int, ...], what: str) -> Abstract:
+    """Elements of an axis in a given order; of a collapsed axis another number stands for each choice."""
+    if value.data is None:
+        return Abstract(shape, key="")
+    if 0 in shape:
+        return Abstract(shape, np.zeros(shape, value.data.dtype), value.exact)
+    if value.data.shape[axis] == (value.shape or ())[axis]:
+        data = np.take(value.data, picked, axis=axis)
+        return Abstract(shape, data, value.exact)
+    if value.exact:
+        return Abstract(shape, value.data, exact=True)
+    if value.key:
+        if axis == len(shape) - 1 and len(shape) > 1:
+            # The columns of a table, as of a mask that is cut to the length of the cache: its values are not known.
+            return Abstract(shape)
+        wide = [1] * len(shape)
+        wide[axis] = len(picked)
+        return Abstract(shape, value.data * numbers_for(value.key, picked).reshape(wide))
+    return Abstract(shape, value.data * number_for(what))
+
+
+def _gather(r: Reading) -> Abstract:
+    value, places = r.at(0), r.at(1)
+    if value.shape is None or places.shape is None or not value.shape:
+        return UNKNOWN
+    axis = r.number("axis", 0) % len(value.shape)
+    shape = (*value.shape[:axis], *places.shape, *value.shape[axis + 1 :])
+    rows, at = value.shape[axis], places.numbers
+    if at is None:
+        return _gather_by_data(value, places, axis, shape)
+    if at.size and (at.min() < -rows or at.max() >= rows):
+        wrong = int(at.max() if at.max() >= rows else at.min())
+        raise CannotRun(f"index {wrong} is beyond an axis of {rows}")
+    flat = np.where(at < 0, at + rows, at).ravel()
+    if value.data is None:
+        return Abstract(shape)
+    if value.key and not value.exact and value.data.shape[axis] == 1 and rows > 1 and not _is_last(value, axis):
+        picked = numbers_for(value.key, flat).reshape(
+            [*[1] * axis, *places.shape, *[1] * (len(value.shape) - axis - 1)]
+        )
+        return Abstract(shape, picked)
+    if value.data.shape[axis] == rows:
+        taken = np.take(value.data, flat, axis=axis)
+        return Abstract(
+            shape, taken.reshape([*taken.shape[:axis], *places.shape, *taken.shape[axis + 1 :]]), value.exact
+        )
+    ones = [*value.data.shape[:axis], *[1] * len(places.shape), *value.data.shape[axis + 1 :]]
+    found = value.data.reshape(ones)
+    if not value.exact:
+        behind = value.data.ndim - axis - 1
+        found = found * numbers_for("rows", flat).reshape([*[1] * axis, *places.shape, *[1] * behind])
+    return Abstract(shape, found, value.exact)
+
+
+def _is_last(value: Abstract, axis: int) -> bool:
+    return len(value.shape or ()) > 1 and axis == len(value.shape or ()) - 1
+
+
+def _gather_by_data(value: Abstract, places: Abstract, axis: int, shape: tuple[int, ...]) -> Abstract:
+    """Rows of a weight by numbers that are not exact: a smooth function of them."""
+    if places.data is None or value.data is None or not value.key or value.exact:
+        return Abstract(shape)
+    made = np.sin(places.data * number_for(value.key))
+    return Abstract(shape, made.reshape([*[1] * axis, *made.shape, *[1] * (len(value.shape or ()) - axis - 1)]))
+
+
+def _gather_elements(r: Reading) -> Abstract:
+    data, places = r.at(0).numbers, r.at(1).numbers
+    if data is None or places is None:
+        return unknown(r.at(1).shape)
+    axis = r.number("axis", 0)
+    size = data.shape[axis]
+    if places.size and (places.min() < -size or places.max() >= size):
+        raise CannotRun(f"index {int(places.max())} is beyond an axis of {size}")
+    return exactly(np.take_along_axis(data, places % max(size, 1), axis=axis))
+
+
+def _gather_nd(r: Reading) -> Abstract:
+    value, places = r.at(0), r.at(1).numbers
+    if value.shape is None or places is None or r.number("batch_dims", 0):
+        return UNKNOWN
+    depth = places.shape[-1]
+    shape = (*places.shape[:-1], *value.shape[depth:])
+    if places.size:
+        highest = places.reshape(-1, depth).max(axis=0)
+        if any(int(top) >= size for top, size in zip(highest, value.shape, strict=False)):
+            raise CannotRun(f"index {highest.tolist()} is beyond {list(value.shape[:depth])}")
+    if value.data is None or value.data.shape[:depth] != value.shape[:depth]:
+        return Abstract(shape)
+    return Abstract(shape, value.data[tuple(np.moveaxis(places, -1, 0))], value.exact)
+
+
+def _scatter_nd(r: Reading) -> Abstract:
+    value, places, added = r.at(0), r.at(1).numbers, r.at(2)
+    if value.shape is None or value.data is None or places is None or added.data is None or added.shape is None:
+        return unknown(value.shape)
+    depth = places.shape[-1]
+    if r.text("reduction", "none") != "none":
+        return unknown(value.shape)
+    if places.size:
+        highest = places.reshape(-1, depth).max(axis=0)
+        if any(int(top) >= size for top, size in zip(highest, value.shape, strict=False)):
+            raise CannotRun(f"index {highest.tolist()} is beyond {list(value.shape[:depth])}")
+    behind = added.data.shape[places.ndim - 1 :]
+    sizes = [*value.shape[:depth], *(max(a, b) for a, b in zip(value.data.shape[depth:], behind, strict=True))]
+    if size_of(sizes) > MOST_ELEMENTS:
+        return unknown(value.shape)
+    found = np.broadcast_to(value.data, sizes).astype(np.result_type(value.data, added.data))
+    put = np.broadcast_to(added.data, [*places.shape[:-1], *behind])
+    found[tuple(np.moveaxis(places, -1, 0))] = put
+    return Abstract(value.shape, found, value.exact and added.exact)
+
+
+def _scatter_elements(r: Reading) -> Abstract:
+    value, places, added = r.at(0), r.at(1), r.at(2)
+    if value.shape is None or value.data is None or places.numbers is None or added.data is None:
+        return unknown(value.shape)
+    axis = r.number("axis", 0) % len(value.shape)
+    at = places.numbers
+    if at.size and at.max() >= value.shape[axis]:
+        raise CannotRun(f"index {int(at.max())} is beyond an axis of {value.shape[axis]}")
+    if r.text("reduction", "none") != "none" or size_of(value.shape) > MOST_ELEMENTS:
+        return unknown(value.shape)
+    found = value.array().astype(np.result_type(value.data, added.data))
+    np.put_along_axis(found, np.where(at < 0, at + value.shape[axis], at), added.array(), axis)
+    return Abstract(value.shape, found, value.exact and added.exact)
+
+
+def _tensor_scatter(r: Reading) -> Abstract:
+    """TensorScatter (ONNX 24): rows are written into a buffer from an index of each sequence on."""
+    value, added, places = r.at(0), r.at(1), r.at(2).numbers if r.has(2) else np.zeros(1, np.int64)
+    if value.shape is None or value.data is None or added.shape is None or added.data is None or places is None:
+        return unknown(value.shape)
+    axis = r.number("axis", -2) % len(value.shape)
+    count, length = added.shape[axis], value.shape[axis]
+    if r.text("mode", "linear") == "linear" and places.size and int(places.max()) + count > length:
+        raise CannotRun(f"{count} rows at {int(places.max())} are beyond a buffer of {length}")
+    sizes = [max(a, b) for a, b in zip(value.data.shape, added.data.shape, strict=True)]
+    sizes[axis], sizes[0] = length, max(value.shape[0], 1)
+    found = np.broadcast_to(value.data, sizes).astype(np.float64)
+    rows = np.broadcast_to(added.data, [count if at == axis else size for at, size in enumerate(sizes)])
+    for row in range(sizes[0]):
+        start = int(places[row] if places.size > 1 else places.ravel()[0])
+        place = [slice(None)] * len(sizes)
+        for offset in range(count):
+            place[axis] = slice((start + offset) % length, (start + offset) % length + 1)
+            inner, outer = tuple(place[1:]), [slice(None)] * len(sizes)
+            outer[axis] = slice(offset, offset + 1)
+            found[row][inner] = rows[row][tuple(outer[1:])]
+    return Abstract(value.shape, found)
+
+
+def _split(r: Reading) -> list[Abstract]:
+    value, count = r.at(0), len(r.node.output)
+    if value.shape is None:
+        return [UNKNOWN] * count
+    axis = r.number("axis", 0) % len(value.shape)
+    length = value.shape[axis]
+    sizes = r.ints(1, "split") if r.has(1) or r.has_attribute("split") else None
+    if sizes is None:
+        each = -(-length // count)
+        sizes = [min(each, length - each * at) for at in range(count)]
+    if sum(sizes) != length:
+        raise CannotRun(f"an axis of {length} is split into {list(sizes)}")
+    found, begin = [], 0
+    for size in sizes:
+        found.append(_cut(value, axis, slice(begin, begin + size, 1)))
+        begin += size
+    return found
+
+
+def _shape(r: Reading) -> Abstract:
+    shape = r.at(0).shape
+    if shape is None:
+        return UNKNOWN
+    return exactly(np.array(shape[slice(r.number("start", 0), r.number("end", len(shape)))], np.int64))
+
+
+def _size(r: Reading) -> Abstract:
+    shape = r.at(0).shape
+    return UNKNOWN if shape is None else exactly(np.array(size_of(shape), np.int64))
+
+
+def _constant_of_shape(r: Reading) -> Abstract:
+    sizes, value = r.ints(0), r.tensor("value")
+    if sizes is None:
+        return UNKNOWN
+    if min(sizes, default=0) < 0:
+        raise CannotRun(f"a shape of {list(sizes)}")
+    number = value.data if value is not None and value.data is not None else np.zeros(1, np.float32)
+    shape = tuple(sizes)
+    data = np.zeros(shape, number.dtype) if 0 in shape else number.reshape((1,) * len(shape))
+    return Abstract(shape, data, exact=True)
+
+
+def _range(r: Reading) -> Abstract:
+    parts = [r.at(index).numbers for index in range(3)]
+    if any(part is None or part.size != 1 for part in parts):
+        return UNKNOWN
+    start, end, step = (part.ravel()[0] for part in parts if part is not None)
+    if step == 0 or abs((end - start) / step) > MOST_ELEMENTS:
+        return UNKNOWN
+    return exactly(np.arange(start, end, step))
+
+
+def _pad(r: Reading) -> Abstract:
+    value, amounts = r.at(0), r.ints(1, "pads")
+    if value.shape is None or value.data is None or amounts is None or r.text("mode", "constant") != "constant":
+        return UNKNOWN
+    rank = len(value.shape)
+    axes = [axis % rank for axis in (r.ints(3) or ())] if r.has(3) else list(range(rank))
+    for number, axis in enumerate(axes):
+        before, after = amounts[number], amounts[number + len(axes)]
+        if value.shape is None:
+            return UNKNOWN
+        if min(before, after) < 0:
+            value = _cut(value, axis, slice(max(-before, 0), value.shape[axis] - max(-after, 0), 1))
+        for amount, first in ((before, True), (after, False)):
+            if amount > 0 and value.shape is not None:
+                fill = r.at(2).data if r.has(2) else None
+                number_ = float(fill.ravel()[0]) if fill is not None and fill.size else 0.0
+                shape = tuple(amount if at == axis else size for at, size in enumerate(value.shape))
+                kind = value.data.dtype if value.data is not None else np.float64
+                data = np.full([amount if at == axis else 1 for at in range(rank)], number_, kind)
+                piece = Abstract(shape, np.zeros(shape, kind) if 0 in shape else data, value.exact)
+                value = join([piece, value] if first else [value, piece], axis)
+    return value
+
+
+SHAPING: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+    "Transpose": _transpose,
+    "Expand": _expand,
+    "Tile": _tile,
+    "Concat": _concat,
+    "Slice": _slice,
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
+    "ScatterND": _scatter_nd,
+    "ScatterElements": _scatter_elements,
+    "TensorScatter": _tensor_scatter,
+    "Split": _split,
+    "Shape": _shape,
+    "Size": _size,
+    "ConstantOfShape": _constant_of_shape,
+    "Range": _range,
+    "Pad": _pad,
+}

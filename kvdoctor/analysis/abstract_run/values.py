@@ -1,0 +1,157 @@
+"""Values of an abstract run: true shapes, with numbers in which feature axes are collapsed."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from kvdoctor.decode.calls import NUMPY_TYPES, Array
+from kvdoctor.model.proto import TensorProto
+from kvdoctor.model.view import ELEMENT_TYPES
+
+MOST_ELEMENTS = 1 << 20
+"""Numbers of one value that are computed; a larger value is unknown."""
+
+LARGE = 1e4
+"""A constant beyond it is part of a mask, not a weight."""
+
+
+class CannotRun(Exception):
+    """Two sizes cannot agree, or an index is beyond an axis: at these lengths no runtime can run the graph."""
+
+    def __init__(self, words: str, node: str = "", op: str = "") -> None:
+        super().__init__(words)
+        self.words, self.node, self.op = words, node, op
+
+    def __str__(self) -> str:
+        """The reason with its node."""
+        return f'{self.op} "{self.node}": {self.words}' if self.op else self.words
+
+
+class TooMuchWork(Exception):
+    """The budget of a run is used up."""
+
+
+@dataclass(eq=False, slots=True)
+class Abstract:
+    """A value.
+
+    Attributes:
+        shape: The true sizes; None where even those are unknown.
+        data: Numbers with an axis for each axis of `shape`, of the true size or 1: then one number stands for all. None
+            where they are unknown.
+        exact: The numbers are those that a runtime would compute.
+        key: The name of a weight, whose rows can be told apart.
+    """
+
+    shape: tuple[int, ...] | None
+    data: Array | None = None
+    exact: bool = False
+    key: str = ""
+
+    def array(self) -> Array:
+        """The numbers in the true shape.
+
+        Raises:
+            ValueError: they are unknown.
+        """
+        if self.shape is None or self.data is None:
+            raise ValueError("the value is unknown")
+        return np.broadcast_to(self.data, self.shape)
+
+    @property
+    def numbers(self) -> Array | None:
+        """The exact numbers in the true shape, if they are known."""
+        if not self.exact or self.data is None or self.shape is None or size_of(self.shape) > MOST_ELEMENTS:
+            return None
+        return np.broadcast_to(self.data, self.shape)
+
+
+UNKNOWN = Abstract(None)
+
+
+def size_of(shape: Iterable[int]) -> int:
+    """The number of elements."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def exactly(array: Any) -> Abstract:
+    """An exact value."""
+    found = np.asarray(array)
+    return Abstract(found.shape, found, exact=True)
+
+
+def unknown(shape: Sequence[int] | None) -> Abstract:
+    """A value of which at most the shape is known."""
+    return Abstract(None if shape is None else tuple(shape))
+
+
+def collapse(array: Array, keep: Sequence[bool]) -> Abstract:
+    """A fed array with the axes that do not count lengths collapsed to their first element."""
+    place = tuple(
+        slice(None) if kept or size <= 1 else slice(0, 1) for kept, size in zip(keep, array.shape, strict=True)
+    )
+    return Abstract(array.shape, np.asarray(array[place], np.float64))
+
+
+def number_for(key: str) -> float:
+    """A number between 0.5 and 1.5, or its negative, that stands for a weight."""
+    seed = crc32(key.encode())
+    return (0.5 + (seed >> 1) % 999983 / 999983) * (1 if seed & 1 else -1)
+
+
+def numbers_for(key: str, at: Array) -> Array:
+    """Numbers between -1.5 and 1.5 that stand for the rows of a weight."""
+    spread = np.sin((at.astype(np.float64) + 1) * 12.9898 + number_for(key) * 78.233) * 43758.5453
+    found: Array = 3 * (spread - np.floor(spread)) - 1.5
+    return found
+
+
+def read_tensor(tensor: TensorProto, key: str) -> Abstract:
+    """The value of a constant: exact where it holds numbers of the graph, one number where it is a weight."""
+    shape = tuple(int(size) for size in tensor.dims)
+    array = _payload(tensor, shape)
+    floating = tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16)
+    if array is not None and array.size > 1 and bool((array == array.ravel()[0]).all()):
+        array = array.reshape(-1)[:1].reshape((1,) * len(shape))
+        return Abstract(shape, array, exact=True, key=key)
+    if array is not None and (not floating or _is_plain(array)):
+        return Abstract(shape, array, exact=True, key=key)
+    if not floating:
+        return Abstract(shape, None, key=key)
+    return Abstract(shape, np.full((1,) * len(shape), number_for(key)), key=key)
+
+
+def _is_plain(array: Array) -> bool:
+    """Whether a constant of floats is a number or a mask, and no weight."""
+    if array.size <= 1 or max(array.shape, default=1) <= 1:
+        return True
+    finite = np.abs(array[np.isfinite(array)])
+    if finite.size < array.size or (finite.size and finite.max() >= LARGE):
+        return True
+    return bool(np.isin(array, (0, 1)).all())
+
+
+def _payload(tensor: TensorProto, shape: tuple[int, ...]) -> Array | None:
+    """The numbers of a tensor that the skeleton kept; None where they were left out."""
+    kind = NUMPY_TYPES.get(ELEMENT_TYPES.get(tensor.data_type, ""))
+    if kind is None:
+        return None
+    count = size_of(shape)
+    if count == 0:
+        return np.zeros(shape, kind)
+    try:
+        if tensor.raw_data:
+            flat = np.frombuffer(tensor.raw_data, np.dtype(kind).newbyteorder("<"))
+        elif kind == np.float16:
+            flat = np.array(tensor.int32_data, np.uint16).view(np.float16)
+        else:
+            flat = np.array(tensor.float_data or tensor.int64_data or tensor.int32_data or tensor.double_data, kind)
+        return flat.astype(kind).reshape(shape) if flat.size == count else None
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,288 @@
+"""Abstract runs of a stack: the experiments of a step-test, answered without a runtime and without weights.
+
+The experiments are those that a real run has, so that a fault has the same name in both. What an abstract run cannot
+compute is left out: it shows faults, and never that there is none.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
+from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, collapse, exactly
+from kvdoctor.contract import Axis, CacheContract, Port, Role
+from kvdoctor.decode.calls import Answer, Array, Call, Encoded, NothingToRun, Scenario, StepFailed, Value
+from kvdoctor.decode.experiment_run import ExperimentRunner
+from kvdoctor.decode.experiments import Experiment, load
+from kvdoctor.decode.inputs import synthetic_cross_caches
+from kvdoctor.decode.messages import Event, StepDone
+from kvdoctor.decode.runs import Node, ObservedTensor, Run, Step
+from kvdoctor.decode.stack_driver import Environment, StackDriver
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.model.proto import ModelProto
+from kvdoctor.model.traverse import nodes_in, subgraphs
+
+NODES = 100_000
+"""Nodes that the abstract runs of one stack compute, at most: two to three seconds."""
+
+LARGEST = 16_000
+"""Nodes of the graphs of a stack, at most: of a larger one no loop would come to its end."""
+
+MOST_FED = 1 << 24
+"""Elements of the inputs by their declared sizes, at most: a loop copies large buffers at each step."""
+
+STEPS = 5
+"""Steps of a loop, the prefill included."""
+
+FEATURES: tuple[Axis, ...] = ("kv_heads", "head_dim", "hidden", "vocabulary", "channels", "state")
+"""Axes of which one number stands for all elements."""
+
+DATA: tuple[Role, ...] = ("past", "embeddings", "encoder_states", "features", "encoder_input")
+"""Inputs with data; all others are lengths, positions, masks and settings."""
+
+ROTARY = ("Cos", "Sin", "RotaryEmbedding", "GroupQueryAttention")
+
+LONGEST = 128
+"""Tokens of a context that is tried at its end, at most."""
+
+WORDS = 48
+"""Logits that are made of the number that stands for a row of them."""
+
+LOOPS = (
+    *("plain-loop", "held-loop", "same-feed", "later-token", "empty-past", "dummy-past-runs"),
+    *("why", "why-fed-back", "written-places"),
+)
+"""The loops and what explains their differences. What follows is run only where they pass."""
+
+USES = (
+    *("long-past", "why-long", "chunk", "why-chunk", "batch", "batch-rows", "why-batch"),
+    *("other-encoder-length", "left-padding", "encoder-padding", "full-context"),
+)
+"""Other uses, in the order of their importance."""
+
+
+class Undecided(Exception):
+    """Something that an experiment needs is unknown."""
+
+
+@dataclass(eq=False)
+class AbstractTensor:
+    """A value of an abstract run, as the feed builder and the experiments see it."""
+
+    value: Abstract
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The true sizes.
+
+        Raises:
+            Undecided: they are unknown.
+        """
+        if self.value.shape is None:
+            raise Undecided
+        return self.value.shape
+
+    @property
+    def observed(self) -> ObservedTensor:
+        """What a step records of it."""
+        return ObservedTensor(self.dtype, self.shape)
+
+    def array(self) -> Array:
+        """Its numbers.
+
+        Raises:
+            Undecided: they are unknown.
+        """
+        try:
+            return self.value.array()
+        except ValueError:
+            raise Undecided from None
+
+
+def spread_logits(value: Abstract) -> Array | None:
+    """Logits float[batch, new, words] that are made of the numbers that stand for them; those beyond `WORDS` are cut.
+
+    A number that is not finite stays as it is.
+    """
+    if value.data is None or value.shape is None or not value.shape:
+        return None
+    count = min(max(value.shape[-1], 2), WORDS)
+    data = np.asarray(value.data[..., :count], np.float64)
+    data = np.broadcast_to(data, (*value.shape[:-1], count))
+    at = np.arange(count)
+    with np.errstate(all="ignore"):
+        waves = np.sin(data * (0.37 + 0.61 * at) + 1.3 * at)
+    found: Array = np.where(np.isfinite(data), waves, data).astype(np.float32)
+    return found
+
+
+@dataclass
+class AbstractDriver(StackDriver):
+    """Runs calls of one stack on abstract graphs, by file in `sessions`."""
+
+    failed: Node | None = None
+
+    @property
+    def environment(self) -> Environment:
+        """No runtime."""
+        return Environment("none", "none", "none")
+
+    def run_session(self, call: Call, session: Any = None) -> Answer:  # noqa: ARG002
+        """Run a call.
+
+        Raises:
+            StepFailed: two sizes cannot agree.
+            Undecided: the logits are unknown.
+            TooMuchWork: the budget is used up.
+        """
+        graph = self.contract.graph(call.phase)
+        ports = {port.name: port for port in graph.inputs}
+        feeds = {name: _to_abstract(value, ports[name]) for name, value in call.feeds.items()}
+        try:
+            found = self.sessions[graph.file].run(feeds)
+        except CannotRun as reason:
+            self.failed = Node(reason.node, reason.op)
+            raise StepFailed(str(reason)) from reason
+        logits = self.logits_name(call.phase)
+        outputs: dict[str, Value] = {}
+        for port in graph.outputs:
+            value = found.get(port.name)
+            if value is None:
+                continue
+            if port.name == logits:
+                spread = spread_logits(value)
+                if spread is None:
+                    raise Undecided
+                value = Abstract(spread.shape, spread)
+            outputs[port.name] = AbstractTensor(value, port.dtype)
+        return Answer(outputs, logits, call.past, call.new)
+
+    def encode(self, scenario: Scenario) -> Encoded:
+        """Synthetic outputs of an encoder; its graph is not run."""
+        return Encoded(self._synthetic_states(scenario), synthetic_cross_caches(self.contract, scenario))
+
+    @property
+    def can_embed(self) -> bool:
+        """Embeddings are synthetic."""
+        return False
+
+
+def _to_abstract(value: Value | Array, port: Port) -> Abstract:
+    if isinstance(value, AbstractTensor):
+        return value.value
+    if any(isinstance(size, int) and size != fed for size, fed in zip(port.shape or (), value.shape, strict=False)):
+        raise Undecided  # a runtime refuses it: nothing can be said of the graph
+    array = value if isinstance(value, np.ndarray) else value.array()
+    if port.role not in DATA:
+        return exactly(array)
+    if len(port.axes) == array.ndim:
+        return collapse(array, [axis not in FEATURES for axis in port.axes])
+    return collapse(array, [at < array.ndim - 1 for at in range(array.ndim)])
+
+
+def run_abstractly(context: ContractContext, nodes: int = NODES) -> tuple[Run, ...]:
+    """The experiments that could be carried out on a stack, as far as the budget of nodes goes."""
+    contract = replace(context.contract, exactness="float")
+    graphs = _open_graphs(context, contract, Budget(nodes)) if _count_fed(contract) <= MOST_FED else {}
+    if not graphs:
+        return ()
+    steps: list[Step] = []
+
+    def keep(event: Event) -> None:
+        if isinstance(event, StepDone):
+            steps.append(event.step)
+
+    driver = AbstractDriver(context.stack.name, contract, graphs, 0, keep)
+    runner = ExperimentRunner(driver, timed=False)
+    found: list[Run] = []
+    for experiment in _choose(contract.usable_length, _has_rotary(graphs)):
+        if experiment.name in USES and any(run.outcome in ("failed", "differs") for run in _judged(found, context)):
+            break
+        steps.clear()
+        try:
+            run = runner.run(experiment)
+            found.append(replace(run, steps=tuple(steps), node=driver.failed if run.outcome == "failed" else None))
+        except TooMuchWork:
+            break
+        except (Undecided, NothingToRun, ValueError, KeyError, IndexError, MemoryError):
+            if experiment.name == "plain-loop":
+                break
+            continue
+    return tuple(found)
+
+
+def _count_fed(contract: CacheContract) -> int:
+    """The elements of all inputs by the sizes that are declared as numbers."""
+    ports = [port for phase in ("prefill", "decode") for port in contract.graph(phase).inputs]
+    return sum(math.prod(size for size in port.shape or () if isinstance(size, int)) for port in ports)
+
+
+def _judged(runs: list[Run], context: ContractContext) -> list[Run]:
+    """The run of the loop that decides whether other uses say anything."""
+    held = [run for run in runs if run.experiment == "held-loop" and run.outcome != "skipped"]
+    return held or [run for run in runs if run.experiment == "plain-loop"] if context.emptied_slots else runs[:1]
+
+
+def _open_graphs(context: ContractContext, contract: CacheContract, budget: Budget) -> dict[str, AbstractGraph]:
+    files = {file.name: file for file in context.stack.files.values()}
+    wanted = dict.fromkeys(contract.graph(phase).file for phase in ("prefill", "decode"))
+    views = {name: files[name].view for name in wanted if name in files}
+    if len(views) < len(wanted):
+        return {}
+    models = {name: view.model for name, view in views.items() if view is not None}
+    if sum(sum(view.operators.values()) for view in views.values() if view is not None) > LARGEST:
+        return {}
+    if len(models) < len(wanted) or any(model.functions for model in models.values()):
+        return {}
+    shared = _find_shared_weights(models)
+    return {name: AbstractGraph(model, shared, budget) for name, model in models.items()}
+
+
+def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:
+    """The names by which weights can be told apart in every body of a stack.
+
+    The files of a pair name most weights anew, and each folds and joins its own: of these only embedding tables count.
+    In a merged decoder a weight counts that both branches read.
+    """
+    if len(models) > 1:
+        return frozenset.intersection(*(_find_tables(model) for model in models.values()))
+    graph = next(iter(models.values())).graph
+    names = frozenset(tensor.name for tensor in graph.initializer)
+    for node in graph.node:
+        bodies = [body for body in subgraphs(node) if node.op_type == "If"]
+        read = [{name for inner in nodes_in(body.node) for name in inner.input} for body in bodies]
+        one_alone = set.union(*read) - set.intersection(*read) if read else set()
+        names -= one_alone
+    return names
+
+
+def _find_tables(model: ModelProto) -> frozenset[str]:
+    """The weights that only Gather reads."""
+    names = {tensor.name for tensor in model.graph.initializer}
+    others = {name for node in nodes_in(model.graph.node) for name in node.input if node.op_type != "Gather"}
+    return frozenset(names - others)
+
+
+def _has_rotary(graphs: Mapping[str, AbstractGraph]) -> bool:
+    """Whether positions may be those of a rotary embedding, which only tells distances apart.
+
+    One number in place of a vector cannot show that: padding that moves all positions alike would look wrong.
+    """
+    nodes = (node for graph in graphs.values() for node in nodes_in(graph.model.graph.node))
+    return any(node.op_type in ROTARY for node in nodes)
+
+
+def _choose(limit: int | None, rotary: bool) -> Iterator[Experiment]:
+    """The experiments of an abstract run, in its order."""
+    every = {experiment.name: experiment for experiment in load()}
+    left_out: tuple[str, ...] = ("left-padding",) if rotary else ()
+    long = limit is None or limit > LONGEST
+    left_out += ("full-context",) if long else ()
+    for name in (*LOOPS, *USES):
+        if name in every and name not in left_out:
+            short = name.endswith("-loop")
+            yield replace(every[name], scenario=replace(every[name].scenario, steps=STEPS)) if short else every[name]

@@ -1,0 +1,63 @@
+"""Findings that need no run: the checks of round `runs`, asked about abstract runs.
+
+A prediction has the code of the check that a run would confirm it by. It is suspected and at most a warning:
+`step-test` asks the same checks about real runs instead, and so confirms it, replaces it, or withdraws it.
+Nothing follows from a stack without predictions: what an abstract run cannot compute is not reported.
+"""
+
+from dataclasses import replace
+
+from kvdoctor.analysis.contract_reader import add_observed_sizes
+from kvdoctor.decode.runs import Run
+from kvdoctor.diagnose.abstract_runs import run_abstractly
+from kvdoctor.diagnose.context import ContractContext, RunContext, extend_context
+from kvdoctor.diagnose.not_checked import find_unmet_preconditions
+from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.findings import Finding, NotChecked, Selection
+
+NOT_PREDICTED = ("cache-not-faster", "empty-tensor-hazard", "session-refused", "worker-died", "cached-branch-first")
+"""Checks about time, memory or the runtime, which an abstract run does not have."""
+
+UNSEEN = "derived from the graph, without a run"
+
+
+def predict_faults(context: ContractContext, found: CheckResults, selection: Selection) -> CheckResults:
+    """What runs of a stack would show, as far as the graph tells.
+
+    Nothing where the contract has an error already: one fault is one finding.
+    """
+    contract = context.contract
+    if contract.no_decoder is not None or contract.frozen_past is not None:
+        return CheckResults()
+    if next(find_unmet_preconditions(context.stack, contract), None) is not None:
+        return CheckResults()
+    if any(finding.severity == "error" for finding in found.findings):
+        return CheckResults()
+    try:
+        runs = run_abstractly(context)
+    except Exception as error:  # an error of kvdoctor here must not cost what the files show
+        reason = f"the analysis without a run crashed ({type(error).__name__}: {error}); please report it"
+        return CheckResults(not_checked=(NotChecked(context.stack.name, "KV2-KV3", reason, essential=True),))
+    if not runs:
+        return CheckResults()
+    contract = add_observed_sizes(contract, runs)
+    asked = extend_context(replace(context, contract=contract), RunContext, runs=runs)
+    known = {finding.code for finding in found.findings}
+    predicted = run_checks(asked, "runs", selection).findings
+    wanted = [f for f in predicted if f.severity != "note" and f.name not in NOT_PREDICTED and f.code not in known]
+    return CheckResults(tuple(_weaken(finding, runs) for finding in wanted))
+
+
+def _weaken(finding: Finding, runs: tuple[Run, ...]) -> Finding:
+    """The finding as one that no run has confirmed. Sizes are those of any run; differences of logits are not."""
+    failed = next((run for run in runs if run.error and finding.observed.endswith(run.error)), None)
+    shown = f": {failed.experiment}, step {failed.failed_step}: {failed.error}" if failed is not None else ""
+    return replace(
+        finding,
+        severity="warning",
+        confidence="suspected",
+        where=finding.where.partition(", ")[0] if finding.where.startswith("output ") else finding.where,
+        observed=UNSEEN + shown,
+        evidence=(),
+        effects=("`kvdoctor step-test` confirms it, or withdraws it",),
+    )

@@ -1,0 +1,120 @@
+"""What an inspection derives without a run: faults have their names, and nothing else is said."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from support.text_fixtures import load_all
+
+from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
+from kvdoctor.analysis.abstract_run.shaping import reshape_value
+from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, collapse, exactly
+from kvdoctor.diagnose.abstract_runs import LARGEST, NODES
+from kvdoctor.diagnose.inspection import inspect
+from kvdoctor.diagnose.pipeline import step_test
+from kvdoctor.diagnose.predictions import UNSEEN
+from kvdoctor.model.proto import ModelProto
+
+FIXTURES = load_all()
+PREDICTED = {
+    "positions-not-offset": "positions-not-offset",
+    "mask-not-offset-step": "mask-not-offset",
+    "past-ignored": "past-ignored",
+    "not-causal": "not-causal",
+    "present-rewrites-past": "present-rewrites-past",
+    "present-drops-past": "present-drops-past",
+    "batch-rows-interact": "batch-rows-interact",
+    "step-fails": "step-fails",
+    "empty-past-rejected": "empty-past-rejected",
+    "nondeterministic": "nondeterministic",
+}
+"""A fixture for each mechanism, and what must be said; its healthy twin must bring nothing."""
+
+
+@pytest.mark.parametrize(("name", "check"), PREDICTED.items())
+def test_a_fault_is_suspected_and_its_twin_is_not(name: str, check: str, tmp_path: Path) -> None:
+    faulty, twin = FIXTURES[name], FIXTURES[FIXTURES[name].twin or ""]
+    found = [f for f in inspect(str(faulty.write(tmp_path / "faulty"))).findings if f.observed.startswith(UNSEEN)]
+    assert [(f.name, f.severity, f.confidence) for f in found] == [(check, "warning", "suspected")]
+    healthy = inspect(str(twin.write(tmp_path / "healthy")))
+    assert not [f.name for f in healthy.findings if f.observed.startswith(UNSEEN)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, one in FIXTURES.items() if one.healthy])
+def test_no_healthy_model_is_suspected_of_what_a_run_does_not_show(name: str, tmp_path: Path) -> None:
+    fixture = FIXTURES[name]
+    found = {f.name for f in inspect(str(fixture.write(tmp_path))).findings if f.observed.startswith(UNSEEN)}
+    assert found <= {expected.name for expected in fixture.expect}
+
+
+def test_a_run_withdraws_what_was_suspected(tmp_path: Path) -> None:
+    folder = str(FIXTURES["session-refused-type"].write(tmp_path))
+    assert "step-fails" in {finding.name for finding in inspect(folder).findings}
+    report = step_test(folder)
+    assert {finding.name for finding in report.findings} == {"session-refused"}
+    assert not [finding for finding in report.findings if finding.observed.startswith(UNSEEN)]
+
+
+def make_chain(nodes: int) -> onnx.ModelProto:
+    """A chain of additions on the token ids."""
+    chain = [helper.make_node("Add", [f"v{at}", "one"], [f"v{at + 1}"]) for at in range(nodes)]
+    graph = helper.make_graph(
+        chain,
+        "chain",
+        [helper.make_tensor_value_info("v0", TensorProto.INT64, ["batch", "new"])],
+        [helper.make_tensor_value_info(f"v{nodes}", TensorProto.INT64, None)],
+        [numpy_helper.from_array(np.array([1]), "one")],
+    )
+    return helper.make_model(graph)
+
+
+def open_abstractly(model: onnx.ModelProto, nodes: int = NODES) -> AbstractGraph:
+    read = ModelProto()
+    read.ParseFromString(model.SerializeToString())
+    return AbstractGraph(read, frozenset(), Budget(nodes))
+
+
+def test_the_work_is_bounded() -> None:
+    graph, begin = open_abstractly(make_chain(LARGEST)), time.process_time()
+    fed = {"v0": exactly(np.zeros((1, 3), np.int64))}
+    for _ in range(NODES // LARGEST):
+        graph.run(fed)
+    with pytest.raises(TooMuchWork):
+        graph.run(fed)
+    assert time.process_time() - begin < 10  # 100,000 nodes; one to two seconds
+
+
+def test_integers_are_exact() -> None:
+    found = open_abstractly(make_chain(5)).run({"v0": exactly(np.array([[1, 2]]))})
+    assert found["v5"].exact
+    assert found["v5"].array().tolist() == [[6, 7]]
+
+
+def test_sizes_that_cannot_agree_are_refused() -> None:
+    node = helper.make_node("Reshape", ["x", "shape"], ["y"], name="frozen")
+    graph = helper.make_graph(
+        [node],
+        "frozen",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", "past", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.array([1, 5, 4]), "shape")],
+    )
+    opened, keep = open_abstractly(helper.make_model(graph)), (True, True, False)
+    assert opened.run({"x": collapse(np.ones((1, 5, 4)), keep)})["y"].shape == (1, 5, 4)
+    with pytest.raises(CannotRun, match=r'Reshape "frozen": \[1, 6, 4\] cannot be reshaped'):
+        opened.run({"x": collapse(np.ones((1, 6, 4)), keep)})
+
+
+@pytest.mark.parametrize(
+    ("shape", "target"),
+    [((2, 3, 8), (2, 3, 4, 2)), ((2, 4, 3, 2), (8, 3, 2)), ((1, 3, 8), (3, 8)), ((2, 0, 8), (2, 0, 4, 2))],
+)
+def test_a_reshape_keeps_rows_apart(shape: tuple[int, ...], target: tuple[int, ...]) -> None:
+    rows = np.arange(np.prod(shape[:-1]), dtype=np.float64).reshape(*shape[:-1], 1)
+    found = reshape_value(Abstract(shape, rows), target)
+    wanted = np.broadcast_to(rows, shape).reshape(target)
+    assert np.array_equal(found.array(), wanted)
