@@ -59,6 +59,7 @@ class SharedOptions(TypedDict, total=False):
     require: "Words"
     seed: int
     hash: bool
+    offline: bool
     progress: "Progress | None"
 
 
@@ -92,6 +93,7 @@ class ProbeOptions(TypedDict, total=False):
     provider: str
     timeout: float
     max_memory: int | None
+    offline: bool
     progress: "Progress | None"
 
 
@@ -99,7 +101,6 @@ class LoopOptions(ProbeOptions, total=False):
     """The options of `loop`. `reference` is a checkpoint whose tokens the program must find as well, with `check`."""
 
     reference: "Path | None"
-    offline: bool
 
 
 class JudgeOptions(ProbeOptions, total=False):
@@ -113,7 +114,6 @@ class RunOptions(ReproOptions, total=False):
     """The options of everything that runs a model and may fetch what that needs."""
 
     targets: "Words"
-    offline: bool
 
 
 class StepTestOptions(RunOptions, total=False):
@@ -219,10 +219,16 @@ def step_test(path: "Path", **options: "Unpack[StepTestOptions]") -> "Report":
     """Run decode steps with and without the cache in a separate process, and report their results.
 
     Raises:
-        UsageError: there is nothing at the path, or an option does not take a value.
+        UsageError: there is nothing at the path, an option does not take a value, or `reference` is given and the
+            check that judges it is not selected.
         KvdoctorError: ONNX Runtime cannot be started.
     """
     asked = _read("step-test", options, path)
+    if asked.reference is not None and not asked.selection.takes("KV320", "reference-differs"):
+        raise UsageError(
+            "--reference compares logits for KV320 reference-differs, which --select or --ignore leaves out; "
+            "select KV320 as well, or give no --reference"
+        )
     from kvdoctor.runtime.client import Runtime
 
     # Started before the rest is loaded: the worker opens the runtime in the meantime.
