@@ -92,13 +92,17 @@ def _name_uses(report: Report, stack: StackFacts) -> str:
 
 
 def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, str]]:
-    """The uses that `--require` names and no run of the stack could try, with the reason."""
+    """The uses that `--require` names and no run of the stack could try, with the reason.
+
+    The full context belongs to the longer runs: by itself it is named where these were asked for.
+    """
     from kvdoctor.decode.experiments import uses
 
+    thorough = report.arguments.get("thorough")
     by_use: dict[str, list[Run]] = {}
     for run in select_local_runs(report, stack.name):
         required = uses()[run.experiment].required if run.experiment in uses() else None
-        if required is not None and required != "full-context":
+        if required is not None and (thorough or required != "full-context"):
             by_use.setdefault(required, []).append(run)
     for use, runs in by_use.items():
         if all(run.outcome == "skipped" for run in runs):
