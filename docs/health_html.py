@@ -28,12 +28,13 @@ input, select { font: inherit; color: inherit; background: var(--page); padding:
 input { width: 20rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; max-width: 75ch; margin: .5rem 0; }
 dd { margin: 0; }
-table { border-collapse: collapse; width: 100%; margin-top: .6rem; }
-th, td { text-align: left; vertical-align: top; padding: .35rem .6rem; border-bottom: 1px solid var(--line);
-  overflow-wrap: anywhere; }
+table { border-collapse: collapse; width: 100%; margin-top: .6rem; table-layout: fixed; }
+th, td { text-align: left; vertical-align: top; padding: .35rem .5rem; border-bottom: 1px solid var(--line);
+  overflow-wrap: break-word; }
+thead th:nth-child(-n+4) { width: 12%; }
 thead th { position: sticky; top: 0; background: var(--head); border-bottom: 1px solid #888; }
 tbody th { font-weight: 600; }
-small { display: block; color: var(--quiet); overflow-wrap: anywhere; }
+small { display: block; color: var(--quiet); overflow-wrap: break-word; }
 b { font-weight: 600; }
 .healthy b { color: var(--good); } .repaired b { color: var(--fixed); } .refused b { color: var(--bad); }
 .not-checked b { color: var(--open); } .not-exportable b, .not-run b { color: var(--quiet); }

@@ -110,10 +110,19 @@ def _cell(facts: dict[str, Any]) -> Cell:
 
 @dataclass(frozen=True)
 class Turn:
-    """A release of the other package from which an exporter gives something else."""
+    """A release of the other package from which an exporter gives something else.
+
+    Attributes:
+        export: The exporter and the export.
+        since: The first release that was measured with the new result.
+        last: The last one that was measured with the old result.
+        before: The old result.
+        after: The new result.
+    """
 
     export: str
     since: str
+    last: str
     before: str
     after: str
 
@@ -129,7 +138,7 @@ def turns(document: dict[str, Any]) -> list[Turn]:
         for older, newer in pairwise(ordered):
             old, new = (_outcome(each, document["releases"][:1]) for each in (older, newer))
             if old != new:
-                found.append(Turn(f"{exporter}: {name}", newer["beside"], old, new))
+                found.append(Turn(f"{exporter}: {name}", newer["beside"], older["beside"], old, new))
     return found
 
 

@@ -37,7 +37,8 @@ This page is made from them by `python docs/make_health.py`.
 
 ## Since which release
 
-Where another release of transformers beside the same exporter changed a result in onnxruntime {newest}.
+Where another release of transformers beside the same exporter changed a result in onnxruntime {newest}: the first
+release that was measured with the new result, and the last one with the old. Releases between them were not measured.
 
 {turns}
 """
@@ -69,7 +70,7 @@ def page(document: dict[str, Any]) -> str:
     ]
     for exporter in dict.fromkeys(row.exporter for row in every):
         own = [row for row in every if row.exporter == exporter]
-        parts.append(f"\n## {exporter}\n\n{_table(own, releases)}{_reasons(own)}")
+        parts.append(f"\n## {_plain(exporter)}\n\n{_table(own, releases)}{_reasons(own)}")
     return "".join(parts)
 
 
@@ -94,8 +95,9 @@ def _turns(document: dict[str, Any]) -> str:
     found = turns(document)
     if not found:
         return NOTHING
-    head = ["| export | since | before | from then on |", "| --- | --- | --- | --- |"]
-    return "\n".join([*head, *(_line(each.export, each.since, each.before, each.after) for each in found)])
+    head = ["| export | first new | last old | old result | new result |", "| --- | --- | --- | --- | --- |"]
+    cells = (_line(each.export, each.since, each.last.rpartition(" ")[2], each.before, each.after) for each in found)
+    return "\n".join([*head, *cells])
 
 
 def _table(own: list[Row], releases: list[str]) -> str:

@@ -63,8 +63,11 @@ def _stack(name: str, diagnosed: dict[str, Any], repaired: dict[str, Any] | None
         return {"state": "healthy", **facts}
     record = (repaired or {}).get("repair") or {}
     if record.get("proved") and repaired is not None and verdict_of(name, repaired) == "healthy":
-        names = [each["name"] for each in record["repairs"] if each["stack"] == name]
-        left = {"warnings": _told(name, repaired, "warning"), "repairs": list(dict.fromkeys(names))}
+        applied = [each for each in record["repairs"] if each["stack"] == name]
+        # A stack that could not be run may be repaired for a warning.
+        errors = told["error"] or sorted({check for each in applied for check in each["checks"]})
+        names = list(dict.fromkeys(each["name"] for each in applied))
+        left = {"errors": errors, "warnings": _told(name, repaired, "warning"), "repairs": names}
         return {"state": "repaired", **facts, **left}
     if verdict == "incomplete":
         return {"state": "not checked", **facts, "why": _open(name, diagnosed)}
