@@ -6,7 +6,7 @@ keyword arguments with the names of the command line's; `kvdoctor.options` check
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvdoctor.loops.pipeline import WrittenLoop
     from kvdoctor.report.diff_document import DiffReport
     from kvdoctor.report.document import Report
+    from kvdoctor.report.info_document import EnvironmentDocument
     from kvdoctor.report.known_messages import KnownMessage
     from kvdoctor.runtime.client import Runtime
 
@@ -481,9 +482,9 @@ def render(result: "Report | GateResult | DiffReport", name: str = "text") -> st
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """Return the JSON Schema of every document, by its short name: report, gate, contract, baseline, diff."""
+    """Return the JSON Schema of every document, by its short name, as `kvdoctor schema NAME` takes it."""
     from kvdoctor.gating.schema import baseline_schema, gate_schema
-    from kvdoctor.report.schema import contract_schema, diff_schema, report_schema
+    from kvdoctor.report.schema import contract_schema, diff_schema, env_schema, explain_schema, report_schema
 
     return {
         "report": report_schema(),
@@ -491,6 +492,8 @@ def schemas() -> dict[str, dict[str, Any]]:
         "contract": contract_schema(),
         "baseline": baseline_schema(),
         "diff": diff_schema(),
+        "explain": explain_schema(),
+        "env": env_schema(),
     }
 
 
@@ -567,8 +570,8 @@ def list_graph_repairs(check: str) -> tuple[str, ...]:
     return tuple(repair.name for repair in load_for_check(check))
 
 
-def describe_environment() -> Iterator[str]:
-    """Yield a line for each component that kvdoctor uses: its state, its version, and the command that repairs it."""
+def describe_environment() -> "EnvironmentDocument":
+    """Return each component that kvdoctor uses: its state, its version, and the command that repairs it."""
     from kvdoctor.repair.export.components import describe_components
 
     return describe_components()
