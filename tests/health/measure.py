@@ -71,10 +71,9 @@ def look(export: Export, stored: dict[str, Any], releases: list[str], again: boo
         failure = export.failure()
         return None if failure is None else {**described, "not_exported": failure, "digest": "", "cells": {}}
     digest = export.digest()
-    kept = stored.get("cells", {}) if stored.get("digest") == digest and not again else {}
-    cells = dict(kept)
+    cells = dict(stored.get("cells", {})) if stored.get("digest") == digest else {}
     for release in releases:
-        if cells.get(release, {}).get("kvdoctor") != __version__:
+        if again or cells.get(release, {}).get("kvdoctor") != __version__:
             target = None if release == onnxruntime.__version__ else release
             cells[release] = {"kvdoctor": __version__, **measure(export.path, target)}
     ordered = {release: cells[release] for release in sorted(cells, key=_order, reverse=True)}
