@@ -13,6 +13,7 @@ source_suffix = {".md": "markdown"}
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 exclude_patterns = ["site"]
+html_extra_path = ["health-table.html"]
 html_theme = "furo"
 html_title = "kvdoctor"
 html_show_sourcelink = False

@@ -6,7 +6,7 @@ keyword arguments with the names of the command line's; `kvdoctor.options` check
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvdoctor.loops.pipeline import WrittenLoop
     from kvdoctor.report.diff_document import DiffReport
     from kvdoctor.report.document import Report
+    from kvdoctor.report.info_document import EnvironmentDocument
     from kvdoctor.report.known_messages import KnownMessage
     from kvdoctor.runtime.client import Runtime
 
@@ -60,6 +61,7 @@ class SharedOptions(TypedDict, total=False):
     require: "Words"
     seed: int
     hash: bool
+    offline: bool
     progress: "Progress | None"
 
 
@@ -93,6 +95,7 @@ class ProbeOptions(TypedDict, total=False):
     provider: str
     timeout: float
     max_memory: int | None
+    offline: bool
     progress: "Progress | None"
 
 
@@ -100,7 +103,6 @@ class LoopOptions(ProbeOptions, total=False):
     """The options of `loop`. `reference` is a checkpoint whose tokens the program must find as well, with `check`."""
 
     reference: "Path | None"
-    offline: bool
 
 
 class RecordOptions(ReproOptions, total=False):
@@ -127,7 +129,6 @@ class RunOptions(ReproOptions, total=False):
     """The options of everything that runs a model and may fetch what that needs."""
 
     targets: "Words"
-    offline: bool
 
 
 class StepTestOptions(RunOptions, total=False):
@@ -237,10 +238,16 @@ def step_test(path: "Path", **options: "Unpack[StepTestOptions]") -> "Report":
     """Run decode steps with and without the cache in a separate process, and report their results.
 
     Raises:
-        UsageError: there is nothing at the path, or an option does not take a value.
+        UsageError: there is nothing at the path, an option does not take a value, or `reference` is given and the
+            check that judges it is not selected.
         KvdoctorError: ONNX Runtime cannot be started.
     """
     asked = _read("step-test", options, path)
+    if asked.reference is not None and not asked.selection.takes("KV320", "reference-differs"):
+        raise UsageError(
+            "--reference compares logits for KV320 reference-differs, which --select or --ignore leaves out; "
+            "select KV320 as well, or give no --reference"
+        )
     from kvdoctor.runtime.client import Runtime
 
     # Started before the rest is loaded: the worker opens the runtime in the meantime.
@@ -532,9 +539,9 @@ def render(result: "Report | GateResult | DiffReport", name: str = "text") -> st
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """Return the JSON Schema of every document, by its short name: report, gate, contract, baseline, diff."""
+    """Return the JSON Schema of every document, by its short name, as `kvdoctor schema NAME` takes it."""
     from kvdoctor.gating.schema import baseline_schema, gate_schema
-    from kvdoctor.report.schema import contract_schema, diff_schema, report_schema
+    from kvdoctor.report.schema import contract_schema, diff_schema, env_schema, explain_schema, report_schema
 
     return {
         "report": report_schema(),
@@ -542,6 +549,8 @@ def schemas() -> dict[str, dict[str, Any]]:
         "contract": contract_schema(),
         "baseline": baseline_schema(),
         "diff": diff_schema(),
+        "explain": explain_schema(),
+        "env": env_schema(),
     }
 
 
@@ -632,8 +641,8 @@ def list_graph_repairs(check: str) -> tuple[str, ...]:
     return tuple(repair.name for repair in load_for_check(check))
 
 
-def describe_environment() -> Iterator[str]:
-    """Yield a line for each component that kvdoctor uses: its state, its version, and the command that repairs it."""
+def describe_environment() -> "EnvironmentDocument":
+    """Return each component that kvdoctor uses: its state, its version, and the command that repairs it."""
     from kvdoctor.repair.export.components import describe_components
 
     return describe_components()

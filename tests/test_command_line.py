@@ -12,7 +12,7 @@ from support.text_fixtures import load_all
 
 from kvdoctor.cli.main import COMMANDS, find_command
 from kvdoctor.cli.options import GroupedOption
-from kvdoctor.options import OTHER
+from kvdoctor.options import OTHER, options_of
 
 MARIAN = "fixtures/exports/marian-4.46.3"
 GPT2 = "fixtures/exports/gpt2"
@@ -148,3 +148,13 @@ def test_a_ci_job_without_a_terminal_sees_progress(
             said += capsys.readouterr().err
     with output.progress_line(quiet=True) as line:
         assert line is None
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect", "step-test", "re-export", "repro", "gate", "diff", "loop", "probe", "judge"]
+)
+def test_every_command_that_reads_a_model_takes_offline(command: str) -> None:
+    """A script that must not use the network gives `--offline` to all of them."""
+    options = {option.keyword for option in options_of(command)}
+    assert "offline" in options
+    assert {"provider", "timeout", "max_memory"} <= options or command == "inspect"

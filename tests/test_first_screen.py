@@ -1,7 +1,9 @@
 """The first screen: findings first, the picture of the cache, what works, the verdict; at any width, also in ASCII."""
 
 import io
+import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +136,20 @@ def test_a_healthy_model_is_told_what_works_how_closely_and_that_the_check_could
     assert lines[4].startswith("  not tried: ")
     assert "--thorough" in lines[4]
     assert re.match(r"healthy · (\d+) of \1 uses work · .* · exit 0 ", lines[-1])
+
+
+@pytest.mark.parametrize(("context", "tried"), [(64, True), (131072, False)])
+def test_a_context_that_longer_runs_do_not_reach_is_named(
+    context: int, tried: bool, tmp_path: Path, runtime: Runtime
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(EXPORTS / "llama-gqa", folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}), encoding="utf-8")
+    lines = screen(step_test(str(folder), Options(thorough=True), runtime), 300)
+    (line,) = [line for line in lines if line.startswith("  not tried: ")]
+    assert ("full-context (131072 tokens are declared; lengths up to 4096 are tried)" in line) is not tried
+    assert "--thorough" not in line
 
 
 def test_what_is_undecided_is_no_pass_and_says_what_decides(tmp_path: Path, runtime: Runtime) -> None:

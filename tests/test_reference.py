@@ -114,6 +114,14 @@ def test_without_torch_and_uv_the_command_that_would_help_is_said(
     assert "pip install uv, or pip install 'kvdoctor[transformers]'" in entry.reason
 
 
+@pytest.mark.parametrize("words", [("--select", "KV203"), ("--ignore", "reference-differs"), ("--select", "KV1,KV30")])
+def test_a_comparison_that_nothing_judges_is_a_wrong_call(words: tuple[str, str], tmp_path: Path) -> None:
+    done = kvdoctor("step-test", EXPORTS / "gpt2", "--reference", checkpoint(tmp_path / "checkpoint"), *words)
+    assert done.returncode == 2
+    assert "KV320 reference-differs" in done.stderr
+    assert not done.stdout
+
+
 def test_a_stack_that_is_not_run_is_not_held(tmp_path: Path) -> None:
     report = held(tmp_path, "past-axis-frozen")
     assert [entry.code for entry in report.not_checked if "not compared with" in entry.reason] == ["KV320"]

@@ -57,5 +57,33 @@ def test_fix_report_beside_the_model_fits(tmp_path: Path) -> None:
     assert document["repair"]["changes"]
 
 
+@pytest.mark.parametrize("text", ["KV203", "cross-cache-emptied", "KV31", "MatMul dimension mismatch", None])
+def test_an_explanation_fits(text: str | None) -> None:
+    document = run_json("explain", *([text] if text else []))
+    jsonschema.validate(document, schemas()["explain"])
+    assert bool(document["messages"]) == (text is not None and " " in text)
+    codes = [check["code"] for check in document["checks"]]
+    assert codes == sorted(codes)
+    if text in ("KV203", "cross-cache-emptied"):
+        assert [(check["code"], check["repairs"]) for check in document["checks"]] == [("KV203", ["pass-through"])]
+
+
+def test_an_unknown_text_is_no_empty_explanation() -> None:
+    command = [sys.executable, "-m", "kvdoctor", "explain", "no such thing at all", "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_the_environment_fits_and_says_what_the_text_says() -> None:
+    document = run_json("env")
+    jsonschema.validate(document, schemas()["env"])
+    text = subprocess.run([sys.executable, "-m", "kvdoctor", "env"], capture_output=True, text=True, check=True).stdout
+    head, *lines = text.splitlines()
+    assert document["python"] in head
+    assert [(line.split()[0], line.split(maxsplit=1)[1]) for line in lines] == [
+        (component["state"], component["text"]) for component in document["components"]
+    ]
+
+
 def test_contract_fits() -> None:
     jsonschema.validate(run_json("contract", str(EXPORTS / "marian-4.57.6")), schemas()["contract"])

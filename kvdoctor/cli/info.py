@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 import click
 
 from kvdoctor.cli.options import command, examples
+from kvdoctor.cli.output import format_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvdoctor.findings import Check, Issue
+    from kvdoctor.report.info_document import Explanation
     from kvdoctor.report.known_messages import KnownMessage
 
 
@@ -29,32 +31,78 @@ def _complete_checks(_context: click.Context, _parameter: click.Parameter, start
         ("kvdoctor explain KV3", "all checks of a kind"),
         ("kvdoctor explain 'MatMul dimension mismatch'", "a message of the runtime"),
         ("kvdoctor explain", "all of them"),
+        ("kvdoctor explain KV203 --format json", "for programs"),
     ),
 )
 @click.argument("text", required=False, shell_complete=_complete_checks)
-def explain(text: str | None) -> None:
+@format_option(("text", "json"))
+def explain(text: str | None, format_: str) -> None:
     """Explain a finding by its code or name, or look up an error message. Without TEXT: list all checks."""
+    from kvdoctor import api
+
+    checks, messages = _find(text)
+    issues = () if checks or text is None else api.find_issues(text)
+    if format_ == "json":
+        from kvdoctor.report import json_format
+
+        click.echo(json_format.dump(_document(checks, messages, issues).to_dict()), nl=False)
+    elif messages or issues:
+        _print_messages(messages)
+        _print_issues(issues)
+    elif text is not None and len(checks) == 1 and text.lower() in (checks[0].code.lower(), checks[0].name):
+        _print_check(checks[0])
+    else:
+        _list_checks(checks)
+
+
+def _find(text: str | None) -> "tuple[tuple[Check, ...], tuple[KnownMessage, ...]]":
+    """The checks that a text names, or the known messages that are like it.
+
+    Raises:
+        UsageError: there are none.
+    """
     from kvdoctor import api
     from kvdoctor.errors import UsageError
 
     if text is None:
-        _list_checks(api.list_checks())
-        return
+        return api.list_checks(), ()
     try:
-        _print_check(api.explain(text))
+        return (api.explain(text),), ()
     except UsageError:
         if found := api.find_checks(text.strip()):
-            _list_checks(found)
-        elif (messages := api.find_messages(text)) or api.find_issues(text):
-            _print_messages(messages)
-            _print_issues(api.find_issues(text))
-        elif " " in text.strip():
+            return found, ()
+        messages = api.find_messages(text)
+        if messages or api.find_issues(text):
+            return (), messages
+        if " " in text.strip():
             known = (
                 "docs/faq.md lists the known ones, and `kvdoctor step-test MODEL` finds the cause by running the model"
             )
             raise UsageError(f"no known error message is like {text.strip()[:80]!r}; {known}") from None
-        else:
-            raise
+        raise
+
+
+def _document(
+    checks: "tuple[Check, ...]", messages: "tuple[KnownMessage, ...]", issues: "tuple[Issue, ...]"
+) -> "Explanation":
+    from kvdoctor import api
+    from kvdoctor.report.info_document import ExplainedCheck, ExplainedMessage, Explanation
+
+    return Explanation(
+        tuple(
+            ExplainedCheck(
+                each.code,
+                each.name,
+                each.summary,
+                each.documentation,
+                api.list_graph_repairs(each.name),
+                api.list_issues(each.name),
+            )
+            for each in checks
+        ),
+        tuple(ExplainedMessage(each.seen, each.question, each.answer) for each in messages),
+        issues,
+    )
 
 
 def _list_checks(checks: "Iterable[Check]") -> None:
@@ -108,7 +156,7 @@ def _fill(text: str, first: str = "") -> str:
 
 
 @command("Print the JSON Schema of a document.", epilog=examples(("kvdoctor schema report", "that of `--format json`")))
-@click.argument("name", type=click.Choice(["report", "gate", "contract", "diff", "baseline"]))
+@click.argument("name", type=click.Choice(["report", "gate", "contract", "diff", "baseline", "explain", "env"]))
 def schema(name: str) -> None:
     """Print the JSON Schema of a document."""
     from kvdoctor.api import schemas
@@ -121,9 +169,15 @@ def schema(name: str) -> None:
     "Print versions, execution providers and extras.",
     epilog=examples(("kvdoctor env", "to paste into a bug report")),
 )
-def env() -> None:
+@format_option(("text", "json"))
+def env(format_: str) -> None:
     """Print versions, execution providers and extras, each with the command that repairs it."""
     from kvdoctor import api
 
-    for line in api.describe_environment():
-        click.echo(line)
+    found = api.describe_environment()
+    if format_ == "json":
+        from kvdoctor.report import json_format
+
+        click.echo(json_format.dump(found.to_dict()), nl=False)
+    else:
+        click.echo(str(found))

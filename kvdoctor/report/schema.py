@@ -1,4 +1,4 @@
-"""The JSON Schemas of the documents `report`, `contract` and `diff`, derived from their dataclasses by msgspec.
+"""The JSON Schemas of `report`, `contract`, `diff`, `explain` and `env`, derived from their dataclasses by msgspec.
 
 Every field is always written, so all are required; readers must accept fields that are added later.
 """
@@ -12,6 +12,7 @@ import msgspec
 from kvdoctor.contract import CacheContract
 from kvdoctor.report.diff_document import DIFF_SCHEMA, DiffReport
 from kvdoctor.report.document import CONTRACT_SCHEMA, SCHEMA, Report
+from kvdoctor.report.info_document import ENV_SCHEMA, EXPLAIN_SCHEMA, EnvironmentDocument, Explanation
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 INTERNAL = {"node_names"}
@@ -31,6 +32,16 @@ def diff_schema() -> dict[str, Any]:
     schema["properties"]["command"] = {"const": "diff"}
     schema["required"].append("command")
     return schema
+
+
+def explain_schema() -> dict[str, Any]:
+    """The schema of `explain --format json`."""
+    return _document_schema(Explanation, EXPLAIN_SCHEMA)
+
+
+def env_schema() -> dict[str, Any]:
+    """The schema of `env --format json`."""
+    return _document_schema(EnvironmentDocument, ENV_SCHEMA)
 
 
 def contract_schema() -> dict[str, Any]:

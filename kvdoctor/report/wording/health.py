@@ -92,15 +92,19 @@ def _name_uses(report: Report, stack: StackFacts) -> str:
 
 
 def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, str]]:
-    """The uses that `--require` names, that are tried by default and that no run could try, with the reason."""
+    """The uses that `--require` names, that are tried as the options are, and that no run could try, with the reason.
+
+    The full context belongs to the longer runs: by itself it is named where these were asked for.
+    """
     from kvdoctor.decode.experiments import load, uses
 
+    thorough = report.arguments.get("thorough")
     by_use: dict[str, list[Run]] = {}
     for run in select_local_runs(report, stack.name):
         required = uses()[run.experiment].required if run.experiment in uses() else None
         if required is not None:
             by_use.setdefault(required, []).append(run)
-    tried = {one.use.required for one in load() if one.use is not None and not one.thorough}
+    tried = {one.use.required for one in load() if one.use is not None and (thorough or not one.thorough)}
     needed = {use.required for use in uses().values() if use.needed}
     for use, runs in by_use.items():
         if use in tried - needed and all(run.outcome == "skipped" for run in runs):
