@@ -1,0 +1,134 @@
+"""Writes the table in docs/conversions.md: `python docs/make_conversions.py ZOO`.
+
+Each conversion is made from each model, and proved as `kvdoctor re-export` proves it. ZOO is a folder with the exports
+of the zoo, each as EXPORTER/NAME (tests/zoo).
+"""
+
+import re
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import kvdoctor
+from kvdoctor.errors import KvdoctorError
+
+PAGE = Path(__file__).parent / "conversions.md"
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+STATIC, GROWING = "--cache static=32", "--cache growing"
+CONVERSIONS: dict[str, dict[str, Any]] = {
+    "--logits last": {"logits": "last"},
+    "--logits selectable": {"logits": "selectable"},
+    "--fix batch=1,new=1,past=32": {"fix": ("batch=1", "new=1", "past=32")},
+    STATIC: {"cache": "static=32"},
+    GROWING: {"cache": "growing"},
+    "--attentions cross": {"attentions": "cross"},
+    "--layout pair": {"layout": "pair"},
+    "--layout optimum": {"layout": "optimum"},
+    "--layout shared": {"layout": "shared"},
+}
+MODELS = (
+    "optimum/gpt2",
+    "optimum/llama",
+    "optimum/bloom",
+    "optimum/falcon-alibi",
+    "optimum/gemma3_text",
+    "optimum/gpt_bigcode",
+    "optimum/deepseek_v3",
+    "optimum/opt",
+    "genai/llama",
+    "genai/lfm2",
+    "genai/phi3",
+    "transformers/llama-dynamo",
+    "transformers/llama",
+    "transformers/llama-static",
+    "transformers/gpt2-static",
+    "transformers/lfm2",
+    "transformers/qwen3",
+    "transformers/bart",
+    "transformers/marian",
+    "transformers/t5",
+    "transformers/whisper",
+    "optimum/t5",
+    "optimum/whisper",
+    "optimum/marian",
+    "optimum/bart",
+    "optimum/m2m_100",
+    "optimum/pegasus",
+)
+"""Exports of the zoo that differ in operators, layouts or caches."""
+REFUSED = re.compile(r"^.*?cannot be (given the layout '[^']+'|converted with --.*?): (\S+: )?")
+
+
+def convert(model: Path, conversion: str) -> str:
+    """`proved`, or why there is no copy. A folder with several decoders is converted by its merged one.
+
+    A cache that grows becomes a buffer first, where a buffer is to become one that grows.
+    """
+    path = next(iter(model.glob("decoder_model_merged.onnx")), model)
+    with TemporaryDirectory() as scratch:
+        copy = Path(scratch) / "copy"
+        try:
+            if conversion == GROWING:
+                kvdoctor.re_export(path, copy, **CONVERSIONS[STATIC])
+                path = copy
+            report = kvdoctor.re_export(path, **CONVERSIONS[conversion])
+        except KvdoctorError as error:
+            return REFUSED.sub("", re.sub(r"\s+", " ", str(error)))
+    proof = report.repair.proof if report.repair is not None else ()
+    failed = next((f"not proved: {entry.claim} ({entry.detail})" for entry in proof if not entry.holds), None)
+    return failed or ("proved" if proof else "nothing was changed")
+
+
+Results = dict[str, dict[str, str]]
+"""By model and conversion `proved`, or why there is no copy."""
+
+
+def measure(zoo: Path) -> Results:
+    """Make every conversion of every model."""
+    found: Results = {}
+    for name in MODELS:
+        found[name] = {conversion: shorten(convert(zoo / name, conversion), zoo) for conversion in CONVERSIONS}
+        print(name, found[name], flush=True)
+    return found
+
+
+def render(found: Results) -> str:
+    """The table, and under it the reasons why a model has no copy."""
+    lines = [f"| model | {' | '.join(f'`{name}`' for name in CONVERSIONS)} |", f"|{' --- |' * (len(CONVERSIONS) + 1)}"]
+    reasons: dict[str, int] = {}
+    for name, cells in found.items():
+        shown = (
+            cell if cell == "proved" else f"({reasons.setdefault(cell, len(reasons) + 1)})" for cell in cells.values()
+        )
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    listed = (f"{number}. {reason}" for reason, number in reasons.items())
+    return "".join(f"{line}\n" for line in (*lines, "", *listed))
+
+
+def read_table() -> Results:
+    """The cells of the page by model and conversion."""
+    lines = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return {name: dict(zip(CONVERSIONS, cells, strict=True)) for name, *cells in rows[2:]}
+
+
+def shorten(reason: str, zoo: Path) -> str:
+    """A reason without the paths of this machine, and without the names of inputs, which differ between models."""
+    text = reason.replace(str(zoo), "ZOO")
+    text = re.sub(r"'?ZOO/\S+'? ?", "", text).strip()
+    text = re.sub(r"^(decoder|pair|merged): ", "", text)
+    text = re.split(r"; instead: |, so that ", text)[0]
+    return text if len(text) <= 160 else f"{text[:157].rpartition(' ')[0]} ..."
+
+
+def main() -> None:
+    """Write the table."""
+    zoo = Path(sys.argv[1]).absolute()
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{render(measure(zoo))}{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
