@@ -33,7 +33,8 @@ def run_of(document: dict[str, Any], stack: str, experiment: str) -> dict[str, A
 def test_inspect_finds_the_emptied_cache_before_anything_is_run(name: str) -> None:
     code, document = report("inspect", f"fixtures/exports/{name}")
     assert (code, document["verdict"]) == (1, "unhealthy")
-    assert severe(document) == ["cross-cache-emptied"]
+    suspected = ["mask-not-offset"] if name == "marian-4.46.3" else []
+    assert severe(document) == ["cross-cache-emptied", *suspected]
     finding = document["findings"][0]
     assert len(finding["subject"]) == 8 // 2
     assert "constant float[0, 4, 1," in finding["observed"]

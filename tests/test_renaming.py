@@ -41,6 +41,8 @@ ONLY_NAMES_TELL = {
     "layout-shift-left-healthy": "which of two tables holds the sines",
     "layout-shift-left-prompt-healthy": "which of two tables holds the sines",
     "layout-wenet-stream-healthy": "the states of a streaming encoder",
+    "layout-genai-pipeline-healthy": "the stages, which the config names",
+    "layout-pipeline-two-stages-healthy": "which values go from stage to stage",
     "names-mislead-conv-healthy": "the part of a state that its name gets wrong",
 }
 """Healthy fixtures whose deal nobody could read without their names, and what is told by names alone there."""

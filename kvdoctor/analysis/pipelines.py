@@ -42,10 +42,14 @@ class StageFile:
 
 
 def find_pipelines(files: Sequence[OnnxFile], genai: dict[str, Any]) -> Iterator[StackFiles]:
-    """The pipelines among some files: that of genai_config.json, else the one that the interfaces show."""
+    """The pipelines among some files: that of genai_config.json, else the one that the interfaces show.
+
+    Where the same layers have a stage for the prompt and one for later steps, each has a cache contract of its own.
+    """
     listed = _listed_stages(genai)
     if listed:
-        yield from _read_listed(files, listed)
+        if not all(any(stage.get(key) is False for stage in listed) for key in ONE_PHASE):
+            yield from _read_listed(files, listed)
         return
     found = [stage for file in files if (stage := _read_stage(file)) is not None]
     rest = [file for file in files if file.view is not None and file.name not in {stage.file.name for stage in found}]

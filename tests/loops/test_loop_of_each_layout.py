@@ -32,6 +32,8 @@ NO_LOOP = {
     "layout-pinto-whisper-healthy": "another length",
     "layout-pipeline-stage-healthy": "embeddings",
     "layout-qnn-window-healthy": "not a decoder",
+    "layout-genai-pipeline-healthy": "pipeline of 2 files",
+    "layout-pipeline-two-stages-healthy": "pipeline of 2 files",
     "layout-shift-left-healthy": "rotary_cos",
     "layout-shift-left-prompt-healthy": "4 new tokens only",
     "layout-transducer-joint-healthy": "not a decoder",
