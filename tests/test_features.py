@@ -53,6 +53,6 @@ def test_a_command_shows_what_its_row_says(shown: Shown) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shown", sampled(COMMANDS, 3, EXHAUSTIVE), ids=lambda each: f"{each.command}: {each.words()}")
+@pytest.mark.parametrize("shown", sampled(COMMANDS, 5, EXHAUSTIVE), ids=lambda each: f"{each.command}: {each.words()}")
 def test_every_command_shows_what_its_row_says(shown: Shown) -> None:
     assert make_features.problem_of(shown) is None

@@ -188,18 +188,28 @@ def _suffix(file: OnnxFile) -> str:
 def _misfits(decoder: OnnxFile, candidates: Sequence[OnnxFile], wanted: Sequence[Port]) -> Iterator[PartProblem]:
     """Why the file that is called an embedding graph, if there is one, is not that of a decoder.
 
-    A file of another variant may be meant for a decoder that is not there.
+    A file of another variant may be meant for a decoder that is not there. Where each input has an output of its type
+    and width, and several of them leave open which, nothing is known to be wrong.
     """
     named = [one for one in candidates if NAME.match(one.path.stem)]
     for one in sorted(named, key=lambda file: _preference(file, decoder, wanted))[:1]:
         made = ", ".join(f"{p.name} {describe(p.dtype, p.shape)}" for p in map(_output, one.graph.outputs.values()))
         taken = ", ".join(f"{port.name} {describe(port.dtype, port.shape)}" for port in wanted)
         same = _preference(one, decoder, wanted)[0] == 0
+        outputs = [_output(port) for port in one.graph.outputs.values()]
+        unclear = all(any(_may_feed(output, port) for output in outputs) for port in wanted)
         yield PartProblem(
             subject=one.name,
             declared=f"{decoder.name} takes {taken}",
             observed=f"{one.name} returns {made}",
             cause=f"{one.name} does not fit {decoder.name}: it returns {made}, and the decoder takes {taken}",
             essential=False,
-            severity="error" if same else "warning",
+            severity="note" if unclear else "error" if same else "warning",
         )
+
+
+def _may_feed(output: Port, wanted: Port) -> bool:
+    """Whether an output has the type and the widths of an input, as far as both declare them."""
+    pairs = zip((output.shape or ())[WIDTH_AXIS:], (wanted.shape or ())[WIDTH_AXIS:], strict=False)
+    known = ((one, other) for one, other in pairs if isinstance(one, int) and isinstance(other, int))
+    return output.dtype == wanted.dtype and all(one == other for one, other in known)

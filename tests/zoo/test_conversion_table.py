@@ -14,7 +14,7 @@ CHOSEN = [row for row in ROWS if f"{row.exporter}/{row.architecture}" in make_co
 CHOSEN = [row for row in CHOSEN if row.variant == "exported"]
 
 
-@pytest.mark.parametrize(("conversion", "row"), spread(make_conversions.CONVERSIONS, CHOSEN, 16), ids=str)
+@pytest.mark.parametrize(("conversion", "row"), spread(make_conversions.CONVERSIONS, CHOSEN, 24), ids=str)
 def test_a_conversion_does_what_the_table_says(conversion: str, row: Row, maker: Maker) -> None:
     made = maker.make(row)
     if made.obstacle:
