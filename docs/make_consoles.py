@@ -36,6 +36,7 @@ VARIES = (
     (r"\b\d(\.\d+)?e[-+]\d\d\b", "SMALL"),
     (r"\boff by \d+(\.\d+)?", "off by N"),
     (r"\b\d{1,3}(,\d{3})+ bytes", "N bytes"),
+    (r"\b\d+\.\d+ KiB", "N KiB"),
     (r"(?<=\S) {2,}", "  "),
     (r" +$", ""),
 )

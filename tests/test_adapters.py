@@ -155,6 +155,47 @@ def test_a_matrix_that_is_missing_and_one_of_another_type_are_named(tmp_path: Pa
     assert "it is float16, and the input takes float" in misfits(folder)[0]
 
 
+def test_matrices_that_are_stored_the_other_way_fit(tmp_path: Path) -> None:
+    """lora_A as [rank, width], lora_B as [out, rank], turned in the graph: ranks are not compared by the wrong axes."""
+    model = onnx.load(make_model(tmp_path / "model") / "model.onnx")
+    turned = []
+    for port in model.graph.input:
+        if "lora_" in port.name:
+            sizes = [(axis.dim_param, axis.dim_value) for axis in port.type.tensor_type.shape.dim]
+            for axis, (name, size) in zip(port.type.tensor_type.shape.dim, reversed(sizes), strict=True):
+                axis.Clear()
+                axis.MergeFrom(onnx.TensorShapeProto.Dimension(dim_param=name) if name else axis)
+                if not name:
+                    axis.dim_value = size
+            turned.append(helper.make_node("Transpose", [port.name], [f"{port.name}_turned"], perm=[1, 0]))
+    names = {node.input[0] for node in turned}
+    for node in model.graph.node:
+        node.input[:] = [f"{name}_turned" if name in names else name for name in node.input]
+    for node in reversed(turned):
+        model.graph.node.insert(0, node)
+    folder = tmp_path / "turned"
+    folder.mkdir()
+    onnx.save(model, folder / "model.onnx")
+    make_adapter(folder / "a.onnx_adapter", {name: shape[::-1] for name, shape in fitting().items()})
+    assert misfits(folder) == []
+
+
+def test_an_input_with_a_value_of_its_own_needs_no_matrix(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    model = onnx.load(folder / "model.onnx")
+    for port in model.graph.input:
+        if "lora_" in port.name:
+            shape = [axis.dim_value or 2 for axis in port.type.tensor_type.shape.dim]
+            model.graph.initializer.append(helper.make_tensor(port.name, TensorProto.FLOAT, shape, np.zeros(shape)))
+    onnx.save(model, folder / "model.onnx")
+    make_adapter(folder / "a.onnx_adapter", fitting(2))
+    assert misfits(folder) == []
+    few = fitting(2)
+    del few[PREFIX.format(1, "A")], few[PREFIX.format(1, "B")]
+    make_adapter(folder / "a.onnx_adapter", few)
+    assert misfits(folder) == []
+
+
 def test_a_misfit_hides_no_fault_of_the_decoder(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", prefill_alone=True)
     make_adapter(folder / "a.onnx_adapter", fitting() | WRONG["another width"][0])

@@ -98,6 +98,22 @@ def test_one_stage_alone_is_never_a_healthy_decoder_of_tokens(gone: str, tmp_pat
     assert contract.missing or contract.graph("decode").port("embeddings") is not None
 
 
+def test_the_last_stage_alone_is_told_to_lack_the_first(tmp_path: Path) -> None:
+    path = FIXTURES[STAGES].write(tmp_path)
+    (path / "decoder_stage_0.onnx").unlink()
+    report = step_test(str(path), Options())
+    assert ("parts-do-not-fit", "error") in found(report)
+    assert report.verdict != "healthy"
+
+
+def test_a_listed_file_may_begin_with_a_dot(tmp_path: Path) -> None:
+    path = FIXTURES[GENAI].write(tmp_path)
+    listed = (path / "genai_config.json").read_text()
+    (path / "genai_config.json").write_text(listed.replace('"first.onnx"', '"./first.onnx"'))
+    assert (path / "genai_config.json").read_text() != listed
+    assert found(inspect(str(path))) == set()
+
+
 def test_a_stage_that_the_runtime_fails_in_is_named(tmp_path: Path) -> None:
     path = FIXTURES[STAGES].write(tmp_path)
 
@@ -241,6 +257,15 @@ def test_without_an_embedding_graph_the_rows_have_no_place(tmp_path: Path) -> No
     path = FIXTURES[VISION].write(tmp_path)
     (path / "embed_tokens.onnx").unlink()
     assert ("parts-do-not-fit", "warning") in found(inspect(str(path)))
+
+
+def test_rows_of_an_image_of_unknown_size_are_not_judged(tmp_path: Path) -> None:
+    """Four patches of four pixels in eight by eight: with no size in a config the usual one would be a guess."""
+    path = FIXTURES[VISION].write(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    del config["vision_config"]["image_size"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert not {name for name, _ in found(step_test(str(path), Options()))} & {"encoder-rows-differ"}
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "4", 10**12, [4], {"a": 1}, None])

@@ -88,6 +88,24 @@ def test_the_work_is_bounded() -> None:
     assert time.process_time() - begin < 10  # 100,000 nodes; one to two seconds
 
 
+def test_nodes_of_many_numbers_count_as_several() -> None:
+    """A row of 1,000 numbers times its column: a million numbers for each node of small inputs."""
+    nodes = [helper.make_node("MatMul", ["column", "row"], [f"v{at}"]) for at in range(1000)]
+    graph = helper.make_graph(
+        nodes,
+        "products",
+        [
+            helper.make_tensor_value_info("column", TensorProto.FLOAT, [1000, 1]),
+            helper.make_tensor_value_info("row", TensorProto.FLOAT, [1, 1000]),
+        ],
+        [helper.make_tensor_value_info("v0", TensorProto.FLOAT, None)],
+    )
+    numbers = np.arange(1000.0)
+    fed = {"column": exactly(numbers[:, None]), "row": exactly(numbers[None])}
+    with pytest.raises(TooMuchWork):
+        open_abstractly(helper.make_model(graph), 10_000).run(fed)
+
+
 def test_integers_are_exact() -> None:
     found = open_abstractly(make_chain(5)).run({"v0": exactly(np.array([[1, 2]]))})
     assert found["v5"].exact

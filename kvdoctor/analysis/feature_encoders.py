@@ -46,6 +46,8 @@ ROW_RANK = 2
 """Of float[rows, hidden]; axes in front of these count images and parts of them."""
 IMAGE_RANK = 3
 """Of one image, float[channels, height, width]."""
+MOST_PIXELS = 4096
+"""Of a side of an image that is made."""
 PATCHES = 4
 """Patches along each side of an image whose patches are fed as rows: a multiple of what a merger takes together."""
 
@@ -116,7 +118,7 @@ def _add_to_stack(stack: StackFiles, free: Sequence[OnnxFile], configs: BesideCo
         elif not similar and configs.part(kind) and "embedding" in files and configs.first_count(TOKEN_KEYS[kind]):
             problems.append(_missing(stack, kind))
     if any(role in files for role in ROLES.values()) and "embedding" not in files and not stack.problems:
-        problems.append(_without_embedding(stack, wanted))
+        problems.append(_without_embedding(replace(stack, files=files), wanted))
     return replace(stack, files=files, problems=tuple(problems), remarks=tuple(remarks))
 
 
@@ -321,7 +323,12 @@ def _input(port: Declared, kind: PhaseName, configs: BesideConfigs) -> Port:
 
 
 def _image_sides(configs: BesideConfigs) -> tuple[int, int]:
-    """Height and width of an image in pixels."""
+    """Height and width of an image in pixels; usual ones where no config has them."""
+    return _declared_sides(configs) or (IMAGE_SIZE, IMAGE_SIZE)
+
+
+def _declared_sides(configs: BesideConfigs) -> tuple[int, int] | None:
+    """Height and width of an image as a config has them."""
     size = configs.part("vision").get("image_size")
     if not size:
         size = configs.preprocessor.get("crop_size") or configs.preprocessor.get("size")
@@ -329,8 +336,8 @@ def _image_sides(configs: BesideConfigs) -> tuple[int, int]:
         longest = size.get("longest_edge") or size.get("shortest_edge")
         size = [size.get("height", longest), size.get("width", longest)]
     both = size if isinstance(size, list) and len(size) == 2 else [size, size]
-    height, width = (number if is_count(number) and number <= 4096 else IMAGE_SIZE for number in both)
-    return height, width
+    height, width = (number if is_count(number) and number <= MOST_PIXELS else None for number in both)
+    return None if height is None or width is None else (height, width)
 
 
 def _expected_rows(kind: PhaseName, configs: BesideConfigs, file: OnnxFile) -> tuple[int, str] | None:
@@ -339,6 +346,11 @@ def _expected_rows(kind: PhaseName, configs: BesideConfigs, file: OnnxFile) -> t
     if kind == "audio":
         free = any(not isinstance(as_number(size), int) for port in ports for size in (port.shape or ())[1:])
         return None if free else configs.first_count(ROW_KEYS[kind])
+    sides = [
+        as_number(size) for port in ports for size in (port.shape or ())[-2:] if len(port.shape or ()) > IMAGE_RANK
+    ]
+    if not all(isinstance(size, int) for size in sides) and _declared_sides(configs) is None:
+        return None  # the rows of an image of unknown size say nothing
     vision = configs.part("vision")
     if any(GRID.fullmatch(port.name) for port in ports):
         merged = vision.get("spatial_merge_size")

@@ -6,6 +6,7 @@ before it, the last one returns logits. Layer numbers give the order. Sources: o
 src/models/decoder_only_pipeline.cpp.
 """
 
+import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -97,13 +98,16 @@ def _is_hidden(port: Declared) -> bool:
 
 
 def _group_by_layers(stages: Sequence[StageFile]) -> Iterator[list[StageFile]]:
-    """Stages in the order of their layers: the head, which has none, last. None where several have the same layers."""
+    """Stages in the order of their layers: the head, which has none, last. None where several have the same layers.
+
+    A stage alone that takes hidden states, and whose layers do not begin at the first, is what is left of a pipeline.
+    """
     caching = sorted((stage for stage in stages if stage.layers), key=lambda stage: stage.layers)
     heads = [stage for stage in stages if not stage.layers]
     numbers = [number for stage in caching for number in stage.layers]
     if not caching or len(set(numbers)) != len(numbers) or sum(stage.is_last for stage in stages) > 1:
         return
-    if len(caching) + len(heads) > 1:
+    if len(caching) + len(heads) > 1 or (not caching[0].is_first and caching[0].layers[0] > 0):
         yield [*caching, *heads]
 
 
@@ -231,7 +235,7 @@ def _read_listed(files: Sequence[OnnxFile], listed: Sequence[dict[str, Any]]) ->
     problems = []
     made: dict[str, tuple[int, str]] = {}
     for stage in listed:
-        file = by_name.get(stage["filename"])
+        file = by_name.get(posixpath.normpath(stage["filename"]))
         if file is None:
             key = f"model.decoder.pipeline, stage {stage['name']}"
             observed = f"no file of that name that can be read, only {', '.join(by_name) or 'none'}"

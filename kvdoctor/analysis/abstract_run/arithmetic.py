@@ -289,6 +289,9 @@ def multiply(left: Abstract, right: Abstract) -> Abstract:
     inner = one[-1]
     if inner == 0:
         return Abstract(shape, np.zeros((1,) * len(shape)))
+    made = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    if size_of(made) > MOST_ELEMENTS:
+        return Abstract(shape)
     if a.shape[-1] == 1 and b.shape[-2] == 1:
         return Abstract(shape, np.asarray(a * b, np.float64))
     sizes = (*a.shape[:-1], inner), (*b.shape[:-2], inner, b.shape[-1])
@@ -355,6 +358,8 @@ def _einsum(r: Reading) -> Abstract:
         if size_of(wide) > MOST_ELEMENTS:
             return Abstract(shape)
         operands.append(np.broadcast_to(np.asarray(value.data, np.float64), wide))
+    if size_of(spread[letter] for letter in result if letter in spread) > MOST_ELEMENTS:
+        return Abstract(shape)
     return Abstract(shape, np.einsum(text, *operands, optimize=len(operands) > 2))
 
 

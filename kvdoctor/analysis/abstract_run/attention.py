@@ -42,7 +42,10 @@ def _rows(value: Abstract, tokens: int) -> Array | None:
 
 def attend(heads: Heads, bias: Abstract | None, hidden: Array | None) -> Array | None:
     """The attention of one head, float[batch, 1, new, 1]; `hidden` says which columns a row does not see."""
-    scores = heads.query * np.swapaxes(heads.key, 2, 3)
+    turned = np.swapaxes(heads.key, 2, 3)
+    if size_of(np.broadcast_shapes(heads.query.shape, turned.shape)) > MOST_ELEMENTS:
+        raise ValueError("the scores are too many")
+    scores = heads.query * turned
     if bias is not None:
         if bias.data is None or bias.shape is None:
             return None

@@ -23,19 +23,23 @@ ANY_NUMPY = (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError
 """What numpy raises on numbers that a graph should not have: the value is unknown then."""
 
 
+ELEMENTS_OF_A_NODE = 5000
+"""Numbers that take as long to compute as the rest of a node."""
+
+
 @dataclass
 class Budget:
-    """How many nodes may still be computed."""
+    """How many nodes may still be computed; one with many numbers counts as several."""
 
     left: int
 
-    def spend(self) -> None:
-        """Count one node.
+    def spend(self, elements: int = 0) -> None:
+        """Count one node, and the numbers that it made.
 
         Raises:
             TooMuchWork: there is nothing left.
         """
-        self.left -= 1
+        self.left -= 1 + elements // ELEMENTS_OF_A_NODE
         if self.left < 0:
             raise TooMuchWork
 
@@ -71,7 +75,6 @@ class AbstractGraph:
         for name, value in prepared.constants.items():
             values.setdefault(name, value)
         for reading, rule in prepared.nodes:
-            self.budget.spend()
             made = self._branch(reading.node, values, prepared) if rule is None else self._apply(reading, rule, values)
             values.update(zip(reading.node.output, made, strict=False))
         return values
@@ -109,6 +112,7 @@ class AbstractGraph:
         except ANY_NUMPY:
             found = UNKNOWN
         found = [found] if isinstance(found, Abstract) else found
+        self.budget.spend(sum(value.data.size for value in found if value.data is not None))
         return [*found, *[UNKNOWN] * (len(node.output) - len(found))]
 
     def _constant(self, node: NodeProto, reading: Reading) -> Abstract:
@@ -124,6 +128,7 @@ class AbstractGraph:
         return UNKNOWN
 
     def _branch(self, node: NodeProto, values: dict[str, Abstract], prepared: "_Prepared") -> list[Abstract]:
+        self.budget.spend()
         condition = values.get(node.input[0], UNKNOWN).numbers if node.input else None
         if condition is None or condition.size != 1:
             return [UNKNOWN] * len(node.output)

@@ -55,10 +55,10 @@ class Abstract:
         """The numbers in the true shape.
 
         Raises:
-            ValueError: they are unknown.
+            ValueError: they are unknown, or too many.
         """
-        if self.shape is None or self.data is None:
-            raise ValueError("the value is unknown")
+        if self.shape is None or self.data is None or size_of(self.shape) > MOST_ELEMENTS:
+            raise ValueError("the value is unknown, or too large")
         return np.broadcast_to(self.data, self.shape)
 
     @property

@@ -28,8 +28,10 @@ def adapter_misfits(context: ContractContext) -> Iterator[Fault]:
     wanted = {
         port.name: port for graph in context.contract.graphs.values() for port in graph.inputs if port.role == "adapter"
     }
+    views = [file.view for file in context.stack.members if file.view is not None]
+    defaults = {tensor.name for view in views for tensor in view.model.graph.initializer}
     for file in context.folder.side_cars.adapters if wanted else ():
-        problems = dict(_list_problems(file, wanted))
+        problems = dict(_list_problems(file, wanted, defaults))
         if problems:
             names = tuple(sorted(problems))
             more = f"; {len(names) - 1} more do not fit" if len(names) > 1 else ""
@@ -44,7 +46,8 @@ def adapter_misfits(context: ContractContext) -> Iterator[Fault]:
             )
 
 
-def _list_problems(file: AdapterFile, wanted: dict[str, Port]) -> Iterator[tuple[str, str]]:
+def _list_problems(file: AdapterFile, wanted: dict[str, Port], defaults: set[str]) -> Iterator[tuple[str, str]]:
+    """The matrices that do not fit, and why; an input that has a value of its own takes one, and needs none."""
     if file.problem is not None:
         yield file.name, file.problem
         return
@@ -52,10 +55,11 @@ def _list_problems(file: AdapterFile, wanted: dict[str, Port]) -> Iterator[tuple
     for name, parameter in given.items():
         port = wanted.get(name)
         if port is None:
-            yield name, "no input of the graph takes it"
+            if name not in defaults:
+                yield name, "no input of the graph takes it"
         elif (misfit := find_misfit(parameter, port.dtype, port.shape)) is not None:
             yield name, misfit
-        elif (partner := given.get(_name_partner(name))) is not None and _ranks_differ(parameter, partner):
+        elif (partner := given.get(_name_partner(name))) is not None and _ranks_differ(parameter, partner, port):
             yield name, f"its rank is {parameter.shape[-1]}, that of {partner.name} is {partner.shape[0]}"
     for name in wanted.keys() - given.keys():
         yield name, "the file has no matrix for this input"
@@ -66,5 +70,7 @@ def _name_partner(name: str) -> str:
     return name.replace("lora_A", "lora_B") if "lora_A" in name else ""
 
 
-def _ranks_differ(first: AdapterParameter, second: AdapterParameter) -> bool:
-    return bool(first.shape and second.shape) and first.shape[-1] != second.shape[0]
+def _ranks_differ(first: AdapterParameter, second: AdapterParameter, port: Port) -> bool:
+    """Whether a pair differs in its rank: the last axis of the first matrix, where the input leaves it open."""
+    is_rank = bool(port.shape) and not isinstance((port.shape or (0,))[-1], int)
+    return is_rank and bool(first.shape and second.shape) and first.shape[-1] != second.shape[0]
