@@ -100,14 +100,16 @@ def _is_hidden(port: Declared) -> bool:
 def _group_by_layers(stages: Sequence[StageFile]) -> Iterator[list[StageFile]]:
     """Stages in the order of their layers: the head, which has none, last. None where several have the same layers.
 
-    A stage alone that takes hidden states, and whose layers do not begin at the first, is what is left of a pipeline.
+    A last stage alone, whose layers do not begin at the first, is what is left of a pipeline. One in the middle may be
+    asked about by itself: nobody takes it for a whole decoder.
     """
     caching = sorted((stage for stage in stages if stage.layers), key=lambda stage: stage.layers)
     heads = [stage for stage in stages if not stage.layers]
     numbers = [number for stage in caching for number in stage.layers]
     if not caching or len(set(numbers)) != len(numbers) or sum(stage.is_last for stage in stages) > 1:
         return
-    if len(caching) + len(heads) > 1 or (not caching[0].is_first and caching[0].layers[0] > 0):
+    is_rest = caching[0].is_last and not caching[0].is_first and caching[0].layers[0] > 0
+    if len(caching) + len(heads) > 1 or is_rest:
         yield [*caching, *heads]
 
 
