@@ -129,7 +129,8 @@ class LengthUses:
             number = axis.number if axis is not None else None
             inside = number is not None and -len(data.shape) <= number < len(data.shape)
             size = data.shape[number] if inside and number is not None else None
-            if end == whole(self.capacity) and size is not None and self.facts.real(size) == symbol(PAST):
+            # Of a mask that was joined from two, the columns may be unknown: the proof shows whether they were these.
+            if end == whole(self.capacity) and inside and (size is None or self.facts.real(size) == symbol(PAST)):
                 new_ends[at] = by
         if new_ends != list(ends):
             self._replace(_Use(scope, node, 2, ends), new_ends)
