@@ -34,6 +34,8 @@ SELECTABLE = (
     "Feed 1 in a loop that generates, and take the last row; transformers.js feeds 0 if nothing else is asked for.",
 )
 
+TRACED = f"export.json has no {KEEP}: the runner of transformers cannot feed it, a loop of your own can."
+
 
 def convert(context: RepairContext, choice: LogitsRows) -> Converted:
     """Put a Slice in front of each LM head of a stack.
@@ -58,8 +60,11 @@ def convert(context: RepairContext, choice: LogitsRows) -> Converted:
             context.cannot("it already has an input for the number of rows")
         heads = find_heads(model.graph, port.name, contract)
         changes += _insert(model, heads, port, choice, name)
-    keep = COMPARED if choice == "selectable" else ()
-    return Converted(tuple(changes), LAST if choice == "last" else SELECTABLE, "all" if keep else "last", keep)
+    if choice == "last":
+        return Converted(tuple(changes), LAST, "last")
+    traced = bool(context.copy.folder.side_cars.export)
+    rules = (*SELECTABLE, TRACED) if traced else SELECTABLE
+    return Converted(tuple(changes), rules, "all", COMPARED, reveals=("config-disagrees",) if traced else ())
 
 
 def _insert(model: ModelProto, heads: tuple[Head, ...], port: Port, choice: LogitsRows, file: str) -> list[Change]:
