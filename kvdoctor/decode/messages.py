@@ -415,7 +415,8 @@ class PairedDone:
         chunks: New tokens of the later calls.
         longest: Tokens of the longest past.
         tokens: Tokens of the longest sequence.
-        overflow: What happened to one token more than the buffers hold: the error, or empty if the call ran.
+        overflow: What happened to one token more than the buffers hold: the error, or presents that are longer than
+            a buffer; empty if neither.
     """
 
     calls: int = 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract, PhaseName
+from kvdoctor.contract import CacheContract, PhaseName, Role
 from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario
 from kvdoctor.decode.experiments import Calls, Experiment, Use
 from kvdoctor.decode.experiments.cache_entries import as_probe, same_logits
@@ -16,6 +16,8 @@ from kvdoctor.decode.feeds import FeedBuilder
 
 BEFORE_PADDING = ("batch", "batch-rows", "chunk", "second-turn", "each-length", "near-thresholds")
 """Experiments without padding that fail from the same cause, if they do."""
+PLACES: tuple[Role, ...] = ("cache_position", "write_index", "past_length", "total_length", "last_index")
+"""Inputs that give the place where a buffer is written."""
 PADDING = (2, 1, 0)
 """Tokens of padding before each row of the batch."""
 BEHIND = 4
@@ -99,11 +101,26 @@ def _loop(padded: FeedBuilder, unpadded: FeedBuilder, expected: Array) -> Calls:
 
 def takes_left_padding(contract: CacheContract) -> str | None:
     """A mask with a column for each token must hide the padding, in every graph; an operator that counts cannot."""
-    if any(slot.growth in ("shared", "ring") or slot.trimmed for slot in contract.slots):
+    counted = any(slot.growth in ("shared", "ring") or slot.trimmed for slot in contract.slots)
+    if counted or _is_written_by_count(contract):
         return "its attention counts the entries of the cache, and cannot leave out the first ones"
     if any(slot.kind in ("conv-state", "recurrent-state") for slot in contract.slots):
         return "a state's earlier inputs cannot be masked later"
     return has_exact_rows(contract) or _has_mask(contract, "attention_mask", "total")
+
+
+def _is_written_by_count(contract: CacheContract) -> bool:
+    """Whether a buffer is written behind as many entries as its mask shows, as GroupQueryAttention does.
+
+    No input gives the place, and the mask, which is as long as the tokens, is not that of the buffer.
+    """
+    graph = contract.graph("decode")
+    if not any(slot.growth == "static" for slot in contract.slots) or any(graph.port(role) for role in PLACES):
+        return False
+    mask = graph.port("attention_mask")
+    if mask is None or mask.shape is None or "total" not in mask.axes:
+        return False
+    return not isinstance(mask.shape[mask.axes.index("total")], int)
 
 
 def takes_encoder_padding(contract: CacheContract) -> str | None:

@@ -16,6 +16,7 @@ from kvdoctor.model.proto import ModelProto, NodeProto
 from kvdoctor.model.traverse import find_attribute, needed_for, readers
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
+from kvdoctor.repair.conversions.fused_cache import declare_length, is_fused, list_growing_rules
 from kvdoctor.repair.conversions.length_uses import PAST, LengthUses
 from kvdoctor.repair.conversions.lm_head import describe_node
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
@@ -52,6 +53,10 @@ def convert(context: RepairContext, choice: str) -> Converted:  # noqa: ARG001 -
     slots = _find_buffers(context, contract)
     file = context.file_of("decode")
     model = context.model(file)
+    if is_fused(model, slots):
+        grown = [*declare_length(model, slots, None, file), *forget_trace(context, file)]
+        del model.graph.value_info[:]  # they hold the buffer's length
+        return Converted(tuple(grown), tuple(list_growing_rules(contract)))
     graph = _with_buffer_lengths(contract.graph("decode"), slots)
     changes = list[Change](_free_length(context, model, graph))
     uses = LengthUses(model, graph, contract.capacity or 0)
@@ -213,15 +218,12 @@ def _find(axes: tuple[str, ...]) -> list[int]:
 
 def _list_rules(contract: CacheContract, graph: Graph) -> Iterator[str]:
     """What the loop must do from now on."""
-    yield "The first call is fed a past of length 0, later ones the present, which is past + new rows long."
+    first, *rest = list_growing_rules(contract)
+    yield first
     masks = [port.name for port in graph.inputs if port.role != "past" and "past" in port.axes]
     if masks:
         yield f"{' and '.join(masks)} ha{'s' if len(masks) == 1 else 've'} past + new columns."
-    if contract.capacity is not None:
-        yield (
-            f"The original stops after {contract.capacity} tokens, so that longer sequences are compared with a call "
-            "without a cache alone."
-        )
+    yield from rest
 
 
 def _read(choices: ReExportChoices) -> str | None:

@@ -13,6 +13,7 @@ from kvdoctor.model.traverse import names_in, opset_version
 from kvdoctor.options import ReExportChoices
 from kvdoctor.repair.conversions.lm_head import Head, describe_node, find_ends, find_heads
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
+from kvdoctor.repair.conversions.static_cache import forget_trace
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
 
@@ -33,8 +34,6 @@ SELECTABLE = (
     f"Feed {KEEP}, int64[], in every call: k returns the logits of the last k tokens, 0 those of all.",
     "Feed 1 in a loop that generates, and take the last row; transformers.js feeds 0 if nothing else is asked for.",
 )
-
-TRACED = f"export.json has no {KEEP}: the runner of transformers cannot feed it, a loop of your own can."
 
 
 def convert(context: RepairContext, choice: LogitsRows) -> Converted:
@@ -62,9 +61,9 @@ def convert(context: RepairContext, choice: LogitsRows) -> Converted:
         changes += _insert(model, heads, port, choice, name)
     if choice == "last":
         return Converted(tuple(changes), LAST, "last")
-    traced = bool(context.copy.folder.side_cars.export)
-    rules = (*SELECTABLE, TRACED) if traced else SELECTABLE
-    return Converted(tuple(changes), rules, "all", COMPARED, reveals=("config-disagrees",) if traced else ())
+    for name in files:
+        changes += forget_trace(context, name)
+    return Converted(tuple(changes), SELECTABLE, "all", COMPARED)
 
 
 def _insert(model: ModelProto, heads: tuple[Head, ...], port: Port, choice: LogitsRows, file: str) -> list[Change]:

@@ -77,7 +77,7 @@ def _describe_capacity(stack: str, done: PairedDone, capacity: int, new: int) ->
     """A full buffer was compared, and nothing is written behind it; `new` is the least number of new tokens."""
     detail = f"the longest sequence has {done.tokens} tokens, its last call a past of {done.longest}"
     yield Proof(stack, f"a buffer of {capacity} tokens was filled", done.tokens + new > capacity, detail)
-    claim = f"a call that would write token {capacity + 1} fails"
+    claim = f"a buffer of {capacity} tokens is not written beyond its end"
     yield Proof(stack, claim, bool(done.overflow), done.overflow or "it runs, and nothing says what it computes")
 
 

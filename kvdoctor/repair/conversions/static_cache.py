@@ -3,7 +3,8 @@
 Requires: one graph for all steps whose pasts and new rows meet in a Concat (or in Attention of opset 23 under a mask),
 and no use of the past's length but those that `length_uses` knows; opset 13. Ensures: past and present are N rows long;
 `cache_position`, int64[new], says where the new rows are written, by TensorScatter from opset 24 on and by ScatterND
-before; a mask has N columns, and rows behind the tokens are hidden.
+before; a mask has N columns, and rows behind the tokens are hidden. GroupQueryAttention writes in place by itself where
+its past is longer than the tokens in it: then N rows are declared, and nothing else changes.
 """
 
 import re
@@ -17,6 +18,7 @@ from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import find_attribute, names_in, normalize_domain, opset_version, producer, readers
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
+from kvdoctor.repair.conversions.fused_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
 from kvdoctor.repair.conversions.length_uses import LengthUses
 from kvdoctor.repair.conversions.lm_head import describe_node
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
@@ -37,8 +39,6 @@ LEAST_CAPACITY = 5
 """Tokens of a prompt of 3 and two steps, by which the loop of a copy is tested."""
 LENGTHS: tuple[Role, ...] = ("past_length", "total_length", "last_index", "write_index", "token_and_position")
 """Inputs that give the length of the past: known as one number, not where there is one for each sequence."""
-OWN_BUFFER = ("GroupQueryAttention",)
-"""Operators that write in place by themselves if the past that they are fed is longer than the tokens in it."""
 
 
 @record
@@ -66,6 +66,9 @@ def convert(context: RepairContext, choice: StaticCache) -> Converted:
     if opset_version(model.opset_import) < LEAST_OPSET:
         context.cannot(f"{file} has opset {opset_version(model.opset_import)}, where Unsqueeze needs {LEAST_OPSET}")
     slots = _find_growing(context, contract, model)
+    if is_fused(model, slots):
+        changes = [*declare_length(model, slots, capacity, file), *forget_trace(context, file)]
+        return Converted(tuple(changes), tuple(list_buffer_rules(contract, capacity)), capacity=capacity)
     joins = [_find_join(context, model, slot) for slot in slots]
     uses = LengthUses(model, graph, capacity)
     writing = _RowWriter(model, graph, names_in(model))
@@ -114,15 +117,9 @@ def _find_growing(context: RepairContext, contract: CacheContract, model: ModelP
     if not slots:
         static = any(slot.growth == "static" for slot in contract.slots)
         context.cannot("its cache is a static buffer already" if static else "no past has a variable length")
-    reading = readers(model.graph)
+    growth = "shared" if is_fused(model, slots) else "grow"
     for slot in slots:
-        fused = next((node for node, _ in reading.get(slot.past, ()) if node.op_type in OWN_BUFFER), None)
-        if fused is not None:
-            context.cannot(
-                f"the node {describe_node(fused)} writes {slot.past!r} in place by itself",
-                "no conversion is needed: feed a past of N rows, and bind the present to the same memory",
-            )
-        if slot.present is None or slot.carry != "feed-back" or slot.growth != "grow" or slot.trimmed:
+        if slot.present is None or slot.carry != "feed-back" or slot.growth != growth or slot.trimmed:
             how = "is trimmed" if slot.trimmed else f"{slot.growth}, {slot.carry}"
             node = producer(model.graph, slot.present or "")
             maker = f"the node {describe_node(node)}: " if node is not None else ""
@@ -379,10 +376,7 @@ def _list_rules(contract: CacheContract, capacity: int) -> Iterator[str]:
     """What the loop must do from now on."""
     graph = contract.graph("decode")
     masks = [port for port in graph.inputs if "total" in port.axes]
-    yield (
-        f"Every past has {capacity} rows: allocate it once, filled with zeros, and feed each present as the next past. "
-        "Both may be bound to the same memory."
-    )
+    yield buffer_rule(capacity)
     yield f"{POSITION}, int64[new], is n, n + 1, ... with n tokens in the cache: the new rows are written there."
     for port in masks:
         shown, hidden = ("1", "0") if port.role == "attention_mask" else ("open", "hidden")

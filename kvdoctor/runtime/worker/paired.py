@@ -116,16 +116,23 @@ class _Pair:
         return ""
 
     def overflow(self, capacity: int) -> str:
-        """The error of a call on full buffers; empty if it runs. Their content does not matter: they hold zeros."""
+        """What a call on full buffers does that keeps their end: it fails, or returns more rows; empty if neither.
+
+        Their content does not matter: they hold zeros.
+        """
         contract = self.converted.contract
         new = contract.new_tokens or 1
         _, builder = self._build(Walk(contract.fixed_batch or 1, capacity, (new,)))
         past = builder.first_past(0)
         past.length = capacity
         try:
-            self.converted.run_session(builder.decode(capacity, capacity + new, past))
+            answer = self.converted.run_session(builder.decode(capacity, capacity + new, past))
         except (StepFailed, Refused) as error:
-            return f"it fails: {error}"[:200]
+            return f"a call with token {capacity + 1} fails: {error}"[:200]
+        for slot in contract.slots:
+            value = answer.outputs.get(slot.present or "") if "capacity" in slot.axes else None
+            if value is not None and (rows := value.shape[slot.axes.index("capacity")]) > capacity:
+                return f"a call with token {capacity + 1} returns {slot.present} with {rows} rows, a new tensor"
         return ""
 
     def _build(self, walk: Walk) -> tuple[FeedBuilder, FeedBuilder]:
