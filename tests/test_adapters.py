@@ -1,6 +1,7 @@
 """LoRA: decoders that take the matrices of an adapter as inputs, and adapter files beside them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ def test_an_adapter_of_any_rank_fits(rank: int, tmp_path: Path) -> None:
 WRONG: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "another width": ({PREFIX.format(0, "B"): (4, OUT - 1)}, "it has the shape [4, 95]"),
     "another rank than its partner": ({PREFIX.format(1, "B"): (8, OUT)}, "its rank is 4"),
+    "a rank of 0": ({PREFIX.format(1, "A"): (WIDTH, 0)}, "which has no elements"),
     "a matrix too many": ({"layers.9.lora_A.weight": (4, 4)}, "no input of the graph takes it"),
 }
 
@@ -202,6 +204,15 @@ def test_a_misfit_hides_no_fault_of_the_decoder(tmp_path: Path) -> None:
     names = {one["name"] for one in diagnose("step-test", folder)["findings"] if one["severity"] == "error"}
     assert CHECK in names
     assert len(names) == 2
+
+
+def test_what_is_no_file_is_a_finding(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "a.onnx_adapter").symlink_to(tmp_path / "gone")
+    assert "it is a link to a file that is not there" in misfits(folder)[0]
+    (folder / "a.onnx_adapter").unlink()
+    os.mkfifo(folder / "b.onnx_adapter")
+    assert "it is no file" in misfits(folder)[0]
 
 
 def test_a_damaged_adapter_file_is_a_finding(tmp_path: Path) -> None:

@@ -106,6 +106,16 @@ def test_the_last_stage_alone_is_told_to_lack_the_first(tmp_path: Path) -> None:
     assert report.verdict != "healthy"
 
 
+def test_stages_that_are_listed_in_another_order_are_told(tmp_path: Path) -> None:
+    path = FIXTURES[GENAI].write(tmp_path)
+    config = json.loads((path / "genai_config.json").read_text())
+    config["model"]["decoder"]["pipeline"].reverse()
+    (path / "genai_config.json").write_text(json.dumps(config))
+    for report in (inspect(str(path)), step_test(str(path), Options())):
+        assert ("parts-do-not-fit", "error") in found(report)
+        assert "lists first.onnx behind second.onnx" in " ".join(finding.cause for finding in report.findings)
+
+
 def test_a_listed_file_may_begin_with_a_dot(tmp_path: Path) -> None:
     path = FIXTURES[GENAI].write(tmp_path)
     listed = (path / "genai_config.json").read_text()

@@ -45,6 +45,9 @@ def read_adapter(path: Path) -> AdapterFile:
     from flatbuffers import encode, number_types  # few models have an adapter
     from flatbuffers.table import Table
 
+    if not path.is_file():  # a pipe would wait for a writer
+        link = "a link to a file that is not there" if path.is_symlink() else "no file"
+        return AdapterFile(path.name, problem=f"it is {link}")
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if content[4:8] != IDENTIFIER:
@@ -85,6 +88,8 @@ def find_misfit(parameter: AdapterParameter, dtype: str, shape: tuple[Dim, ...] 
     """Why a matrix does not fit an input of that type and declared shape; None where it does."""
     if parameter.dtype != dtype:
         return f"it is {parameter.dtype}, and the input takes {dtype}"
+    if 0 in parameter.shape:
+        return f"it has the shape {list(parameter.shape)}, which has no elements"
     if shape is None:
         return None
     fits = len(shape) == len(parameter.shape) and all(

@@ -117,7 +117,7 @@ def _read_side_cars(folder: Path) -> SideCars:
 
 def _read_adapters(root: Path) -> tuple[AdapterFile, ...]:
     """The adapter files beside the graphs."""
-    return tuple(map(read_adapter, sorted(path for path in root.glob(f"*{ADAPTER_SUFFIX}") if path.is_file())))
+    return tuple(map(read_adapter, sorted(root.glob(f"*{ADAPTER_SUFFIX}"))))
 
 
 def read_json_object(path: Path) -> tuple[dict[str, Any], str | None]:

@@ -258,7 +258,7 @@ def _read_listed(files: Sequence[OnnxFile], listed: Sequence[dict[str, Any]]) ->
         reason = "genai_config.json has stages that run on the prompt alone, or on later steps alone"
         problems.append(PartProblem(parts[0][0].name, "", "", reason, essential=False))
     elif not problems:
-        problems += _find_unlinked(parts)
+        problems += _find_unlinked(parts, made)
     yield _join(parts, tuple(problems[:1]))
 
 
@@ -277,8 +277,14 @@ def _find_strange_names(file: OnnxFile, stage: dict[str, Any]) -> Iterator[PartP
             yield PartProblem(file.name, declared, observed, cause)
 
 
-def _find_unlinked(parts: Sequence[tuple[OnnxFile, Mapping[str, tuple[int, str]]]]) -> Iterator[PartProblem]:
-    """Hidden states that no earlier stage returns under the name that a stage takes, or of another type or width."""
+def _find_unlinked(
+    parts: Sequence[tuple[OnnxFile, Mapping[str, tuple[int, str]]]], made: Mapping[str, tuple[int, str]]
+) -> Iterator[PartProblem]:
+    """Hidden states that no earlier stage returns under the name that a stage takes, or of another type or width.
+
+    `made` has each name that a stage returns, with its number and output. If the first stage takes what a later one
+    returns, they are listed in another order than they run.
+    """
     for number, (file, links) in enumerate(parts):
         for port in file.graph.inputs.values():
             if port.name in links:
@@ -288,6 +294,11 @@ def _find_unlinked(parts: Sequence[tuple[OnnxFile, Mapping[str, tuple[int, str]]
                     before = f"{parts[source][0].name} returns {_described([given])}"
                     cause = f"{before}, and {file.name} takes {_described([port])}"
                     yield PartProblem(file.name, before, f"{file.name} takes {_described([port])}", cause)
+            elif not number and _is_hidden(port) and made.get(port.name, (0, ""))[0]:
+                later = parts[made[port.name][0]][0].name
+                cause = f"genai_config.json lists {later} behind {file.name}, which takes the {port.name!r} it returns"
+                observed = f"{file.name} takes {_described([port])}, which {later} returns"
+                yield PartProblem(file.name, "stages in the order in which they run", observed, cause)
             elif number and _is_hidden(port) and role_by_name(port, inputs.INPUTS) in TAKEN:
                 returned = ", ".join(name for before, _ in parts[:number] for name in before.graph.outputs)[:200]
                 observed = f"{file.name} takes {_described([port])}, and the stages before it return {returned}"
