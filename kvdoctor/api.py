@@ -339,6 +339,9 @@ def record_golden(path: "Path", out: "Path", *, force: bool = False, **options: 
         return recording.record_golden(os.fspath(path), os.fspath(out), asked, runtime, force=force)
 
 
+WRITES_SPEED = "`kvdoctor speed MODEL --output speed.json` writes one"
+
+
 def speed(path: "Path", **options: "Unpack[SpeedOptions]") -> "Report":
     """Measure how fast each stack decodes on this machine, and what is worse than in an earlier report.
 
@@ -349,8 +352,10 @@ def speed(path: "Path", **options: "Unpack[SpeedOptions]") -> "Report":
     began = time.perf_counter()
     asked = _read("speed", options)
     choices = read_options(SpeedChoices, options)
-    earlier = None if choices.earlier is None else read_report(choices.earlier)
+    from kvdoctor.report.json_format import read_report as read
     from kvdoctor.runtime.client import Runtime
+
+    earlier = None if choices.earlier is None else read(choices.earlier, WRITES_SPEED)
 
     with Runtime(asked.limits) as runtime:
         from kvdoctor.diagnose.speed import measure_speed

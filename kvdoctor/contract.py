@@ -398,7 +398,15 @@ class CacheContract:
     @property
     def new_tokens(self) -> int | None:
         """The number of new tokens that the first step takes where it is fixed; None where any number will do."""
-        graph = self.graph("prefill")
+        return self._fixed_new_tokens("prefill")
+
+    @property
+    def step_tokens(self) -> int | None:
+        """The number of new tokens that a later step takes where it is fixed."""
+        return self._fixed_new_tokens("decode")
+
+    def _fixed_new_tokens(self, phase: PhaseName) -> int | None:
+        graph = self.graph(phase)
         if graph.port("token_and_position") is not None:
             return 1
         port = graph.port("token_ids") or graph.port("embeddings")

@@ -14,7 +14,8 @@ import pytest
 from onnx import numpy_helper
 from support.isolated import EXPORTS, kvdoctor
 
-from kvdoctor.decode.golden import checksum_draws, pack, unpack
+from kvdoctor.decode.golden import GoldenWalk, checksum_draws, find_difference, pack, unpack
+from kvdoctor.decode.paired_walks import Walk
 
 CHECK = "golden-differs"
 Arrays = dict[str, "np.ndarray[Any, Any]"]
@@ -103,6 +104,9 @@ BAD: dict[str, Callable[[Arrays], Arrays]] = {
     "no logits": lambda arrays: {name: values for name, values in arrays.items() if name != "0/0:logits"},
     "logits of another shape": lambda arrays: {**arrays, "0/0:logits": arrays["0/0:logits"][:1]},
     "tokens that are no integers": lambda arrays: {**arrays, "0/0:tokens": arrays["0/0:tokens"] + 0.5},
+    "tokens below zero": lambda arrays: {**arrays, "0/0:tokens": arrays["0/0:tokens"] - 1000},
+    "tokens beyond the vocabulary": lambda arrays: {**arrays, "0/0:tokens": arrays["0/0:tokens"] + 1000},
+    "deviations that are no numbers": lambda arrays: {**arrays, "0/0:deviations": arrays["0/0:deviations"] * np.nan},
     "sizes below one": lambda arrays: {**arrays, "0/0:sizes": arrays["0/0:sizes"] - 9},
     "sizes beyond reason": lambda arrays: {**arrays, "0/0:sizes": arrays["0/0:sizes"] * 100_000},
     "names that are a number": lambda arrays: {**arrays, "0/0:names": np.frombuffer(b"7", np.uint8)},
@@ -184,10 +188,39 @@ def test_changed_weights_are_found_with_the_call_and_the_tokens(golden: Path, tm
 
 def test_a_change_that_rounding_hardly_explains_is_a_warning(golden: Path, tmp_path: Path) -> None:
     def barely(name: str, values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        return values * 1.0004 if name == "transformer.h.1.attn.c_proj.weight" else values
+        return values * 1.0002 if name == "transformer.h.1.attn.c_proj.weight" else values
 
     code, report = compare(changed(tmp_path, barely), golden)
     assert [(code, one["severity"]) for one in found(report)] == [(0, "warning")]
+
+
+def test_a_small_difference_hides_no_large_one_in_a_later_call(golden: Path, tmp_path: Path) -> None:
+    def late(name: str, values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """Other positions from the tenth on, and a little noise from the first token on."""
+        if name == "transformer.wpe.weight":
+            values = values.copy()
+            values[10:] += np.random.default_rng(0).standard_normal(values[10:].shape)
+        return values * 1.0002 if name == "transformer.h.1.attn.c_proj.weight" else values
+
+    code, report = compare(changed(tmp_path, late), golden)
+    assert [(code, one["severity"]) for one in found(report)] == [(1, "error")]
+
+
+def test_a_cache_of_one_walk_hides_no_logits_of_another() -> None:
+    rng, walk = np.random.default_rng(0), Walk(1, 1, ())
+    logits, cache, top = rng.standard_normal((1, 64)), rng.standard_normal(64), np.zeros((1, 5), int)
+    wide = np.ones(1)
+
+    def walked(logits_off: float, cache_off: float) -> GoldenWalk:
+        return GoldenWalk(
+            walk, top[:, :1], logits + logits_off, wide, top, {"0.key": cache + cache_off}, {"0.key": 1.0}
+        )
+
+    pairs = [(walked(0, 1), walked(0, 0)), (walked(2e-3, 0), walked(0, 0)), (walked(1, 0), walked(0, 0))]
+    for count, cache_name, off in ((1, "0.key", 1), (2, None, 2e-3), (3, None, 1)):
+        difference = find_difference(pairs[:count], (1e-3, 1e-2))
+        assert difference is not None
+        assert (difference.cache, difference.relative) == (cache_name, pytest.approx(off, rel=0.01))
 
 
 def test_another_form_of_the_cache_with_the_same_logits_is_a_warning(golden: Path, tmp_path: Path) -> None:

@@ -125,6 +125,20 @@ def test_a_model_that_was_a_thousand_times_as_slow_is_not(measured: dict[str, An
     assert not report["findings"]
 
 
+def test_a_length_and_a_stack_that_are_not_there_any_more_are_not_as_fast(
+    measured: dict[str, Any], tmp_path: Path
+) -> None:
+    earlier = scaled(measured, 1000.0)
+    (stack,) = earlier["speed"]
+    stack["points"].append({**stack["points"][-1], "past": 128})
+    earlier["speed"].append({**stack, "stack": "merged"})
+    code, report = against(earlier, tmp_path)
+    assert (code, report["verdict"]) == (3, "incomplete")
+    reasons = " ".join(one["reason"] for one in report["not_checked"])
+    assert "the earlier report has a past of 128, which was not measured now" in reasons
+    assert "it was measured in the earlier report, and is not there any more" in reasons
+
+
 def test_a_report_of_another_machine_is_not_compared(measured: dict[str, Any], tmp_path: Path) -> None:
     other = scaled(measured, 1.0)
     other["speed"][0]["processor"] = "another"

@@ -66,6 +66,10 @@ def _find(text: str | None) -> "tuple[tuple[Check, ...], tuple[KnownMessage, ...
 
     if text is None:
         return api.list_checks(), ()
+    if not text.strip():
+        raise UsageError(
+            "the text is empty: give a code, a name or a message; `kvdoctor explain` alone lists all checks"
+        )
     try:
         return (api.explain(text),), ()
     except UsageError:

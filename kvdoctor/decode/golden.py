@@ -8,7 +8,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +101,33 @@ def _in_order(slot: Slot, values: Array, total: int) -> Array | None:
     return np.transpose(kept, [axes.index(axis) for axis in ORDER if axis in axes])
 
 
-def find_difference(mine: GoldenWalk, golden: GoldenWalk, passes: float) -> GoldenDifference | None:
-    """The first call whose logits are off by more than `passes` standard deviations, or else the first such cache.
+def find_difference(
+    pairs: Sequence[tuple[GoldenWalk, GoldenWalk]], limits: tuple[float, float]
+) -> GoldenDifference | None:
+    """The first place where walks of now and then differ, each as (now, golden); the gravest kind of difference counts.
 
-    The calls may be cut otherwise: those that end with the same token are compared, and caches of the same tokens.
+    `limits` are two numbers of standard deviations: logits beyond the larger one come before logits beyond the smaller,
+    and caches count where all logits agree.
     """
+    for passes in sorted(limits, reverse=True):
+        found = next((one for pair in pairs if (one := _find_other_logits(*pair, passes)) is not None), None)
+        if found is not None:
+            return found
+    return next((one for pair in pairs if (one := _find_other_cache(*pair, min(limits))) is not None), None)
+
+
+def _find_other_logits(mine: GoldenWalk, golden: GoldenWalk, passes: float) -> GoldenDifference | None:
+    """The first call whose logits are off; of calls that are cut otherwise, those that end alike are compared."""
     for stop, here, there in _pair_calls(mine, golden):
         off = _measure(mine.logits[here], golden.logits[there], float(golden.deviations[there]))
         if not off <= passes:
             tops = int(golden.top[there, 0]), int(mine.top[here, 0])
             return GoldenDifference(golden.walk, stop, None, off, tops if tops[0] != tops[1] else None)
+    return None
+
+
+def _find_other_cache(mine: GoldenWalk, golden: GoldenWalk, passes: float) -> GoldenDifference | None:
+    """The first cache that is off, of the same tokens."""
     for name in golden.caches if mine.walk.total == golden.walk.total else ():
         if name in mine.caches:
             off = _measure(mine.caches[name], golden.caches[name], golden.spreads[name])
@@ -222,9 +239,18 @@ def _read_walk(own: Mapping[str, Array]) -> GoldenWalk:
     for name, (shape, kind) in shapes.items():
         if own[name].shape != shape or own[name].dtype.kind != kind:
             raise ValueError(f"{name} is {own[name].dtype}{list(own[name].shape)}, not {list(shape)} numbers")
+    _check_numbers(own)
     samples = dict(zip(caches, own["caches"], strict=True))
     spreads = dict(zip(caches, own["spreads"].tolist(), strict=True))
     return GoldenWalk(walk, own["tokens"], own["logits"], own["deviations"], own["top"], samples, spreads)
+
+
+def _check_numbers(own: Mapping[str, Array]) -> None:
+    for name in ("deviations", "spreads"):
+        if not (np.isfinite(own[name]) & (own[name] >= 0)).all():
+            raise ValueError(f"{name} are no standard deviations")
+    if (own["tokens"] < 0).any():
+        raise ValueError("the tokens are no ids")
 
 
 def checksum_draws(seed: int) -> int:

@@ -60,7 +60,7 @@ def plan_walks(
     """
     contracts = (original, converted)
     rows = next((size for one in contracts if (size := one.fixed_batch) is not None), None)
-    new = next((size for one in contracts if (size := one.new_tokens) is not None), None)
+    sizes = _fixed_sizes(contracts)
     lengths = [one.usable_length for one in contracts if one.usable_length is not None]
     most = min([LONG, *lengths, *([] if most_tokens is None else [most_tokens])])
     planned = [
@@ -69,25 +69,25 @@ def plan_walks(
         Walk(1, 1, (1,) * (LONG - 1)),
         *(Walk(batch, prompt, (1, 2, 1)) for batch in (2, 3) for prompt in (1, 3)),
     ]
-    fits = [_fit(walk, rows, new, most) for walk in planned]
+    fits = [_fit(walk, rows, sizes, most) for walk in planned]
     if capacity is not None:
-        fits += [_fit(walk, rows, new, capacity) for walk in _fill(capacity)]
+        fits += [_fit(walk, rows, sizes, capacity) for walk in _fill(capacity)]
     fitted = list(dict.fromkeys(filter(None, fits)))
     return tuple(walk for walk in fitted if not any(_begins(walk, other) for other in fitted))
 
 
 def plan_decoding(one: CacheContract, other: CacheContract, prompt: int, steps: int) -> Walk | None:
     """A prompt and single steps in sizes that both contracts take; None where not even a prompt fits."""
-    fixed = [(both.fixed_batch, both.new_tokens, both.usable_length) for both in (one, other)]
-    rows, new, most = ([size for size in sizes if size is not None] for sizes in zip(*fixed, strict=True))
-    limit = min([prompt + steps, *most])
-    return _fit(Walk(1, prompt, (1,) * steps), next(iter(rows), None), next(iter(new), None), limit)
+    both = (one, other)
+    rows = next((size for each in both if (size := each.fixed_batch) is not None), None)
+    lengths = [each.usable_length for each in both if each.usable_length is not None]
+    return _fit(Walk(1, prompt, (1,) * steps), rows, _fixed_sizes(both), min([prompt + steps, *lengths]))
 
 
 def fit_walk(walk: Walk, contract: CacheContract) -> Walk | None:
     """A walk in the sizes of one contract; None where not even its prompt fits."""
     limit = min([walk.total, *([contract.usable_length] if contract.usable_length is not None else [])])
-    return _fit(walk, contract.fixed_batch, contract.new_tokens, limit)
+    return _fit(walk, contract.fixed_batch, _fixed_sizes((contract,)), limit)
 
 
 def _fill(capacity: int) -> Iterator[Walk]:
@@ -104,12 +104,18 @@ def _begins(walk: Walk, other: Walk) -> bool:
     return same and other.pieces[: len(walk.pieces)] == walk.pieces
 
 
-def _fit(walk: Walk, rows: int | None, new: int | None, most: int) -> Walk | None:
+def _fixed_sizes(contracts: tuple[CacheContract, ...]) -> tuple[int | None, int | None]:
+    """New tokens of the first call and of each later one, where a contract fixes them."""
+    first = next((size for one in contracts if (size := one.new_tokens) is not None), None)
+    later = next((size for one in contracts if (size := one.step_tokens) is not None), None)
+    return first, later
+
+
+def _fit(walk: Walk, rows: int | None, sizes: tuple[int | None, int | None], most: int) -> Walk | None:
     """The walk in fixed sizes, as far as it goes; None where not even its prompt fits."""
-    if new is not None:
-        pieces, prompt = (new,) * (walk.total // new - 1), new
-    else:
-        pieces, prompt = walk.pieces, walk.prompt
+    first, later = sizes
+    prompt = first or walk.prompt
+    pieces = (later,) * ((walk.total - prompt) // later) if later is not None else walk.pieces
     kept, total = [], prompt
     for piece in pieces:
         total += piece

@@ -78,12 +78,19 @@ def find_other_token(ours: dict[str, int], theirs: dict[str, int]) -> tuple[int,
     return next(((n, mine.get(n, ""), other.get(n, "")) for n in different), None)
 
 
+def _has_encoder(contract: CacheContract) -> bool:
+    return contract.has_encoder_states or bool(contract.of_kind("cross-attention")) or "encode" in contract.phases
+
+
 def grade_draft(target: PairedSide, draft: DraftModel, options: Options, runtime: Runtime) -> DraftFacts:
     """Decode greedily with the target, and ask the draft for each next token.
 
     Raises:
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
+    if _has_encoder(draft.contract) and not _has_encoder(target.contract):
+        reason = "the draft takes the states of an encoder, and the model has none"
+        return DraftFacts(target.stack, draft.shown, PROMPTS, reason=reason)
     side = replace(draft.side, stack=f"draft {draft.side.stack}")
     prompts = 1 if options.prompt_ids else PROMPTS
     tokens = accepted = 0

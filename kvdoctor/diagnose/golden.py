@@ -136,7 +136,10 @@ def _read_stack(number: int, facts: Any, arrays: Mapping[str, Any]) -> GoldenSta
         raise ValueError("the arithmetic or the vocabulary of a stack is none")
     name, kinds, weights = (_get(facts, key, str) for key in ("name", "kinds", "weights"))
     layers, states, draws = (_get(facts, key, int) for key in ("layers", "states", "draws"))
-    return GoldenStack(name, vocabulary, kinds, layers, exactness, weights, states, draws, from_arrays(own))
+    walks = from_arrays(own)
+    if vocabulary is not None and any((walk.tokens >= vocabulary).any() for walk in walks):
+        raise ValueError("the tokens are not of its vocabulary")
+    return GoldenStack(name, vocabulary, kinds, layers, exactness, weights, states, draws, walks)
 
 
 def _get(facts: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -207,7 +210,7 @@ def compare_with_golden(
         key=lambda one: one.passes,
     )
     pairs = [(one, kept.walks[number]) for one, number in zip(mine, done.walks, strict=True)]
-    difference = next((found for one, other in pairs if (found := find_difference(one, other, limit.passes))), None)
+    difference = find_difference(pairs, (limit.passes, limit.fails))
     calls = sum(count_calls(one, other) for one, other in pairs)
     words = f"{calls} calls of {len(pairs)} decodings against {golden.words}"
     if len(pairs) < len(kept.walks):

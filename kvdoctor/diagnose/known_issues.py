@@ -5,6 +5,7 @@ one of its quotes occurs in what was observed, and the file has all of its opera
 """
 
 import json
+import re
 from collections.abc import Collection, Iterable
 from functools import cache
 from importlib.resources import files
@@ -14,6 +15,8 @@ from kvdoctor.records import record
 
 MOST = 2
 """Issues that are listed for one finding."""
+LEAST_PART = 16
+"""Characters that a part of a quote must have to find it: `the version` is part of too many."""
 LEAST_QUOTE = 12
 """Characters that a text must have to be looked for among the quotes and titles."""
 
@@ -33,7 +36,7 @@ class KnownIssue:
         words = _normalize(" ".join((finding.cause, finding.observed, *finding.effects, *finding.evidence)))
         return (
             finding.name in self.checks
-            and (not self.quotes or any(_normalize(quote) in words for quote in self.quotes))
+            and (not self.quotes or any(_has_words(words, _normalize(quote)) for quote in self.quotes))
             and set(self.operators) <= {*operators}
             and (not self.producers or any(name in producer.lower() for name in self.producers))
         )
@@ -70,10 +73,16 @@ def issues_of_message(text: str) -> tuple[Issue, ...]:
     return tuple(entry.issue for entry in list_issues() if _fits(wanted, (*entry.quotes, entry.issue.title)))
 
 
+def _has_words(text: str, quote: str) -> bool:
+    """Whether a quote stands in a text as whole words: `If` is no part of `different`."""
+    return re.search(rf"(?<![a-z0-9_]){re.escape(quote)}(?![a-z0-9_])", text) is not None
+
+
 def _fits(wanted: str, known: Iterable[str]) -> bool:
     texts = [_normalize(text) for text in known]
     inside = any(len(text) >= LEAST_QUOTE and text in wanted for text in texts)
-    return inside or (len(wanted) >= LEAST_QUOTE and any(wanted in text for text in texts))
+    part = len(wanted) >= LEAST_PART and any(_has_words(text, wanted) for text in texts)
+    return inside or part
 
 
 def _normalize(text: str) -> str:

@@ -91,8 +91,8 @@ def is_report(path: str) -> bool:
         return False
 
 
-def read_report(path: str) -> Report:
-    """Read a report; of a gate's document, the only one in it.
+def read_report(path: str, advice: str = ADVICE) -> Report:
+    """Read a report; of a gate's document, the only one in it. `advice` says which command writes one.
 
     Raises:
         UsageError: it cannot be read, is not a report, or has another version of the schema.
@@ -102,17 +102,17 @@ def read_report(path: str) -> Report:
             raise UsageError(f"{path!r} is larger than {MOST_BYTES >> 20} MiB, the limit for a report")
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path!r} cannot be read: {error.strerror or error}; {ADVICE}") from None
+        raise UsageError(f"{path!r} cannot be read: {error.strerror or error}; {advice}") from None
     except ValueError:
-        raise UsageError(f"{path!r} is not a report: it is not text in UTF-8; {ADVICE}") from None
+        raise UsageError(f"{path!r} is not a report: it is not text in UTF-8; {advice}") from None
     try:
         document = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path!r} is not JSON ({str(error)[:120]}); {ADVICE}") from None
-    return report_of(_single(document, path), path)
+        raise UsageError(f"{path!r} is not JSON ({str(error)[:120]}); {advice}") from None
+    return report_of(_single(document, path), path, advice)
 
 
-def report_of(document: Any, called: str) -> Report:
+def report_of(document: Any, called: str, advice: str = ADVICE) -> Report:
     """The report in a document of the schema `kvdoctor/report/1`; fields that later versions added are ignored.
 
     Raises:
@@ -122,13 +122,13 @@ def report_of(document: Any, called: str) -> Report:
     if schema != SCHEMA:
         found = f"it says {schema!r}" if isinstance(schema, str) else "it names no schema"
         other = isinstance(schema, str) and schema.startswith("kvdoctor/report/")
-        hint = "another version of kvdoctor wrote it: write it again with this one" if other else ADVICE
+        hint = "another version of kvdoctor wrote it: write it again with this one" if other else advice
         raise UsageError(f"{called!r} is not a {SCHEMA} ({found[:120]}); {hint}")
     try:
         report = from_plain(Report, document, newer=True)
         _refuse_contradictions(report)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{called!r} does not fit {SCHEMA}: {str(error)[:300]}; {ADVICE}") from None
+        raise UsageError(f"{called!r} does not fit {SCHEMA}: {str(error)[:300]}; {advice}") from None
     return report
 
 

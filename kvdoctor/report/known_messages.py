@@ -69,7 +69,7 @@ def _find_by_words(text: str) -> Iterator[KnownMessage]:
     words = _list_words(text)
     shares = [(len(words & _list_words(_normalize(f"{row.seen} {row.question}"))), row) for row in list_messages()]
     best = max((share for share, _ in shares), default=0)
-    if best >= min(2, len(words)) and words:
+    if words and best >= min(2, len(re.findall(r"\w+", text))):
         yield from [row for share, row in shares if share == best][:MOST_BY_WORDS]
 
 

@@ -4,7 +4,8 @@ What it means: a step that is fed the same past again and again needs the same m
 memory of the process grows with the number of steps, so a long conversation or a server runs out of it.
 
 How it is decided: `kvdoctor speed` repeats one step on a past of 16 tokens 2,000 times, or for 20 seconds. The resident
-memory after the first 200 of them is compared with that after the last; more than 8 MiB is a leak.
+memory after the first 200 of them, or after 10 seconds, is compared with that after the last; more than 8 MiB is a
+leak. Where fewer than 100 steps follow, it is not checked.
 
 Reproduce: `kvdoctor speed MODEL`.
 
@@ -13,9 +14,9 @@ Repair: try another release of the runtime, or without its memory arena (`Sessio
 
 from collections.abc import Iterator
 
-from kvdoctor.decode.speed import LEAK_BYTES
+from kvdoctor.decode.speed import LEAK_BYTES, LEAST_STEPS
 from kvdoctor.diagnose.context import SpeedContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, CannotCheck, Fault, check
 from kvdoctor.report.wording.units import format_bytes
 
 
@@ -24,6 +25,10 @@ def memory_grows(context: SpeedContext) -> Iterator[Fault]:
     """Memory that equal steps never give back."""
     speed = context.speed
     if speed.grown_bytes <= LEAK_BYTES:
+        if speed.steps < LEAST_STEPS:
+            raise CannotCheck(
+                f"{speed.steps} equal steps were run in the time, and {LEAST_STEPS} tell whether they leak"
+            )
         return
     yield Fault(
         severity="error",

@@ -140,6 +140,10 @@ def advise_decision(report: Report) -> str:
         return blocking.command or blocking.text
     if any(f.name == "loop-breaks-contract" and f.confidence == "suspected" for f in report.findings):
         return "say whether your loop takes tokens back there; a trace with all values decides more (docs/trace.md)"
+    if report.command == "speed":
+        if report.arguments.get("against") is None:
+            return f"{again}   (shows whether it can be run at all)"
+        return "measure again on a quiet machine, or write a new report here: kvdoctor speed MODEL --output speed.json"
     if report.command == "judge":
         return "run the probe there once more, to its last run, and judge it with the model and the seed of the probe"
     loops = [run for run in report.runs if run.experiment in LOOPS]

@@ -24,6 +24,7 @@ VERDICT_WORDS = {
 AS_HERE = "the probe shows what the same calls show here; step-test checks the model itself"
 """`nothing-found` of a judged probe."""
 AS_FAST = "as fast as before; step-test checks that it decodes right"
+NOT_SLOWER = "not slower where it could be compared; step-test checks that it decodes right"
 MEASURED = "measured; step-test checks that it decodes right"
 """`nothing-found` of a measured speed, with an earlier report and without."""
 ONLY_KNOWN = "healthy but for known findings"
@@ -58,7 +59,9 @@ def name_verdict(report: "Report") -> str:
     if report.command == "judge" and report.verdict == "nothing-found":
         return AS_HERE
     if report.command == "speed" and report.verdict == "nothing-found":
-        return AS_FAST if report.arguments.get("against") is not None else MEASURED
+        if report.arguments.get("against") is None:
+            return MEASURED
+        return NOT_SLOWER if any(one.code == "KV503" for one in report.not_checked) else AS_FAST
     known = any(finding.known is not None for finding in report.findings)
     return ONLY_KNOWN if known and report.verdict == "healthy" else VERDICT_WORDS[report.verdict]
 

@@ -25,7 +25,7 @@ ROUND_SECONDS, MOST_CALLS = 0.05, 50
 MOST_SECONDS = 20.0
 """A length is left out where its rounds would take longer, by the time of the length before it."""
 SETTLED = 200
-"""Steps after which the runtime has all memory that equal steps need."""
+"""Steps after which the runtime has all memory that equal steps need; fewer where they would take half of the time."""
 NOT_RUN = (StepFailed, Refused, TooShort, NothingToRun, ValueError)
 
 
@@ -116,16 +116,16 @@ def _count_written(runner: StackRunner, answer: Answer) -> int:
 
 
 def _run_equal_steps(runner: StackRunner, past: int, job: SpeedJob) -> tuple[int, int]:
-    """Repeat one step: how often, and by how many bytes the resident memory grew after the first of them."""
+    """Repeat one step: how often after the first ones, and by how many bytes the resident memory grew meanwhile."""
     builder = _build(runner, past, job)
     carried = _fill(runner, builder, past)
-    begin, settled, done = time.perf_counter(), 0, 0
-    while done < job.steps and (done <= SETTLED or time.perf_counter() - begin < MOST_SECONDS):
+    begin, settled, done, counted = time.perf_counter(), 0, 0, 0
+    while done - counted < job.steps and (elapsed := time.perf_counter() - begin) < MOST_SECONDS:
+        if not settled and (done == SETTLED or elapsed > MOST_SECONDS / 2):
+            settled, counted = _resident_bytes(), done
         _run_step(runner, builder, carried)
         done += 1
-        if done == SETTLED:
-            settled = _resident_bytes()
-    return done, max(_resident_bytes() - settled, 0) if done > SETTLED else 0
+    return (done - counted, max(_resident_bytes() - settled, 0)) if settled else (0, 0)
 
 
 def _peak_bytes() -> int:
