@@ -6,16 +6,23 @@ from typing import Any
 import pytest
 
 EXHAUSTIVE = pytest.mark.exhaustive
+FEW = 10
 
 
 def sampled(cases: Iterable[Any], every: int, rest: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
     """One case in `every` for all runs, the first one among them; a tuple holds the values of several parameters.
 
-    `rest` marks the others.
+    `rest` marks the others. Of slow ones beyond a few, every second is left to all tests.
     """
+    known = list(cases)
+    seldom = len(known) > FEW and rest == pytest.mark.slow
     return [
-        case if not index % every else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=rest)
-        for index, case in enumerate(cases)
+        case
+        if not index % every
+        else pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=[rest, EXHAUSTIVE] if seldom and index % 2 else rest
+        )
+        for index, case in enumerate(known)
     ]
 
 

@@ -19,7 +19,7 @@ COMPILED = [name for name in languages() if name != "python"]
 
 
 @pytest.mark.parametrize(
-    ("language", "row"), [*(("python", row) for row in CHOSEN), *spread(COMPILED, CHOSEN, 15)], ids=str
+    ("language", "row"), [*(("python", row) for row in CHOSEN), *spread(COMPILED, CHOSEN, 22)], ids=str
 )
 def test_a_loop_decodes_an_export(language: str, row: Row, maker: Maker) -> None:
     made = maker.make(row)

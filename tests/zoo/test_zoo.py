@@ -21,6 +21,7 @@ from diagnosis import diagnose
 from making import Maker
 from row import CONSUMERS, Row
 from support.isolated import give_up
+from support.sampling import EXHAUSTIVE, sampled
 from tables import ROWS, SAMPLE
 
 from kvdoctor.options import Options
@@ -37,7 +38,7 @@ MANY = 100
 def parameters() -> list[object]:
     """Every row: exports with all that a thorough diagnosis tries, their copies and the sample as people run it.
 
-    The copies have the graphs of the exports; every second one, and what a thorough diagnosis says of them, is left to
+    The copies have the graphs of the exports; two of three, and what a thorough diagnosis says of them, are left to
     `-m exhaustive`.
     """
     slow, exhaustive = (pytest.mark.slow,), (pytest.mark.slow, pytest.mark.exhaustive)
@@ -48,7 +49,7 @@ def parameters() -> list[object]:
     copies = [row for row in ROWS if row.variant != "exported" and row not in SAMPLE]
     quick = [pytest.param(row, False, id=str(row)) for row in SAMPLE]
     default = [
-        pytest.param(row, False, id=str(row), marks=exhaustive if number % 2 else slow)
+        pytest.param(row, False, id=str(row), marks=exhaustive if number % 3 else slow)
         for number, row in enumerate(copies)
     ]
     return [*quick, *default, *thorough]
@@ -88,7 +89,7 @@ def emptied() -> list[Row]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", emptied(), ids=str)
+@pytest.mark.parametrize("row", sampled(emptied(), 2, EXHAUSTIVE), ids=str)
 def test_a_merged_decoder_passes_the_plain_loop_when_repaired(row: Row, maker: Maker, tmp_path: Path) -> None:
     made = maker.make(row)
     if made.obstacle or made.failure:
