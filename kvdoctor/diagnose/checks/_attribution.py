@@ -45,6 +45,8 @@ def cause_in_use(context: ContractContext, experiment: str) -> tuple[str, Run] |
 
 def is_named(context: RunContext, other: Run) -> bool:
     """Whether another check names the cause in a run of other sizes."""
+    if other.cause is not None:
+        return True
     cause, rows = cause_in_use(context, other.experiment), context.find_run("batch-rows")
     if cause is not None and cause[0] not in GENERAL_CAUSES:
         return True
