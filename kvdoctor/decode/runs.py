@@ -221,8 +221,8 @@ class Run:
     @property
     def yardstick(self) -> str:
         """What its logits were compared with, in words."""
-        if self.experiment == OWN_SESSION:
-            return "the loop in the first session"
+        if self.experiment in (OWN_SESSION, HISTORY):
+            return "the loop in the first session" if self.experiment == OWN_SESSION else "other histories"
         own = "its own first pass" if self.experiment == PLAIN_LOOP else "each row alone"
         return own if self.repeats else "the reference run"
 

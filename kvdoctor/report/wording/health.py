@@ -115,8 +115,9 @@ def _describe_loop(report: Report, stack: StackFacts) -> str:
     loop = next(run for run in list_uses(report, stack) if run.experiment in LOOPS and run.shows == "passed")
     steps = [step for step in loop.steps if step.phase == "decode" and step.difference is not None]
     others = describe_comparisons(select_local_runs(report, stack.name)) if loop.repeats else ""
-    same = f"{others}; no call without a cache exists" if loop.repeats else "a run without a cache"
-    text = f"{format_count(len(steps), 'decode step')} of {loop.experiment} agree with {same}: {describe_result(loop)}"
+    same = f"{others}, as there is no call without a cache" if loop.repeats else "a run without a cache"
+    close = describe_result(loop).removeprefix("the same result twice: ")
+    text = f"{format_count(len(steps), 'decode step')} of {loop.experiment} agree with {same}: {close}"
     visible = [control.difference.relative for control in loop.controls if control.visible and control.difference]
     if visible:
         off = format_difference(min(visible))

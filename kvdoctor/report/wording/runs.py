@@ -40,7 +40,8 @@ def describe_result(run: Run, why: str = "") -> str:
     float32 = run.unrounded.worst if run.unrounded is not None and run.unrounded.relative else None
     in_float32 = "" if float32 is None else f", {format_difference(float32)} in a float32 copy"
     if run.outcome in ("passed", "ambiguous") and worst is not None:
-        twice = "the same result twice: " if run.repeats and run.outcome == "passed" else ""
+        again = run.repeats and run.outcome == "passed" and run.experiment == PLAIN_LOOP
+        twice = "the same result twice: " if again else ""
         close = f"within {format_difference(worst)}" if worst else "identical"
         return f"{twice}logits {close}{in_float32}"
     if float32 is not None and worst is None:
