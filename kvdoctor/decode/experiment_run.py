@@ -336,7 +336,7 @@ class _ExperimentRun:
         self.call_kept = True
         save_call(folder / f"{self.experiment.name}.npz", call.feeds)
         stop = call.new + (call.past if call.phase == "decode" else 0)
-        reference = reference and not self.experiment.changes_feeds
+        reference = reference and not self.experiment.changes_feeds and self.contract.new_tokens is None
         if reference and self.builder is not None and stop <= self.builder.scenario.total:
             save_call(folder / f"{self.experiment.name}-reference.npz", self.builder.reference(stop).feeds)
 

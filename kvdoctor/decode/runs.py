@@ -13,6 +13,11 @@ HELD_LOOP = "held-loop"
 
 LOOPS = (PLAIN_LOOP, HELD_LOOP)
 
+HISTORY = "history"
+"""The experiment on what a graph that takes one token a call keeps of earlier tokens."""
+OWN_SESSION = "own-session"
+"""The experiment that repeats the loop of such a graph in another process."""
+
 REPLAY = "caller-replay"
 """The experiment that runs the caller's own steps again."""
 CALLER_ROUNDS = "caller-runtime-rounds"
@@ -216,7 +221,10 @@ class Run:
     @property
     def yardstick(self) -> str:
         """What its logits were compared with, in words."""
-        return "its own first pass" if self.repeats else "the reference run"
+        if self.experiment in (OWN_SESSION, HISTORY):
+            return "the loop in the first session" if self.experiment == OWN_SESSION else "other histories"
+        own = "its own first pass" if self.experiment == PLAIN_LOOP else "each row alone"
+        return own if self.repeats else "the reference run"
 
     @property
     def by_rounding(self) -> bool:

@@ -115,6 +115,7 @@ def build_job(context: ContractContext, options: Options) -> ExperimentJob:
 
     frozen, features = _is_frozen(context.contract), bool(context.contract.features)
     fitting = (e for e in load() if (e.name == FROZEN_PAST) == frozen and (features or not e.with_features))
+    fitting = (e for e in fitting if context.contract.new_tokens == 1 or not e.one_token)
     chosen = [e.name for e in fitting if _is_wanted(e, options)]
     return ExperimentJob(
         stack=context.stack.name,

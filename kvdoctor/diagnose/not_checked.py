@@ -6,11 +6,11 @@ from kvdoctor.analysis.completeness import find_unfilled
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.choices import RESTS_ON
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.runs import UNDECIDED, Run
+from kvdoctor.decode.runs import HISTORY, OWN_SESSION, UNDECIDED, WRONG, Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
 from kvdoctor.report.facts import DraftFacts
-from kvdoctor.report.wording.runs import describe_rounding
+from kvdoctor.report.wording.runs import describe_comparisons, describe_rounding
 
 REASONS = {
     "skipped": "{reason}",
@@ -89,7 +89,9 @@ def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = 
         reason = (
             f"the first step takes {new_tokens} new token only, so there is no call without a cache to compare with"
         )
-        yield NotChecked(stack, "KV301", f"logits parity: {reason}", essential=True)
+        left = _find_uncompared(context, findings)
+        instead = f"; {left}" if left else f"; compared instead: {describe_comparisons(context.runs)}"
+        yield NotChecked(stack, "KV301", f"logits parity: {reason}{instead}", essential=left is not None)
     for run in context.runs:
         if run.by_rounding and explained:
             continue
@@ -100,6 +102,22 @@ def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = 
                 reason += f"; {describe_rounding(run)}"
             essential = run is loop and not run.by_rounding
             yield NotChecked(stack, "KV301", f"logits parity of {run.experiment}: {reason}", essential)
+
+
+def _find_uncompared(context: ContractContext, findings: Sequence[Finding]) -> str | None:
+    """What of a graph that takes one token a call was not compared in another way, in words; None where all was."""
+    from kvdoctor.decode.experiments.loops import takes_rows
+
+    needed = [HISTORY, OWN_SESSION, *(["batch"] if takes_rows(context.contract) is None else [])]
+    for name in needed:
+        run = context.find_run(name)
+        named = run is not None and run.outcome in WRONG and any(one.severity != "note" for one in findings)
+        if not named and (run is None or run.shows != "passed"):
+            return f"{name} {run.outcome}: {run.reason}" if run is not None and run.reason else f"{name} did not pass"
+    if suspected := next((f for f in findings if f.severity == "error" and f.confidence == "suspected"), None):
+        return f"nothing else refutes {suspected.code} {suspected.name}"
+    rows = context.contract.fixed_batch
+    return None if rows in (None, 1) else f"the {rows} rows of its fixed batch were not compared with each other"
 
 
 def find_undecided_steps(stack: str, findings: Iterable[Finding]) -> Iterator[NotChecked]:

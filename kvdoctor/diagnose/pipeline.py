@@ -246,7 +246,7 @@ def _grade_draft(context: RunContext, session: _Session) -> DraftFacts | None:
 def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Options) -> CheckResults:
     """Run the checks of the runs, and list what these leave open."""
     found = run_checks(context, "runs", options.selection) if context.runs else CheckResults()
-    found = CheckResults(not_checked=tuple(find_undecided_runs(context, found.findings))) + found
+    found = CheckResults(not_checked=tuple(find_undecided_runs(context, (*declared, *found.findings)))) + found
     findings = (*declared, *found.findings)
     unproved = find_unproved_uses(context, findings)
     unexplained = find_unexplained_loop(context, options.selection, findings)

@@ -92,6 +92,7 @@ class Experiment:
         fresh: Run in a worker process that is started for it.
         on_request: Run only where this option or command needs it.
         with_features: Only for a model with an encoder of images or sound; it is not listed for others.
+        one_token: Only for a graph that takes one token a call; it is not listed for others.
         keeps: What it leaves in the scratch file, given the builder and the logits of its steps; without it the logits
             of all steps in a row.
         order: Experiments run by increasing order, then by name.
@@ -113,6 +114,7 @@ class Experiment:
     fresh: bool = False
     on_request: Literal["", "reference", "loop", "generate"] = ""
     with_features: bool = False
+    one_token: bool = False
     keeps: Callable[[FeedBuilder, list[Array]], dict[str, Array]] | None = None
     order: int = 50
 

@@ -14,7 +14,8 @@ from kvdoctor.decode.experiments.cache_entries import (
     same_entries,
     same_logits,
 )
-from kvdoctor.decode.experiments.loops import has_exact_rows, takes_any_batch
+from kvdoctor.decode.experiments.loops import has_exact_rows, takes_rows
+from kvdoctor.decode.experiments.one_token import each_row_alone
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
 
@@ -24,7 +25,10 @@ ORDER = (2, 0, 0, 4, 3)
 
 def reorder(builder: FeedBuilder) -> Calls:
     """Five beams; after one step each goes on from another row, and must give that row's logits."""
-    expected = yield from builder.whole()
+    if builder.contract.new_tokens is None:
+        expected = yield from builder.whole()
+    else:
+        expected = yield from each_row_alone(builder, builder.scenario.total)
     start, total = builder.scenario.prompt, builder.scenario.total
     answer = yield builder.prefill(start, expected[:, :start])
     past = builder.carry(None, answer, "held")
@@ -108,7 +112,7 @@ EXPERIMENTS = (
         "whether one row of a batch influences the other in a step",
         why_batch,
         Scenario(batch=2),
-        has_exact_rows,
+        lambda contract: has_exact_rows(contract) if contract.new_tokens is None else takes_rows(contract),
         judged=False,
         shown=False,
         explains=("batch",),
@@ -119,7 +123,7 @@ EXPERIMENTS = (
         "the held loop with five beams whose cache is reordered after a step",
         reorder,
         Scenario(batch=len(ORDER), steps=3),
-        takes_any_batch,
+        takes_rows,
         changes_feeds=True,
         use=Use("rows of the cache reordered", required="beam", after=("batch", "batch-rows")),
         order=7,

@@ -8,6 +8,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Loop, Past, Scenario, Value
 from kvdoctor.decode.experiments import Calls, Experiment, Use, always, several_tokens
 from kvdoctor.decode.experiments.cache_entries import growing
+from kvdoctor.decode.experiments.one_token import each_row_alone, keep_logits, one_step
 from kvdoctor.decode.feeds import FeedBuilder
 
 FEW = 3
@@ -26,7 +27,29 @@ def held(builder: FeedBuilder) -> Calls:
 
 def held_shortly(builder: FeedBuilder) -> Calls:
     """The held loop for a few steps of the sequence, which is enough where the whole loop was run before."""
-    yield from decode_loop(builder, "held", FEW)
+    if builder.contract.new_tokens is not None:
+        yield from rows_together(builder)
+    else:
+        yield from decode_loop(builder, "held", FEW)
+
+
+def rows_together(builder: FeedBuilder) -> Calls:
+    """One token a call: each row alone, then all together, and in the other order; a row keeps its logits."""
+    stop = min(builder.scenario.total, 1 + FEW)
+    expected = yield from each_row_alone(builder, stop)
+    for order in (range(builder.scenario.batch), range(builder.scenario.batch)[::-1]):
+        together, past = builder.rows(order), None
+        right, before = expected[builder.token_rows(order)], None
+        for position in range(stop):
+            before = past
+            answer = yield one_step(together, position, past, right[:, position : position + 1])
+            past = together.carry(past, answer, "held")
+    assert before is not None  # noqa: S101 - more than one token
+    yield from together.controls(stop - 1, stop, before, right)
+    moved = together.reorder_past(before, range(builder.scenario.batch)[::-1])
+    yield together.decode(
+        stop - 1, stop, moved, right[:, stop - 1 : stop], kind="control", label="rows of the cache exchanged"
+    )
 
 
 def decode_loop(builder: FeedBuilder, loop: Loop, most: int | None = None) -> Calls:
@@ -60,7 +83,7 @@ def same_slots(contract: CacheContract, whole: Answer) -> dict[str, Value]:
 def replayed(builder: FeedBuilder) -> Calls:
     """Without a reference run: the same tokens one by one, twice from an empty state, must give the same logits.
 
-    The control shows that what is carried matters. More cannot be decided for a graph that takes one token at a time.
+    The control shows that what is carried matters. More is decided by other histories and sessions (one_token.py).
     """
     logits: list[Array] = []
     for again in (False, True):
@@ -73,6 +96,8 @@ def replayed(builder: FeedBuilder) -> Calls:
                 answer = yield builder.decode(position, position + 1, past, expected)
             logits += [] if again else [answer.logits]
             past = builder.carry(past, answer, "plain")
+        if not again:
+            keep_logits(builder, logits)
     assert before is not None  # noqa: S101 - a scenario has two steps or more
     last = builder.scenario.total - 1
     yield from builder.controls(last, last + 1, before, np.concatenate(logits, axis=1))
@@ -121,10 +146,27 @@ def takes_encoder_states(contract: CacheContract) -> str | None:
 
 
 def takes_any_batch(contract: CacheContract) -> str | None:
+    """The batch can be varied only where no decoder input declares it as a number, and a reference run takes it."""
+    return several_tokens(contract) or has_free_batch(contract)
+
+
+def takes_rows(contract: CacheContract) -> str | None:
+    """A batch is compared with a reference run; where a call takes one token, with each row alone."""
+    if contract.new_tokens != 1:
+        return takes_any_batch(contract)
+    if contract.exactness == "dynamic-quantization":
+        return "dynamic quantization takes one scale from all rows"
+    tokens = [p for p in contract.graph("decode").inputs if p.role in ("token_ids", "token_and_position", "embeddings")]
+    states = [slot for slot in contract.slots if slot.kind != "counter" and not slot.is_given]
+    axes = [*(port.axes for port in tokens), *(slot.axes for slot in states)]
+    if not all({"batch", "batch_heads", "batch_codebooks"} & set(one) for one in axes):
+        return "the graph has no batch axis"
+    return has_free_batch(contract)
+
+
+def has_free_batch(contract: CacheContract) -> str | None:
     """The batch can be varied only where no decoder input declares it as a number."""
     ports = [port for phase in contract.phases.values() for port in contract.graphs[phase.graph].inputs]
-    if several_tokens(contract):
-        return several_tokens(contract)
     for port in ports:
         if "batch" in port.axes and isinstance((port.shape or ())[port.axes.index("batch")], int):
             return f"the batch of {port.name!r} is a fixed number"
@@ -141,7 +183,7 @@ EXPERIMENTS = (
         "the held loop with batch 2",
         held_shortly,
         Scenario(batch=2),
-        takes_any_batch,
+        takes_rows,
         use=Use("a batch of 2", required="batch"),
         order=3,
     ),

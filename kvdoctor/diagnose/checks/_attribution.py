@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvdoctor.contract import Slot
-from kvdoctor.decode.runs import GENERAL_CAUSES, ObservedTensor, Run, Step
+from kvdoctor.decode.runs import GENERAL_CAUSES, HISTORY, OWN_SESSION, ObservedTensor, Run, Step
 from kvdoctor.diagnose.context import ContractContext, RunContext
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ def leading_cause(context: ContractContext) -> tuple[str, Run] | None:
     loop = context.checked_loop
     if loop is not None and loop.repeats and loop.shows == "differs":
         return "nondeterministic", loop
-    experiments = ["later-token", "written-places"]
+    other = context.find_run(OWN_SESSION)
+    if other is not None and other.shows == "differs" and loop is not None and loop.shows == "passed":
+        return "nondeterministic", other
+    experiments = [HISTORY, "later-token", "written-places"]
     if loop is not None and loop.shows == "differs":
         experiments += ["why", *(["why-fed-back"] if loop.experiment == "plain-loop" else [])]
     for run in map(context.find_run, experiments):
@@ -42,6 +45,8 @@ def cause_in_use(context: ContractContext, experiment: str) -> tuple[str, Run] |
 
 def is_named(context: RunContext, other: Run) -> bool:
     """Whether another check names the cause in a run of other sizes."""
+    if other.cause is not None:
+        return True
     cause, rows = cause_in_use(context, other.experiment), context.find_run("batch-rows")
     if cause is not None and cause[0] not in GENERAL_CAUSES:
         return True

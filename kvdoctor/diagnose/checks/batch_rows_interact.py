@@ -6,6 +6,7 @@ rows attend to the cache of one row.
 
 How it is decided: each row of a batch of 2 is run alone, without a cache. If those logits agree and a batch of 2 still
 decodes wrongly, noise in the cache of one row, or another token in it, must not change the other row's logits.
+A graph that takes one token a call is run with each row alone, and with both in either order.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiments `batch-rows` and `why-batch`.
 

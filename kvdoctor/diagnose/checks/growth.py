@@ -6,10 +6,15 @@ that the history is lost when it is fed back. KV205 is also a present of the rig
 new tokens: the past is returned unchanged, or rearranged. An exporter can lose the write of new keys and values when it
 traces a cache that is changed in place.
 
+KV206 is also a graph that takes one token a call and in which an earlier token, as far back as its cache reaches, has
+no influence on later logits: it was overwritten, or is masked.
+
 How it is decided: the new tokens are followed through the graph, without a run; a run whose logits match those of a run
 without the cache overrules this. If the graph does not show it, a step with differing logits is run with another token,
 which must change its entry. A buffer that is written one position too far decodes alike with and without a cache; if
-its logits change with its earlier content, the positions that a step wrote are compared.
+its logits change with its earlier content, the positions that a step wrote are compared. If a graph takes one token a
+call, another token must change every state that a step returns, and another token at each place of the history must
+change the logits.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths are in the table of steps.
 
@@ -20,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.contract import Slot, describe
-from kvdoctor.decode.runs import Step
+from kvdoctor.decode.runs import HISTORY, Step
 from kvdoctor.diagnose.checks._attribution import WrongLength, drops_past, find_wrong_lengths
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import ContractContext, RunContext
@@ -42,12 +47,26 @@ MISPLACED = replace(
 )
 
 
+UNTOUCHED = CauseText(
+    cause="a step returns a cache or a state without its new token",
+    declared="presents that depend on the token of the step",
+    advice="export again with another cache class or exporter",
+)
+LOST = CauseText(
+    cause="earlier tokens are lost: they were overwritten in the cache, or are masked",
+    declared="logits that depend on every token that the cache keeps",
+    advice="export again with write positions and masks that count the tokens of the past",
+)
+
+
 @check("KV205", "present-does-not-grow", "runs")
 def present_does_not_grow(context: RunContext) -> Iterator[Fault]:
     """Slots that do not depend on the new tokens, or whose length after a step is neither past + new nor new."""
     wrong = [item for item in find_wrong_lengths(context) if not drops_past(item)]
     yield from _report_lengths(context, wrong, "the length of the present is not past + new")
-    if not wrong:
+    if not wrong and _find_history(context, "present-does-not-grow"):
+        yield from report_cause(context, "present-does-not-grow", UNTOUCHED)
+    elif not wrong:
         places = context.find_run("written-places")
         misplaced = places is not None and places.cause is not None
         yield from report_cause(context, "present-does-not-grow", MISPLACED if misplaced else WORDS)
@@ -58,6 +77,8 @@ def present_drops_past(context: RunContext) -> Iterator[Fault]:
     """Slots that contain only the new tokens after a step with a past."""
     wrong = [item for item in find_wrong_lengths(context) if drops_past(item)]
     yield from _report_lengths(context, wrong, "the present contains the new tokens alone; the past is dropped")
+    if not wrong and _find_history(context, "present-drops-past"):
+        yield from report_cause(context, "present-drops-past", LOST)
 
 
 @check("KV205", "present-does-not-grow", "contract")
@@ -81,6 +102,12 @@ def present_without_new_tokens(context: ContractContext) -> Iterator[Fault]:
         effects=(f"{lost[0].past} of the next step lacks the previous token",),
         confidence="confirmed" if context.loop_is_wrong else "suspected",
     )
+
+
+def _find_history(context: RunContext, name: str) -> bool:
+    """Whether the comparison of histories decided for a cause."""
+    run = context.find_run(HISTORY)
+    return run is not None and run.cause is not None and run.cause.name == name
 
 
 def _report_lengths(context: RunContext, wrong: list[WrongLength], cause: str) -> Iterator[Fault]:

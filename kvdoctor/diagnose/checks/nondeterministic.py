@@ -4,8 +4,9 @@ What it means: two runs of the same call differ: the graph contains dropout or a
 export was made in training mode. It is a warning if an active dropout is removed when the local runtime optimizes the
 graph: at its level `off`, and in other runtimes, the logits are random.
 
-How it is decided: the reference run is made twice, and so is one decode step. An active Dropout is read from the graph:
-its `training_mode` is the constant true, and its ratio is not 0.
+How it is decided: the reference run is made twice, and so is one decode step. The loop of a graph that takes one token
+a call is made twice, and once more in another process, in turn with a second sequence. An active Dropout is read from
+the graph: its `training_mode` is the constant true, and its ratio is not 0.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `same-feed`.
 

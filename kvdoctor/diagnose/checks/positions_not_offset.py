@@ -6,9 +6,10 @@ generated text is grammatical but wrong, and no runtime reports an error.
 How it is decided: in the first layer, the entry that a step adds to the cache depends only on its token and position.
 It is compared with the entries of the same token in prefills at its true position and at all others, which shows the
 position that it was given. If keys do not encode positions (T5), swapping two entries of the past must change the
-logits.
+logits. If a graph takes one token a call, one token must have other keys at each position, or the same ones at all and
+two exchanged entries change the logits.
 
-Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
+Reproduce: `kvdoctor step-test MODEL -v`, experiments `why` and `history`.
 
 Repair: export again with positions computed from the length of the past, or with `position_ids` as an input.
 """

@@ -9,7 +9,7 @@ from kvdoctor.report.document import Report
 from kvdoctor.report.facts import StackFacts
 from kvdoctor.report.safe import cut, shortened
 from kvdoctor.report.wording.alike import group_open_checks
-from kvdoctor.report.wording.runs import describe_result, format_difference
+from kvdoctor.report.wording.runs import describe_comparisons, describe_result, format_difference
 from kvdoctor.report.wording.targets import select_local_runs
 from kvdoctor.report.wording.units import format_count
 
@@ -114,8 +114,10 @@ def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, 
 def _describe_loop(report: Report, stack: StackFacts) -> str:
     loop = next(run for run in list_uses(report, stack) if run.experiment in LOOPS and run.shows == "passed")
     steps = [step for step in loop.steps if step.phase == "decode" and step.difference is not None]
-    same = "its own first pass, the only comparison there is" if loop.repeats else "a run without a cache"
-    text = f"{format_count(len(steps), 'decode step')} of {loop.experiment} agree with {same}: {describe_result(loop)}"
+    others = describe_comparisons(select_local_runs(report, stack.name)) if loop.repeats else ""
+    same = f"{others}, as there is no call without a cache" if loop.repeats else "a run without a cache"
+    close = describe_result(loop).removeprefix("the same result twice: ")
+    text = f"{format_count(len(steps), 'decode step')} of {loop.experiment} agree with {same}: {close}"
     visible = [control.difference.relative for control in loop.controls if control.visible and control.difference]
     if visible:
         off = format_difference(min(visible))

@@ -3,10 +3,10 @@
 Differences of logits are given in standard deviations of the logits, `SD` for short.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvdoctor.contract import CacheContract, Slot, describe
-from kvdoctor.decode.runs import LogitsDifference, ObservedTensor, Run, Step
+from kvdoctor.decode.runs import HISTORY, OWN_SESSION, PLAIN_LOOP, LogitsDifference, ObservedTensor, Run, Step
 from kvdoctor.report.wording.units import format_milliseconds
 
 UNIT = "differences in standard deviations (SD) of the logits"
@@ -40,7 +40,8 @@ def describe_result(run: Run, why: str = "") -> str:
     float32 = run.unrounded.worst if run.unrounded is not None and run.unrounded.relative else None
     in_float32 = "" if float32 is None else f", {format_difference(float32)} in a float32 copy"
     if run.outcome in ("passed", "ambiguous") and worst is not None:
-        twice = "the same result twice: " if run.repeats and run.outcome == "passed" else ""
+        again = run.repeats and run.outcome == "passed" and run.experiment == PLAIN_LOOP
+        twice = "the same result twice: " if again else ""
         close = f"within {format_difference(worst)}" if worst else "identical"
         return f"{twice}logits {close}{in_float32}"
     if float32 is not None and worst is None:
@@ -171,6 +172,19 @@ def describe_growth(run: Run) -> str | None:
             return f"grows with the steps, from {first:.1e} to {last:.1e} standard deviations of the logits"
         case _:
             return f"sets in at step {run.growth.step}"
+
+
+def describe_comparisons(runs: Iterable[Run]) -> str:
+    """What the loop of a graph that takes one token a call was compared with, in words."""
+    passed = {run.experiment for run in runs if run.shows == "passed"}
+    words = {
+        PLAIN_LOOP: "a second pass",
+        OWN_SESSION: "a session of its own",
+        HISTORY: "other histories and states",
+        "batch": "each row of a batch alone",
+    }
+    found = [text for name, text in words.items() if name in passed]
+    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 
 def describe_rounding(run: Run) -> str:

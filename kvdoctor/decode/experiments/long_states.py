@@ -1,0 +1,180 @@
+"""Recurrent and convolution states over many steps, and states that are kept and put back.
+
+A state has no entry for each token: an error in it is carried on, and one that each step amplifies shows only after
+many. The walk goes token by token; at a few places its logits are those of a call over all tokens so far, or, where a
+call takes one token, those of a session without graph optimization, which sums in another order.
+"""
+
+from collections.abc import Generator
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, Scenario, Value, as_array
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use
+from kvdoctor.decode.experiments.cache_entries import as_probe
+from kvdoctor.decode.experiments.one_token import one_step
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.runs import Cause
+
+TOKENS = 2000
+PLACES = (16, 125, 250, 500, 1000, TOKENS)
+"""Tokens after which the walk is compared."""
+LAST = (500, 1000, 2000)
+"""Lengths at which states are measured: each twice the one before."""
+AMPLIFIED = 8.0
+"""How much larger a state is after twice as many tokens where each step amplifies it. One that adds up all tokens
+doubles, one that adds up what was added up has four times the size."""
+MOST_LOGITS = 1 << 26
+"""Numbers in the logits of a call over many tokens, up to which it is made."""
+DETOUR = 3
+"""Tokens that are fed before a kept state is put back."""
+
+
+def long_walk(builder: FeedBuilder) -> Decision:
+    """Token by token; logits at a few places as without a cache, and states that do not grow with each step."""
+    total, past = builder.scenario.total, None
+    second = (yield from _unoptimized(builder)) if builder.contract.new_tokens == 1 else {}
+    sizes: dict[int, dict[str, float]] = {}
+    for position in range(total):
+        stop, call = position + 1, one_step(builder, position, past)
+        if stop in PLACES or stop == total:
+            if builder.contract.new_tokens is None:
+                expected, slots = yield from _whole(builder, stop)
+            else:
+                expected, slots = second.get(stop), {}
+            answer = yield replace(call, expected=expected, slots=slots)
+        else:
+            answer = yield as_probe(call)
+            if answer.failed:
+                yield call  # once more, on record
+                return None
+        past = builder.carry(past, answer, "held")
+        if stop in LAST:
+            sizes[stop] = _measure(builder.contract, past)
+    return _find_amplified(sizes)
+
+
+def _unoptimized(builder: FeedBuilder) -> "Generator[Call, Answer, dict[int, Array]]":
+    """The logits at the places in a session without graph optimization, as far as that runs."""
+    found: dict[int, Array] = {}
+    past: Past | None = None
+    for position in range(builder.scenario.total):
+        answer = yield replace(as_probe(one_step(builder, position, past)), via="off")
+        if answer.failed:
+            return found
+        if position + 1 in PLACES or position + 1 == builder.scenario.total:
+            found[position + 1] = answer.logits
+        past = builder.carry(past, answer, "held")
+    return found
+
+
+def _whole(builder: FeedBuilder, stop: int) -> "Generator[Call, Answer, tuple[Array | None, dict[str, Value]]]":
+    """The last logits of one call over the first tokens, and its states by the presents that must equal them."""
+    if (builder.contract.vocabulary or 1) * stop > MOST_LOGITS:
+        return None, {}
+    answer = yield as_probe(builder.prefill(stop))
+    if answer.failed:
+        return None, {}
+    pairs = ((slot.present or "", slot.filled_by or "") for slot in list_states(builder.contract))
+    states = {present: answer.outputs[made] for present, made in pairs if made in answer.outputs}
+    return answer.logits[:, -1:], states
+
+
+def list_states(contract: CacheContract) -> tuple[Slot, ...]:
+    """The slots that keep a state of fixed size."""
+    return (*contract.of_kind("recurrent-state"), *contract.of_kind("conv-state"))
+
+
+def _measure(contract: CacheContract, past: Past) -> dict[str, float]:
+    """The root mean square of each state, by the name of its past."""
+    arrays = ((slot.past, as_array(past[slot.past]).astype(np.float64)) for slot in list_states(contract))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return {name: float(np.sqrt(np.mean(array**2))) for name, array in arrays if array.size}
+
+
+def _find_amplified(sizes: dict[int, dict[str, float]]) -> Cause | None:
+    """A state that is not finite, or that grows by a factor with each step: it will not be finite later."""
+    if any(length not in sizes for length in LAST):
+        return None
+    for name in sizes[LAST[-1]]:
+        seen = [sizes[length][name] for length in LAST]
+        if not np.isfinite(seen).all():
+            return Cause("non-finite", f"{name} is not finite after {LAST[int(np.argmin(np.isfinite(seen)))]} tokens")
+        if seen[0] and all(later > AMPLIFIED * earlier for earlier, later in pairwise(seen)):
+            words = ", ".join(f"{size:.2g} after {length}" for size, length in zip(seen, LAST, strict=True))
+            return Cause("non-finite", f"{name} grows with each step, and leaves the range of its type: {words} tokens")
+    return None
+
+
+def put_back(builder: FeedBuilder) -> Calls:
+    """A kept state, other tokens, the state put back: the sequence goes on as without them."""
+    total, start = builder.scenario.total, builder.scenario.total - DETOUR
+    right: list[Array] = []
+    pasts: list[Past | None] = [None]
+    for position in range(total):
+        answer = yield one_step(builder, position, pasts[-1])
+        right.append(answer.logits)
+        pasts.append(builder.carry(pasts[-1], answer, "held"))
+    kept, before = pasts[start], pasts[total - 1]
+    other, past = replace(builder, tokens=builder.tokens[:, ::-1]), kept
+    for position in range(start, total):
+        answer = yield as_probe(one_step(other, position, past))
+        if answer.failed:
+            raise NothingToRun("other tokens cannot be fed")
+        past = other.carry(past, answer, "held")
+    if kept is None or before is None or past is None:
+        raise NothingToRun("the sequence is too short")
+    moved = {slot.past: past[slot.past] for slot in list_states(builder.contract)}
+    past = kept
+    for position in range(start, total):
+        answer = yield one_step(builder, position, past, right[position])
+        past = builder.carry(past, answer, "held")
+    spoilt = Past({**before, **moved}, before.length)
+    last = total - 1
+    yield builder.decode(last, total, spoilt, right[last], kind="control", label="the state after other tokens")
+
+
+def has_states(contract: CacheContract) -> str | None:
+    """There must be a state that is carried on, and a graph that takes one token."""
+    if not list_states(contract):
+        return "no slot is a recurrent or convolution state"
+    fixed = contract.new_tokens
+    return None if fixed in (None, 1) else f"the first step takes {fixed} new tokens only"
+
+
+def can_walk(contract: CacheContract) -> str | None:
+    """So many tokens need positions: a limit that is declared ends the walk, one that is not may end it anywhere."""
+    limit = contract.usable_length
+    if contract.of_kind("self-attention") and limit is None:
+        return "the graph has positions as well, and no config says how many"
+    if contract.exactness == "dynamic-quantization":
+        return "dynamic quantization rounds each split of the tokens in another way"
+    return has_states(contract)
+
+
+EXPERIMENTS = (
+    Experiment(
+        "long-states",
+        f"{TOKENS:,} tokens one by one, compared at {len(PLACES)} places",
+        long_walk,
+        Scenario(prompt=1, steps=TOKENS),
+        can_walk,
+        thorough=True,
+        changes_feeds=True,
+        use=Use(f"up to {TOKENS:,} tokens in a state", after=("each-length", "long-past")),
+        order=37,
+    ),
+    Experiment(
+        "state-put-back",
+        f"a state kept, {DETOUR} other tokens, and the state put back",
+        put_back,
+        applies=has_states,
+        thorough=True,
+        changes_feeds=True,
+        use=Use("a state that is kept and put back"),
+        order=26,
+    ),
+)

@@ -1,0 +1,339 @@
+"""Graphs that take one token a call: no call without a cache exists, so other comparisons show what is kept.
+
+A state that is not read, a token that does not enter a state, tokens that are lost, and numbers that depend on what a
+session ran before all repeat themselves: the same tokens a second time give the same logits. Another history must give
+others, bit for bit, and another session the same.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract, Role, Slot, SlotKind
+from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, Scenario, as_array
+from kvdoctor.decode.experiments import Calls, Decision, Experiment
+from kvdoctor.decode.experiments.cache_entries import (
+    as_probe,
+    change_token,
+    read_returned,
+    same_entries,
+    same_logits,
+)
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.runs import HISTORY, OWN_SESSION, Cause
+
+KEPT = "one-token.npy"
+FOLLOWED = 3
+"""Steps within which noise in a state must reach the logits: a state may be read by the next layer's state alone."""
+OTHER_TOKENS = (1, 2)
+"""Distances to the ids that replace one: rows of an embedding table may be equal, but hardly three in a row."""
+
+STATES: tuple[SlotKind, ...] = ("self-attention", "hidden-memory", "conv-state", "recurrent-state")
+"""Slots that each token must enter."""
+POSITIONS: tuple[Role, ...] = (
+    "token_and_position",
+    "position_ids",
+    "rotary_cos",
+    "cache_position",
+    "write_index",
+    "past_length",
+    "last_index",
+)
+"""Inputs that tell a step its position."""
+
+Walk = Generator[Call, Answer, Array | None]
+
+
+def each_row_alone(builder: FeedBuilder, stop: int) -> "Generator[Call, Answer, Array]":
+    """The logits of the first `stop` tokens, float[batch, stop, vocabulary]: each row by itself, token by token."""
+    rows: list[Array] = []
+    for row in range(builder.scenario.batch):
+        alone, past, logits = builder.row(row), None, []
+        for position in range(stop):
+            answer = yield one_step(alone, position, past)
+            logits.append(answer.logits)
+            past = alone.carry(past, answer, "held")
+        rows.append(np.concatenate(logits, axis=1))
+    return np.concatenate(rows, axis=0)
+
+
+def one_step(builder: FeedBuilder, position: int, past: Past | None, expected: Array | None = None) -> Call:
+    """The call for one token; the first one where there is no past."""
+    if past is None:
+        return builder.prefill(1, expected)
+    return builder.decode(position, position + 1, past, expected)
+
+
+def keep_logits(builder: FeedBuilder, logits: Sequence[Array]) -> None:
+    """Leave the logits of the first pass for the session that is opened for comparison."""
+    if builder.scratch is not None and builder.contract.new_tokens == 1:
+        np.save(builder.scratch / KEPT, np.concatenate(logits, axis=1))
+
+
+def own_session(builder: FeedBuilder) -> Calls:
+    """The loop in a process of its own, in turn with a second sequence: the same logits as the loop had alone."""
+    if builder.scratch is None or not (file := Path(builder.scratch, KEPT)).exists():
+        raise NothingToRun("the logits of the loop were not kept")
+    expected = np.load(file)
+    file.unlink()  # what another run of this process would find is not of its model
+    if expected.shape[1] < builder.scenario.total:
+        raise NothingToRun("the loop did not come to its end")
+    other: FeedBuilder | None = replace(builder, tokens=builder.tokens[:, ::-1])
+    past = beside = None
+    for position in range(builder.scenario.total):
+        if other is not None:
+            between = yield as_probe(one_step(other, position, beside))
+            other, beside = (None, None) if between.failed else (other, other.carry(beside, between, "plain"))
+        answer = yield one_step(builder, position, past, expected[:, position : position + 1])
+        past = builder.carry(past, answer, "plain")
+
+
+def history(builder: FeedBuilder) -> Decision:
+    """Whether each state is read, each token enters it, each earlier token counts, and their order does."""
+    pasts: list[Past | None] = [None]
+    answers: list[Answer] = []
+    for position in range(builder.scenario.total):
+        answer = yield as_probe(one_step(builder, position, pasts[-1]))
+        if answer.failed:
+            raise NothingToRun("the loop does not come to its end")
+        answers.append(answer)
+        pasts.append(builder.carry(pasts[-1], answer, "plain"))
+    return (
+        (yield from _unread_slot(builder, pasts, answers))
+        or (yield from _slot_without_token(builder, pasts, answers))
+        or (yield from _lost_tokens(builder, pasts, answers))
+        or (yield from _order(builder, pasts))
+    )
+
+
+def _unread_slot(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Sequence[Answer]) -> Decision:
+    """A slot in which noise changes no logit of some steps."""
+    start = max(builder.scenario.total - FOLLOWED, 1)
+    before = pasts[start]
+    assert before is not None  # noqa: S101 - a scenario has two steps or more
+    for slot in _list_read(builder.contract):
+        past = _with_noise(slot, before)
+        if past is not None and not (yield from _differs(builder, start, past, answers)):
+            steps = builder.scenario.total - start
+            return Cause("past-ignored", f"noise in all of {slot.past} changes no logit of the next {steps} steps")
+    return None
+
+
+def _list_read(contract: CacheContract) -> list[Slot]:
+    """The slots that a step must read.
+
+    Of memories of hidden states no layer reads the last one, the output of the decoder. Source: NeMo,
+    `TransformerDecoder` returns one memory for each layer's input and one for the last layer's output.
+    """
+    memories = contract.of_kind("hidden-memory")
+    unread = {memories[-1].past} if len(memories) > 1 else set()
+    kept = [slot for slot in contract.slots if slot.kind not in ("counter", "encoder-states") and not slot.is_given]
+    return [slot for slot in kept if slot.past not in unread]
+
+
+def _with_noise(slot: Slot, past: Past) -> Past | None:
+    """The past with noise in all of a slot, as wide as its values; None where it holds nothing."""
+    tensor = as_array(past[slot.past])
+    if not tensor.size:
+        return None
+    wide = max(float(np.std(tensor.astype(np.float64))), 1e-3)
+    noise = np.random.default_rng(17).standard_normal(tensor.shape) * wide
+    changed = (
+        (tensor + noise).astype(tensor.dtype) if tensor.dtype.kind == "f" else np.flip(tensor) + tensor.dtype.type(1)
+    )
+    return Past({**past, slot.past: changed}, past.length)
+
+
+def _differs(
+    builder: FeedBuilder, start: int, past: Past | None, answers: Sequence[Answer], last_only: bool = False
+) -> "Generator[Call, Answer, bool]":
+    """Whether the loop goes on from a past with other logits, bit for bit, or fails."""
+    total = builder.scenario.total
+    for position in range(start, total):
+        answer = yield as_probe(one_step(builder, position, past))
+        if answer.failed:
+            return True
+        counts = not last_only or position == total - 1
+        if counts and not np.array_equal(answer.logits, answers[position].logits, equal_nan=True):
+            return True
+        past = builder.carry(past, answer, "plain")
+    return False
+
+
+def _slot_without_token(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Sequence[Answer]) -> Decision:
+    """A slot that comes back the same after another token."""
+    last = builder.scenario.total - 1
+    slots = [s for s in builder.contract.slots if s.kind in STATES and s.present in answers[last].outputs]
+    same = [slot for slot in slots if read_returned(slot, answers[last], False).size]
+    other = builder
+    for _ in OTHER_TOKENS:
+        other = change_token(other, last)
+        answer = yield as_probe(one_step(other, last, pasts[last]))
+        if answer.failed:
+            return None
+        same = [slot for slot in same if _returns_same(slot, answer, answers[last])]
+    if not same:
+        return None
+    names = ", ".join(slot.present or "" for slot in same[:2]) + (f" and {len(same) - 2} more" if len(same) > 2 else "")
+    return Cause("present-does-not-grow", f"a step with another token returns the same {names}")
+
+
+def _returns_same(slot: Slot, one: Answer, other: Answer) -> bool:
+    ours, theirs = read_returned(slot, one, False), read_returned(slot, other, False)
+    return np.array_equal(ours, theirs, equal_nan=ours.dtype.kind == "f")
+
+
+def _lost_tokens(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Sequence[Answer]) -> Decision:
+    """Earlier tokens that have no influence on the last logits, as far back as the slots keep them."""
+    last = builder.scenario.total - 1
+    lost = []
+    for place in range(max(last - _reach(builder.contract, last), 0), last):
+        other = builder
+        for _ in OTHER_TOKENS:
+            other = change_token(other, place)
+            if (yield from _differs(other, place, pasts[place], answers, last_only=True)):
+                break
+        else:
+            lost.append(place)
+    if not lost:
+        return None
+    places = ", ".join(map(str, lost))
+    return Cause("present-drops-past", f"another token at position {places} changes no logit at position {last}")
+
+
+def _reach(contract: CacheContract, most: int) -> int:
+    """How many tokens back must count: a state forgets, an attention does not within its window and its buffer."""
+    found = [1]
+    for slot in contract.of_kind("self-attention"):
+        if slot.trimmed:
+            continue
+        limits = [most, *(n - 1 for n in (slot.window, slot.size("capacity")) if n is not None)]
+        found.append(min(limits))
+    return max(found)
+
+
+def _order(builder: FeedBuilder, pasts: Sequence[Past | None]) -> Decision:
+    """In a decoder of attention alone: the first keys tell positions apart, or the attention tells distances."""
+    slot, total = _find_first_keys(builder.contract, builder.scenario.total), builder.scenario.total
+    if slot is None:
+        return None
+    entries: list[Array] = []
+    everywhere = replace(builder, tokens=np.repeat(builder.tokens[:, :1], total, axis=1))
+    past: Past | None = None
+    for place in range(total):
+        answer = yield as_probe(one_step(everywhere, place, past))
+        other = yield as_probe(one_step(change_token(everywhere, place), place, past))
+        if answer.failed or other.failed:
+            return None
+        returned = read_returned(slot, answer, past is None)
+        at = _find_changed(slot, returned, read_returned(slot, other, past is None))
+        if at is None:
+            return None
+        entries.append(np.take(returned, at, axis=slot.length_axis))
+        past = everywhere.carry(past, answer, "plain")
+    same = [place for place in range(1, total) if same_entries(entries[place], entries[place - 1], builder.tolerance)]
+    if same and len(same) < total - 1:
+        which = f"positions {same[0] - 1} and {same[0]}"
+        return Cause("positions-not-offset", f"one token has the same {slot.present} at {which}")
+    return (yield from _exchanged(builder, slot, pasts)) if same else None
+
+
+def _find_changed(slot: Slot, one: Array, other: Array) -> int | None:
+    """The one entry in which two caches of a slot differ; None where it is not one."""
+    at = slot.length_axis
+    if at is None or one.shape != other.shape:
+        return None
+    axes = tuple(axis for axis in range(one.ndim) if axis != at)
+    (found,) = np.nonzero((one != other).any(axis=axes))
+    return int(found[0]) if len(found) == 1 else None
+
+
+def _exchanged(builder: FeedBuilder, slot: Slot, pasts: Sequence[Past | None]) -> Decision:
+    """Keys without a position: two entries in each other's place must change the logits."""
+    last = builder.scenario.total - 1
+    places = []
+    for place in (0, last - 1):
+        place_in_cache = yield from _find_entry(builder, slot, place, pasts)
+        places.append(place_in_cache)
+    one, other = places
+    past = pasts[last]
+    if one is None or other is None or past is None:
+        return None
+    right = yield as_probe(builder.decode(last, last + 1, past))
+    exchanged = builder.decode(last, last + 1, _exchange(builder.contract, past, one, other))
+    answer = yield as_probe(exchanged)
+    if right.failed or answer.failed or not same_logits(answer.logits, right.logits, builder.tolerance):
+        return None
+    if any(builder.contract.graph("decode").port(role) is not None for role in POSITIONS):
+        text = "one token has the same keys at every position, and two entries of the past exchanged change no logit"
+        return Cause("positions-not-offset", text)
+    yield replace(exchanged, expected=right.logits, kind="control", label="an exchange of two entries of the past")
+    return None
+
+
+def _find_entry(
+    builder: FeedBuilder, slot: Slot, place: int, pasts: Sequence[Past | None]
+) -> "Generator[Call, Answer, int | None]":
+    """Where the past of the last step holds the entry of an earlier token."""
+    last, right = builder.scenario.total - 1, pasts[-2]
+    other, past = change_token(builder, place), pasts[place]
+    for position in range(place, last):
+        answer = yield as_probe(one_step(other, position, past))
+        if answer.failed:
+            return None
+        past = other.carry(past, answer, "plain")
+    if past is None or right is None:
+        return None
+    return _find_changed(slot, as_array(past[slot.past]), as_array(right[slot.past]))
+
+
+def _exchange(contract: CacheContract, past: Past, one: int, other: int) -> Past:
+    """The past with two entries of each self-attention slot in each other's place."""
+    changed = Past(past, past.length)
+    for slot in contract.of_kind("self-attention"):
+        tensor, at = as_array(past[slot.past]), slot.length_axis
+        if at is None or tensor.shape[at] <= max(one, other):
+            continue
+        order = np.arange(tensor.shape[at])
+        order[[one, other]] = other, one
+        changed[slot.past] = np.take(tensor, order, axis=at)
+    return changed
+
+
+def _find_first_keys(contract: CacheContract, tokens: int) -> Slot | None:
+    """The keys of the first layer, where they rest on the token and its position alone and all are kept."""
+    slots = [slot for slot in contract.of_kind("self-attention") if slot.length_axis is not None and slot.present]
+    if not slots or {slot.kind for slot in contract.slots} - {"self-attention", "cross-attention"}:
+        return None
+    first = next((slot for slot in slots if "value" not in (slot.used_as, slot.part)), slots[0])
+    short = first.trimmed or first.window is not None or (first.size("capacity") or tokens) < tokens
+    return first if first.layer == 0 and not short else None
+
+
+def takes_one(contract: CacheContract) -> str | None:
+    """Where a call takes several tokens, one without a cache shows more."""
+    return None if contract.new_tokens == 1 else "a call without a cache shows more"
+
+
+EXPERIMENTS = (
+    Experiment(
+        HISTORY,
+        "whether every state is read and takes each token, and earlier tokens and their order count",
+        history,
+        applies=takes_one,
+        one_token=True,
+        order=5,
+    ),
+    Experiment(
+        OWN_SESSION,
+        "the loop in a process of its own, in turn with a second sequence",
+        own_session,
+        Scenario(),
+        applies=takes_one,
+        one_token=True,
+        fresh=True,
+        order=97,
+    ),
+)
