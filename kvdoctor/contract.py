@@ -139,9 +139,9 @@ prefill: nothing, another graph makes it. ignored: anything, the branch does not
 Exactness = Literal["float", "float16", "bfloat16", "static-quantization", "dynamic-quantization", "int4-cache"]
 """The arithmetic of a graph. What is rounded to few bits on its way has a scale of its own, or one from all tokens."""
 
-PhaseName = Literal["encode", "embed", "vision", "audio", "prefill", "decode"]
+PhaseName = Literal["encode", "embed", "vision", "audio", "prefill", "decode", "generate"]
 """What a graph is run for: the encoder's states, the embeddings of new tokens, rows for the placeholders of images or
-of sound among these, the first step, a later one."""
+of sound among these, the first step, a later one, the whole loop by an operator (in the jobs of a worker alone)."""
 
 DECODING: tuple[PhaseName, ...] = ("prefill", "decode")
 """The phases that take the cache or make it; what the others compute goes into these."""

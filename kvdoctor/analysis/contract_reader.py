@@ -92,8 +92,6 @@ class _Reader:
             contradictions=(*found.contradictions, *find_swapped_inputs(parts.decode)),
             features=features,
         )
-        if self.stack.operator is not None:
-            return contract  # the operator calls its graphs, and knows what to feed them
         return as_no_decoder(contract) if contract.no_decoder else add_missing_parts(contract, self.missing)
 
     def _find_flaws(self) -> Iterator[MissingPart]:
@@ -171,7 +169,7 @@ class _Reader:
     def _first_step(self) -> Literal["empty-past", "no-past-branch", "no-past-graph"]:
         if self.stack.kind == "merged":
             return "no-past-branch"
-        return "no-past-graph" if self.stack.kind == "pair" else "empty-past"
+        return "no-past-graph" if self.stack.is_pair else "empty-past"
 
     def _layout(self, slots: tuple[Slot, ...]) -> str:
         if self.stack.operator is not None:

@@ -25,6 +25,7 @@ from kvdoctor.model.flatten import TooLarge
 from kvdoctor.model.flow import flow_of
 from kvdoctor.model.proto import GraphProto, ModelProto
 from kvdoctor.model.skeleton import Skeleton
+from kvdoctor.model.subgraph import NotClosed, cut_out
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 
@@ -138,6 +139,11 @@ class StackFiles:
         return (*self.parts, *rest)
 
     @property
+    def is_pair(self) -> bool:
+        """Whether one graph makes the cache that another one takes."""
+        return self.kind == "pair" or (self.operator is not None and "decoder-with-past" in self.files)
+
+    @property
     def main(self) -> OnnxFile:
         """The file that decodes with the cache."""
         return next(
@@ -163,7 +169,7 @@ class StackParts:
     def of(cls, stack: StackFiles, config: dict[str, Any], genai: dict[str, Any]) -> "StackParts":
         """Gather the parts of a stack; `config` and `genai` are its config.json and genai_config.json."""
         decode = stack.main
-        first = stack.files.get("decoder", decode) if stack.kind == "pair" else decode
+        first = stack.files.get("decoder", decode) if stack.is_pair else decode
         dialect = find_dialect(decode.graph.inputs)
         return cls(decode, first, stack.files.get("encoder"), dialect, read_config_facts(config, genai), config)
 
@@ -310,25 +316,42 @@ def _find_configured(files: tuple[OnnxFile, ...], genai: dict[str, Any]) -> Stac
 
 
 def _open_operator(file: OnnxFile, tail: str) -> StackFiles:
-    """The stack inside an operator that runs the whole loop: its subgraphs as models."""
+    """The stack inside an operator that runs the whole loop: its subgraphs as models.
+
+    An encoder that returns logits is the first step as well: it and the decoder are a pair.
+    """
     assert file.view is not None  # noqa: S101 - only read files have the role
-    operator = decoding_operator(file.view)
-    node = next(node for node in file.view.model.graph.node if node.op_type == operator)
-    bodies = {attribute.name: attribute.g for attribute in node.attribute if attribute.HasField("g")}
+    operator, problems = decoding_operator(file.view), list[PartProblem]()
     chosen: dict[FileRole, OnnxFile] = {}
-    for part, role in (("decoder", "decoder"), ("encoder", "encoder")):
-        if part in bodies:
-            view = GraphView(_subgraph_model(file.view.model, bodies[part]))
-            chosen[role] = replace(file, view=view, role=role)  # type: ignore[index, arg-type]
-    chosen.setdefault("decoder", file)
-    return StackFiles(f"{file.path.stem}{tail if STEM.fullmatch(file.path.stem) else ''}", "operator", chosen, operator)
+    bodies = operator_bodies(file.view.model)
+    for part, body in bodies.items():
+        try:
+            view = GraphView(cut_out(file.view.model, body))
+        except NotClosed as reason:
+            cause = f"the {part} inside {operator} cannot be run by itself: {reason}"
+            problems.append(PartProblem(file.name, "", "", cause, essential=False))
+            view = GraphView(ModelProto(opset_import=file.view.model.opset_import, graph=body))
+        # The readers of a contract tell the graphs of a pair by their names.
+        shown = f"{file.name}#encoder" if part == "decoder" and "decoder-with-past" in bodies else file.name
+        chosen[part] = replace(file, name=shown, view=view, role=part)
+    if not {"decoder", "decoder-with-past"} & set(chosen):
+        chosen["decoder"] = file
+    name = f"{file.path.stem}{tail if STEM.fullmatch(file.path.stem) else ''}"
+    return StackFiles(name, "operator", chosen, operator, problems=tuple(problems))
 
 
-def _subgraph_model(model: ModelProto, graph: GraphProto) -> ModelProto:
-    """A subgraph as a model. Initializers of the main graph that it uses are left out: the model is never run."""
-    return ModelProto(
-        ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions, graph=graph
-    )
+def operator_bodies(model: ModelProto) -> dict[FileRole, GraphProto]:
+    """The subgraphs of the operator that runs the whole loop, by their roles; a second first step is left out."""
+    node = next(n for n in model.graph.node if n.domain == CONTRIB and n.op_type in DECODING_OPERATORS)
+    bodies = {attribute.name: attribute.g for attribute in node.attribute if attribute.HasField("g")}
+    found: dict[FileRole, GraphProto] = {}
+    if "encoder" in bodies and has_named_logits(GraphView(ModelProto(graph=bodies["encoder"]))):
+        found["decoder"] = bodies.pop("encoder")
+    elif "encoder" in bodies:
+        found["encoder"] = bodies.pop("encoder")
+    if "decoder" in bodies:
+        found["decoder-with-past" if "decoder" in found else "decoder"] = bodies["decoder"]
+    return found
 
 
 def follow_graph(view: GraphView, cached: bool = True) -> Dataflow | None:

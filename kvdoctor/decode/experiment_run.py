@@ -29,6 +29,7 @@ from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import CallStarting, CallTimed, StepDone
 from kvdoctor.decode.parity import compare, error_growth, judge, measurable, slot_difference
 from kvdoctor.decode.runs import Cause, Control, ErrorGrowth, LogitsDifference, ObservedTensor, Outcome, Run, Step
+from kvdoctor.decode.search import SearchPlan
 from kvdoctor.decode.stack_driver import Rerun, StackDriver, UnusableLogits
 from kvdoctor.decode.tolerances import find_tolerance
 
@@ -49,6 +50,7 @@ class ExperimentRunner:
         thresholds: Lengths in tokens at which the graphs may change what they compute.
         ring: Tokens after which the graph writes its buffers from their start again.
         scratch: A private folder for files that an experiment leaves for another worker.
+        search: How the operator with the whole loop is called.
     """
 
     stack: StackDriver
@@ -59,6 +61,7 @@ class ExperimentRunner:
     thresholds: tuple[int, ...] = ()
     ring: int | None = None
     scratch: Path | None = None
+    search: SearchPlan | None = None
     logits: dict[str, Array] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
@@ -137,6 +140,7 @@ class _ExperimentRun:
                 ring=self.runner.ring,
                 embed=self.stack.embed if self.stack.can_embed else None,
                 scratch=self.runner.scratch,
+                search=self.runner.search,
                 count_rows=self.stack.count_rows if self.stack.can_embed else None,
             )
             calls = self.experiment.calls(self.builder)

@@ -30,6 +30,7 @@ from kvdoctor.decode.calls import (
 )
 from kvdoctor.decode.inputs import StepInputs, fill_input, random_tokens, resolve_shape, synthetic_ids_or_features
 from kvdoctor.decode.samples import Samples
+from kvdoctor.decode.search import SearchPlan
 from kvdoctor.decode.tolerances import Tolerance, find_tolerance
 from kvdoctor.records import record
 
@@ -48,7 +49,8 @@ class FeedBuilder:
     ones (decode/tolerances.py), `thresholds` the lengths at which the graphs may change what they compute, `ring` the
     tokens after which the graph writes its buffers from their start again. `embed` makes embeddings of tokens by the
     contract's embedding graph; without it they are synthetic. `adapted` feeds an adapter of noise to inputs of LoRA.
-    `scratch` is a private folder for files that outlive the worker. `count_rows` tells how many rows for images and
+    `scratch` is a private folder for files that outlive the worker. `search` says how an operator with the whole loop
+    is called. `count_rows` tells how many rows for images and
     sound there are: a token of the id -1 - n stands for row n of these, those of the first encoder first.
     """
 
@@ -66,6 +68,7 @@ class FeedBuilder:
     embed: Embed | None = None
     adapted: bool = False
     scratch: Path | None = None
+    search: SearchPlan | None = None
     count_rows: CountRows | None = None
 
     def __post_init__(self) -> None:

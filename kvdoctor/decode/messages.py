@@ -15,6 +15,7 @@ from kvdoctor.decode.cache_types import Granularity, StoredSlot
 from kvdoctor.decode.paired_walks import Rows
 from kvdoctor.decode.runs import Run, Step
 from kvdoctor.decode.script import CallScript, Comparison, ScriptCall
+from kvdoctor.decode.search import SearchPlan
 from kvdoctor.decode.speed import SpeedPoint
 from kvdoctor.records import from_plain, record, to_plain
 
@@ -49,6 +50,7 @@ class ExperimentJob:
         thresholds: Lengths in tokens at which the graphs may change what they compute.
         ring: Tokens after which the graph writes its buffers from their start again; None where it does not.
         scratch: A private folder for files that an experiment leaves for another worker.
+        search: How the operator with the whole loop is called, in the phase `generate`; None without one.
     """
 
     stack: str
@@ -69,6 +71,7 @@ class ExperimentJob:
     thresholds: tuple[int, ...] = ()
     ring: int | None = None
     scratch: Path | None = None
+    search: SearchPlan | None = None
     threads: int = field(default_factory=count_threads)
     tag: Literal["experiments"] = "experiments"
 

@@ -20,6 +20,8 @@ OWN_SESSION = "own-session"
 
 REPLAY = "caller-replay"
 """The experiment that runs the caller's own steps again."""
+SEARCH = "operator-search"
+"""The experiment that compares an operator with the whole loop inside with a loop over its decoder."""
 CALLER_ROUNDS = "caller-runtime-rounds"
 """The cause of a replay whose outputs differ from those of the trace by no more than rounding to float16 does."""
 

@@ -129,7 +129,7 @@ class ContractContext:
 
     def advise_graph_repair(self, text: str) -> Advice:
         """Advice to let kvdoctor repair the graph; `text` is the alternative, as in `or export again`."""
-        if self.stack.stages:  # a repair knows graphs that are one file
+        if self.stack.stages or self.stack.operator:  # a repair knows graphs that are one file
             return Advice("re-export", text.removeprefix("or "))
         return _advise_graph_repair(self.folder, self.targets, text)
 

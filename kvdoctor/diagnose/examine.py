@@ -13,6 +13,7 @@ from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.float32_rerun import rerun_in_float32
 from kvdoctor.diagnose.lengths import find_ring, list_thresholds, list_unvisited
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
+from kvdoctor.diagnose.operator_parts import CannotOpen, open_operator
 from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
 from kvdoctor.records import record
@@ -35,7 +36,8 @@ class WorkerFiles:
 class StackObservation:
     """What the experiments on one stack showed.
 
-    `contract` is the one given, with what only the runs could show. `timings` are seconds by label, `measured` is all
+    `contract` is the one given, with what only the runs could show. `ran` is the context of what was run, where that is
+    not the stack itself but the graphs inside its operator. `timings` are seconds by label, `measured` is all
     that the report states as measured (seconds, bytes).
     """
 
@@ -45,6 +47,7 @@ class StackObservation:
     timings: Mapping[str, float] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
     not_checked: tuple[NotChecked, ...] = ()
+    ran: ContractContext | None = None
 
 
 def examine(context: ContractContext, options: Options, runtime: Runtime, files: WorkerFiles) -> StackObservation:
@@ -56,19 +59,29 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
     from kvdoctor.decode.experiments import load
 
     name, contract = context.stack.name, context.contract
-    if unmet := next(find_unmet_preconditions(context.stack, contract), None):
+    if unmet := next(find_unmet_preconditions(context.stack, contract, opened=True), None):
         reason = NotChecked(name, "KV2-KV3", f"not run: {unmet}", essential=True)
         return StackObservation(contract, measured=_list_measurements(StackResults()), not_checked=(reason,))
 
     runtime.require_provider(options.provider)
-    job = replace(build_job(context, options), keep_logits=files.logits, keep_calls=files.calls, scratch=files.calls)
+    ran, opened = context, None
+    if context.stack.operator is not None:
+        try:
+            opened = open_operator(context, files.calls)
+        except CannotOpen as error:
+            reason = NotChecked(name, "KV2-KV3", f"not run: {error}", essential=True)
+            return StackObservation(contract, measured=_list_measurements(StackResults()), not_checked=(reason,))
+        ran = opened.context
+    job = replace(build_job(ran, options), keep_logits=files.logits, keep_calls=files.calls, scratch=files.calls)
+    job = job if opened is None else replace(job, search=opened.search)
     results = runtime.examine(job, options.progress)
     others = (e for e in load() if e.on_request in ("", "reference") and not _is_wanted(e, options))
     skipped = tuple(_skip(name, e, options, runtime) for e in others)
-    runs = (*(resolve_node_names(run, context) for run in results.runs), *skipped)
-    refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in results.refusals)
+    runs = (*(resolve_node_names(run, ran) for run in results.runs), *skipped)
+    shown = opened.shown if opened is not None else {}
+    refusals = tuple((shown.get(one.file, one.file), one.errors, one.opens_at) for one in results.refusals)
     observed = replace(context, contract=add_observed_sizes(contract, runs), runs=runs)
-    rerun = rerun_in_float32(observed, job, options, runtime)
+    rerun = rerun_in_float32(replace(ran, runs=runs), job, options, runtime)
     results.unrounded_seconds = rerun.seconds
     results.peak_bytes = max(results.peak_bytes, rerun.peak_bytes)
     return StackObservation(
@@ -82,6 +95,7 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
             *rerun.not_checked,
             *list_unvisited(observed),
         ),
+        ran=ran if opened is not None else None,
     )
 
 
@@ -169,8 +183,10 @@ def resolve_node_names(run: Run, context: ContractContext) -> Run:
     return replace(run, node_names=())
 
 
-def locate_faults(context: ContractContext, options: Options, runtime: Runtime, calls: Path) -> tuple[Run, ...]:
-    """The runs, with the fault location of those that findings rest on.
+def locate_faults(
+    context: ContractContext, options: Options, runtime: Runtime, calls: Path, ran: ContractContext | None = None
+) -> tuple[Run, ...]:
+    """The runs, with the fault location of those that findings rest on; `ran` is the context of what was run.
 
     That is the checked loop; where it passes, the runs of other sizes that fail or differ.
     """
@@ -184,7 +200,8 @@ def locate_faults(context: ContractContext, options: Options, runtime: Runtime, 
         return context.runs
     from kvdoctor.diagnose.locate.search import LocateContext, locate_fault
 
-    search = LocateContext(context.stack, context.contract, runtime, options.provider, calls, context.tolerance)
+    within = ran or context
+    search = LocateContext(within.stack, within.contract, runtime, options.provider, calls, context.tolerance)
     located = []
     for run in context.runs:
         if run in wanted and options.show_line is not None:

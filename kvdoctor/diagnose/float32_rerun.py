@@ -6,7 +6,7 @@ from dataclasses import field, replace
 from pathlib import Path
 
 from kvdoctor.decode.messages import ExperimentJob
-from kvdoctor.decode.runs import OWN_SESSION, Float32Result, Run
+from kvdoctor.decode.runs import OWN_SESSION, SEARCH, Float32Result, Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.float32 import SETTINGS, Float32Copy, NoFloat32Copy, unrounded_bytes, write_float32_copy
 from kvdoctor.findings import NotChecked
@@ -73,8 +73,9 @@ def _select_experiments(context: ContractContext) -> Iterator[str]:
             yield experiment.name
 
 
-INDEPENDENT_OF_ROUNDING = {"same-feed", "dummy-past-runs", "encoder-rows", OWN_SESSION}
-"""Experiments that compare a graph with itself, ask whether it runs, or count: a float32 copy adds nothing."""
+INDEPENDENT_OF_ROUNDING = {"same-feed", "dummy-past-runs", "encoder-rows", OWN_SESSION, SEARCH}
+"""Experiments that compare a graph with itself or with an operator that has no copy, ask whether it runs, or count: a
+float32 copy adds nothing."""
 
 
 def _refuse_size(context: ContractContext, options: Options, unclear: bool) -> str | None:

@@ -6,7 +6,7 @@ from kvdoctor.analysis.completeness import find_unfilled
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.choices import RESTS_ON
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.runs import HISTORY, OWN_SESSION, UNDECIDED, WRONG, Run
+from kvdoctor.decode.runs import HISTORY, OWN_SESSION, SEARCH, UNDECIDED, WRONG, Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
 from kvdoctor.report.facts import DraftFacts
@@ -24,16 +24,22 @@ COMPILED = "EPContext"
 """The operator that holds a graph in the binary form of a device. Source: ONNX Runtime, EP context design."""
 
 
-def find_unmet_preconditions(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
-    """Why decode steps cannot be run on a stack; the first reason is the one to report."""
+def find_unmet_preconditions(stack: StackFiles, contract: CacheContract, opened: bool = False) -> Iterator[str]:
+    """Why decode steps cannot be run on a stack; the first reason is the one to report.
+
+    Where it is `opened`, the graphs inside an operator are called as models of their own.
+    """
     yield from (problem.cause for problem in stack.problems if problem.essential or not problem.declared)
     for file in stack.members:
         if file.external_problems:
             yield f"the external data of {file.name} cannot be read"
+    if stack.operator is not None and not opened:
+        yield f"the operator {stack.operator} contains the whole loop and its cache; there is nothing to feed back"
     yield from _find_other_callers(stack, contract)
     empty = {*find_unfilled(contract)}
     if set(contract.missing) - empty or stack.kind == "unpaired" or not contract.slots:
-        yield "the cache contract is not complete"
+        inside = f" of the decoder inside {stack.operator}" if stack.operator is not None else ""
+        yield f"the cache contract{inside} is not complete"
     yield from _find_undrivable(contract)
     yield from _find_types_without_feed(contract)
 
@@ -42,8 +48,6 @@ def _find_other_callers(stack: StackFiles, contract: CacheContract) -> Iterator[
     """Why no decode loop of ours could call the graph, whatever its contract lacks."""
     if any(COMPILED in file.view.operators for file in stack.members if file.view is not None):
         yield f"the graph was compiled for a device ({COMPILED}), and only the provider of that device can run it"
-    if stack.operator is not None:
-        yield f"the operator {stack.operator} contains the whole loop and its cache; there is nothing to feed back"
     if contract.no_decoder is not None:
         yield f"not a decoder with a KV cache: {contract.no_decoder}"
     if any(slot.growth == "paged" for slot in contract.slots):
@@ -84,7 +88,7 @@ def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = 
     loop, stack, new_tokens = context.checked_loop, context.stack.name, context.contract.new_tokens
     told = (finding for finding in findings if finding.name == "cached-differs" and loop is not None)
     explained = loop is not None and loop.by_rounding and any(f.where.endswith(f", {loop.experiment}") for f in told)
-    names = {experiment.name for experiment in load() if experiment.judged}
+    names = {experiment.name for experiment in load() if experiment.judged} - {SEARCH}
     if loop and loop.outcome == "passed" and new_tokens is not None:
         reason = (
             f"the first step takes {new_tokens} new token only, so there is no call without a cache to compare with"
@@ -118,6 +122,14 @@ def _find_uncompared(context: ContractContext, findings: Sequence[Finding]) -> s
         return f"nothing else refutes {suspected.code} {suspected.name}"
     rows = context.contract.fixed_batch
     return None if rows in (None, 1) else f"the {rows} rows of its fixed batch were not compared with each other"
+
+
+def find_unsearched(context: ContractContext) -> Iterator[NotChecked]:
+    """An operator with the whole loop that was not compared with a loop over its decoder: that is no health."""
+    run = context.find_run(SEARCH)
+    if context.stack.operator is not None and run is not None and run.outcome in ("skipped", "died", *UNDECIDED):
+        reason = f"{context.stack.operator} itself was not compared with a loop over its decoder: {run.reason}"
+        yield NotChecked(context.stack.name, "KV322", reason, essential=True)
 
 
 def find_undecided_steps(stack: str, findings: Iterable[Finding]) -> Iterator[NotChecked]:

@@ -34,6 +34,7 @@ from kvdoctor.diagnose.not_checked import (
     find_unexplained_loop,
     find_ungraded,
     find_unproved_uses,
+    find_unsearched,
 )
 from kvdoctor.diagnose.run_checks import OF_PARTS, CheckResults, run_checks
 from kvdoctor.diagnose.variants import grade_variants
@@ -191,7 +192,7 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
         after = extend_context(
             tested,
             RunContext,
-            runs=locate_faults(tested, options, runtime, files.calls) if plan.locate else tested.runs,
+            runs=locate_faults(tested, options, runtime, files.calls, seen.ran) if plan.locate else tested.runs,
             declared_faults=tuple(name for name in errors if name not in EXPLAIN_NO_RUN),
             timings=seen.timings,
             thorough=options.thorough,
@@ -250,7 +251,7 @@ def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Opt
     findings = (*declared, *found.findings)
     unproved = find_unproved_uses(context, findings)
     unexplained = find_unexplained_loop(context, options.selection, findings)
-    return found + CheckResults(not_checked=(*unproved, *unexplained))
+    return found + CheckResults(not_checked=(*unproved, *unexplained, *find_unsearched(context)))
 
 
 def _list_rounds(options: Options) -> Iterable[Round]:
@@ -347,6 +348,9 @@ def _run_targets(
     """The context with what the model shows under the targets; none is tried where the model could not be run."""
     if not (options.targets and context.runs):
         return context, ()
+    if context.stack.operator is not None:
+        reason = f"not run in target runtimes: the graphs inside {context.stack.operator} are run here alone"
+        return context, (NotChecked(context.stack.name, "KV401-KV403", reason, essential=True),)
     from kvdoctor.diagnose.targets import LocalRun, find_open_targets, run_targets
 
     results = run_targets(context, options, LocalRun(runtime, contract, logits))

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvdoctor.decode.runs import LOOPS, WRONG, Run
+from kvdoctor.decode.runs import LOOPS, SEARCH, WRONG, Run
 from kvdoctor.findings import Finding
 from kvdoctor.report.document import Report, counts
 from kvdoctor.report.wording.alike import FindingGroup
@@ -65,6 +65,7 @@ def _find_run(report: Report, finding: Finding) -> Run | None:
 
     experiments = {experiment.name: experiment for experiment in load()}
     judged = [run for run in runs if (known := experiments.get(run.experiment)) and known.judged and known.shown]
+    judged = [run for run in judged if run.experiment != SEARCH]  # its call of an operator shows no cache
     named = finding.where.rpartition(", ")[2].removeprefix("experiment ")
     if finding.use is not None:
         tried = [r for r in judged if (use := experiments[r.experiment].use) and use.required == finding.use]

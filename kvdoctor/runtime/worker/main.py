@@ -68,6 +68,7 @@ def run_experiments(job: ExperimentJob, announce: Announce) -> None:
         thresholds=job.thresholds,
         ring=job.ring,
         scratch=job.scratch,
+        search=job.search,
     )
     for experiment in _find_experiments(job, announce):
         announce(ExperimentStarted(experiment.name))

@@ -112,6 +112,7 @@ class Sessions:
     opened: dict[tuple[str, str], Any] = field(default_factory=dict)
     levels: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
+    tried: set[str] = field(default_factory=set)
 
     def get(self, file: str) -> Any:
         """Give the session of a file.
@@ -152,6 +153,7 @@ class Sessions:
 
     def _open_highest(self, file: str) -> None:
         refusals = {}
+        self.tried.add(file)
         for level in TRIED:
             self.announce(FileOpening(file, level))
             try:
@@ -183,7 +185,11 @@ class Sessions:
 
     def clean(self, error: Exception) -> str:
         """The runtime's text on one line, without the folder of this machine."""
-        text = str(error).replace(str(self.folder) + os.sep, "").replace(str(self.folder), ".")
+        text = str(error)
+        # A file may be named by its whole path: the model around the graphs of a private folder.
+        folders = {str(Path(file).parent) for file in (*self.levels, *self.tried) if Path(file).is_absolute()}
+        for folder in (str(self.folder), *sorted(folders)):
+            text = text.replace(folder + os.sep, "").replace(folder, ".")
         return " ".join(text.split())
 
 
