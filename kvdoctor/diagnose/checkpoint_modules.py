@@ -27,11 +27,11 @@ def locate_in_modules(
         return replace(run, no_location="the runtime does not run the instrumented graph")
     except Exception as error:  # a fault of ours must not hide what the run showed
         return replace(run, no_location=f"the search crashed ({type(error).__name__}: {error}); please report it")
-    reason = found.reason
-    if reason is not None and (apart := _compare_states(kept)) is not None and apart > arithmetic.tolerance.passes:
-        reason = f"the encoder differs: its states are off by {apart:.2g} standard deviations; on the same states the "
-        reason += "modules of the decoder agree"
-    return replace(run, parts=found.parts, location=found.location, no_location=reason)
+    missing = found.reason
+    if missing is not None and (apart := _compare_states(kept)) is not None and apart > arithmetic.tolerance.passes:
+        missing = f"the encoder differs: its states are off by {apart:.2g} standard deviations; on the same states the "
+        missing += "modules of the decoder agree"
+    return replace(run, parts=found.parts, location=found.location, no_location=missing)
 
 
 def _compare(
