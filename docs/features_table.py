@@ -293,10 +293,9 @@ CAUSE = (
         "Name the first node that fails",
         Shown("step-test TEXT/step-fails", "fails in", code=1),
     ),
-    partly(
+    yes(
         "Name the first node that differs from PyTorch",
-        "the logits are compared; nodes are compared with the graph's own run without a cache",
-        Tested("tests/test_reference.py", "test_other_logits_are_an_error"),
+        Tested("tests/test_module_differences.py", "test_the_first_module_that_differs_is_named"),
     ),
     yes(
         "Name the first node where the run with the cache departs from the one without",

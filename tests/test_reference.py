@@ -30,7 +30,7 @@ NOWHERE = Requirements(("torch==2.13.0",), ("there_is_no_such_module",), "transf
 
 
 def checkpoint(folder: Path, **config: Any) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
@@ -100,6 +100,15 @@ def test_what_cannot_be_run_is_incomplete(tmp_path: Path, config: dict[str, Any]
     (entry,) = (entry for entry in report.not_checked if entry.code == "KV320")
     assert entry.essential
     assert reason in entry.reason
+
+
+@pytest.mark.usefixtures("_made_up")
+def test_a_difference_that_cannot_be_placed_says_so(tmp_path: Path) -> None:
+    (finding,) = held(tmp_path, "gpt2", add=0.5).findings
+    words = "no node of the graph is named after a module of the checkpoint"
+    assert finding.evidence == (f"the difference could not be placed in the graph: {words}",)
+    (finding,) = held(tmp_path / "loop", "gpt2", add_to_loop=0.5).findings
+    assert "the logits differ with the cache only" in finding.evidence[0]
 
 
 def test_without_torch_and_uv_the_command_that_would_help_is_said(
@@ -227,6 +236,9 @@ def test_an_export_of_other_weights_does_not(name: str, checkpoints: Path) -> No
     assert (code, document["verdict"]) == (1, "unhealthy")
     found = [finding for finding in document["findings"] if finding["severity"] == "error"]
     assert [finding["name"] for finding in found] == ["reference-differs"] * len(document["stacks"])
+    for finding in found:
+        words = "transformer.h.1.attn.c_attn (Conv1D) agree" if name == "gpt2" else "the encoder differs"
+        assert words in finding["evidence"][0]
 
 
 @pytest.mark.usefixtures("_made_up")

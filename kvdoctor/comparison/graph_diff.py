@@ -16,7 +16,7 @@ def compare_graphs(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> tuple[Diff
 
 
 def _compare_files(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> Iterator[Difference]:
-    for old, new in _match(a, b):
+    for old, new in match_files(a, b):
         if new is None and old is not None:
             yield Difference("file", (old.path,), "", old.role, None)
         elif old is None and new is not None:
@@ -25,7 +25,8 @@ def _compare_files(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> Iterator[D
             yield from _compare_file(old, new)
 
 
-def _match(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> Iterator[tuple[FileFacts | None, FileFacts | None]]:
+def match_files(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> Iterator[tuple[FileFacts | None, FileFacts | None]]:
+    """Pair the files of both sides: by role and name, then by role, then by name."""
     left = list(b)
     for old in a:
         alike = [new for new in left if new.role == old.role]

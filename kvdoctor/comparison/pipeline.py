@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.comparison.contract_diff import compare_contracts
 from kvdoctor.comparison.findings_diff import compare_findings, needs_no_run
-from kvdoctor.comparison.graph_diff import compare_graphs
+from kvdoctor.comparison.graph_diff import compare_graphs, match_files
 from kvdoctor.comparison.run_diff import LOCAL, CannotCompareLogits, agrees_less, compare_logits, compare_outcomes
 from kvdoctor.comparison.sides import DiagnosedSide, diagnose_sides
-from kvdoctor.errors import UsageError
+from kvdoctor.errors import UnreadableError, UsageError
 from kvdoctor.findings import Finding, Selection, means_incomplete
 from kvdoctor.options import Options
 from kvdoctor.records import record
@@ -21,6 +22,7 @@ from kvdoctor.report.diff_document import (
     LogitsAgreement,
     NotCompared,
     StackDiff,
+    WeightsDiff,
 )
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import StackFacts
@@ -139,12 +141,36 @@ def _compare_files(sides: _Sides, old: StackFacts, new: StackFacts) -> _StackRes
         [file for file in sides.a.report.model.files if file.path in old.files],
         [file for file in sides.b.report.model.files if file.path in new.files],
     )
+    weights = _compare_weights(sides, old, new)
+    stored = weights if isinstance(weights, WeightsDiff) else None
+    missing: tuple[NotCompared, ...] = (weights,) if isinstance(weights, NotCompared) else ()
     if old.contract is None or new.contract is None:
-        missing = NotCompared(new.name, "contract", "one side has none", essential=True)
-        return _StackResult(StackDiff(old.name, new.name, (), graph), not_compared=(missing,))
+        missing += (NotCompared(new.name, "contract", "one side has none", essential=True),)
+        return _StackResult(StackDiff(old.name, new.name, (), graph, weights=stored), not_compared=missing)
     contract = compare_contracts(old.contract, new.contract)
     reasons = tuple(f"contract broken: {_describe(change)}" for change in contract if change.effect == "worse")
-    return _StackResult(StackDiff(old.name, new.name, contract, graph), reasons)
+    return _StackResult(StackDiff(old.name, new.name, contract, graph, weights=stored), reasons, missing)
+
+
+def _compare_weights(sides: _Sides, old: StackFacts, new: StackFacts) -> WeightsDiff | NotCompared:
+    """The weights of a stack by content, or why they could not be compared."""
+    from kvdoctor.comparison.weights_diff import compare_weights
+
+    if sides.a.stored or sides.b.stored:
+        return NotCompared(new.name, "weights", "a report has no weights; give both models")
+    places = [{file.name: file.path for file in open_folder(side.path).files} for side in (sides.a, sides.b)]
+    files = (
+        [file for file in side.report.model.files if file.path in stack.files]
+        for side, stack in ((sides.a, old), (sides.b, new))
+    )
+    matched = [(a.path, b.path) for a, b in match_files(*files) if a is not None and b is not None]
+    if not matched or any(a not in places[0] or b not in places[1] for a, b in matched):
+        return NotCompared(new.name, "weights", "the files of both sides could not be matched")
+    pairs = [(a, places[0][a], places[1][b]) for a, b in matched]
+    try:
+        return compare_weights(pairs)
+    except (UnreadableError, OSError, ValueError) as error:
+        return NotCompared(new.name, "weights", " ".join(str(error).split()))
 
 
 def _compare_runs(sides: _Sides, files: _StackResult, names: tuple[str, str]) -> _StackResult:
@@ -244,7 +270,8 @@ def _decide(
 def _is_different(stack: StackDiff) -> bool:
     outcome = any(one.a != one.b for one in stack.experiments)
     logits = stack.logits is not None and stack.logits.agree != "bits"
-    return stack.a is None or bool(stack.contract or stack.graph) or outcome or logits
+    weights = stack.weights is not None and not stack.weights.equal
+    return stack.a is None or bool(stack.contract or stack.graph) or outcome or logits or weights
 
 
 def _notes(a: Report, b: Report) -> Iterator[str]:

@@ -101,11 +101,15 @@ class ValuePair:
 
 @record
 class TrialJob:
-    """Run one call of a changed graph, and report the types, shapes and short integers of its outputs."""
+    """Run one call of a changed graph, and report the types, shapes and short integers of its outputs.
+
+    `keep` is a file of a private folder that receives the outputs, as `save_call` writes them.
+    """
 
     model: TrialModel
     provider: str = CPU
     threads: int = field(default_factory=count_threads)
+    keep: Path | None = None
     tag: Literal["trial"] = "trial"
 
 

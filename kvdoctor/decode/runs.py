@@ -143,6 +143,20 @@ class FaultLocation:
 
 
 @record
+class PartDifference:
+    """A part of a decoder (embedding, attention, MLP, norms, head), compared with a checkpoint of PyTorch.
+
+    `layer` counts from 0, None outside of the layers. `relative` is the largest difference of the outputs of its
+    modules in standard deviations, -1 where one side alone is not finite; `differs` says that it is more than rounding.
+    """
+
+    part: str
+    layer: int | None
+    relative: float
+    differs: bool
+
+
+@record
 class Cause:
     """The hypothesis that an experiment confirmed: the name of its check, and evidence that no other one predicts."""
 
@@ -190,6 +204,7 @@ class Run:
     model rounds, None where it rounds nothing or that was not tried: what differs there differs here for more than
     rounding, however small it is beside it, and the outcome says so.
     `location` is looked for where the run is what a finding rests on; `no_location` is the reason why none was found.
+    `parts` are those of a run that differs from a checkpoint, in the order in which they are computed.
     """
 
     stack: str
@@ -212,6 +227,7 @@ class Run:
     location: FaultLocation | None = None
     no_location: str | None = None
     node_names: tuple[str, ...] = ()
+    parts: tuple[PartDifference, ...] = ()
 
     @property
     def repeats(self) -> bool:

@@ -105,6 +105,17 @@ class Checkpoint:
         Raises:
             CannotCompare: there is no environment for it, or the checkpoint cannot be run.
         """
+        return self._ask({"feeds": str(feeds), "out": str(out), "prefix": f"{experiment}:"})
+
+    def modules(self, feeds: Path, out: Path, count: int) -> dict[str, Any]:
+        """Let PyTorch leave what each module does with the first `count` tokens; gives the embedding and the head.
+
+        Raises:
+            CannotCompare: there is no environment for it, or the checkpoint cannot be run.
+        """
+        return self._ask({"feeds": str(feeds), "out": str(out), "prefix": f"{NAME}:", "modules": count})
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         if self._obstacle is not None:
             raise CannotCompare(self._obstacle)
         try:
@@ -112,7 +123,7 @@ class Checkpoint:
                 given = {"checkpoint": self._path, "local": self.is_folder or self.offline}
                 self._script = ScriptProcess(SCRIPT, given, transformers_for(self._config()), self.offline)
                 weakref.finalize(self, self._script.stop)
-            answer = self._script.ask({"feeds": str(feeds), "out": str(out), "prefix": f"{experiment}:"})
+            answer = self._script.ask(question)
         except EnvironmentUnavailable as error:
             self._obstacle = str(error)
             raise CannotCompare(self._obstacle) from None
@@ -164,8 +175,8 @@ def compare_with_checkpoint(context: ContractContext, checkpoint: Checkpoint, lo
     unclear = {
         "ambiguous": "the difference is between noise and a fault",
         "failed": f"step {run.failed_step} fails, and only the steps before it were compared with the checkpoint",
-    }.get(run.outcome)
-    if unclear is None:
+    }.get(run.outcome, f"the run is {run.outcome}")
+    if run.outcome in ("passed", "differs"):
         return CheckpointComparison(runs, (), notes)
     return CheckpointComparison(runs, (NotChecked(stack, "KV320", f"{unclear}: {run.reason}", essential=True),), notes)
 
@@ -196,7 +207,7 @@ def compare_steps(context: ContractContext, mine: Path, checkpoint: Checkpoint) 
         found = {name: file[name] for name in file.files}
     if "step.0" not in kept:
         raise CannotCompare(f"not compared with {checkpoint.name}: the first call fails, so there are no logits")
-    return _judge_steps(run, kept, found, _name_model(facts, checkpoint), _find_arithmetic(context))
+    return _judge_steps(run, kept, found, _name_model(facts, checkpoint), find_arithmetic(context))
 
 
 def compare_greedy_tokens(context: ContractContext, mine: Path, checkpoint: Checkpoint) -> Run | None:
@@ -260,6 +271,8 @@ def _judge_steps(run: Run, kept: dict[str, Any], found: dict[str, Any], model: s
             return replace(run, outcome="differs", failed_step=step.step, reason=words, steps=tuple(held))
         alike[step.step] = _correlate(mine, expected)
         held.append(replace(step, difference=compare(mine, expected, arithmetic.tolerance)))
+    if not alike:
+        raise CannotCompare(f"not compared with {model}: no step of the run has logits")
     rounded = arithmetic.name == ROUNDED_WEIGHTS
     judged = _judge_by_correlation(held, alike) if rounded else _judge_by_tolerance(held, arithmetic)
     at = next((number for number, verdict in judged.verdicts.items() if verdict == "fail"), None)
@@ -279,7 +292,8 @@ def _select_positions(step: Step, found: dict[str, Any], in_loop: bool) -> Any:
     return source[:, step.past_length : step.past_length + step.new_tokens]
 
 
-def _find_arithmetic(context: ContractContext) -> Arithmetic:
+def find_arithmetic(context: ContractContext) -> Arithmetic:
+    """What a stack computes in, by its operators."""
     files = context.stack.files.values()
     operators = {name for file in files if file.view is not None for name in file.view.operators}
     if any(ROUNDED.search(name) for name in operators):

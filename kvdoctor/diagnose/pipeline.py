@@ -185,7 +185,7 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
             local_runtime=_find_local_runtime(runtime),
         )
         tested, on_targets = _run_targets(tested, context.contract, options, runtime, files.logits)
-        tested, on_checkpoint, notes = _compare_with_checkpoint(tested, session.checkpoint, files.logits)
+        tested, on_checkpoint, notes = _compare_with_checkpoint(tested, session, files)
         by_contract = run_checks(tested, "contract", selection)
         # A use that cannot work explains no fault of the loop, however severe it is for who requires it.
         errors = (f.name for f in by_contract.findings if f.severity == "error" and f.use is None)
@@ -321,15 +321,29 @@ def _compare_with_golden(context: RunContext, session: _Session) -> tuple[CheckR
 
 
 def _compare_with_checkpoint(
-    context: TargetContext, checkpoint: "Checkpoint | None", logits: Path | None
+    context: TargetContext, session: _Session, files: WorkerFiles
 ) -> tuple[TargetContext, tuple[NotChecked, ...], tuple[str, ...]]:
     """The context with runs compared with the checkpoint, if there is one; what was left open; notes."""
+    checkpoint, options, logits = session.checkpoint, session.options, files.logits
     if checkpoint is None or logits is None:
         return context, (), ()
-    from kvdoctor.diagnose.checkpoint import compare_with_checkpoint
+    from kvdoctor.diagnose.checkpoint import NAME, compare_with_checkpoint, find_arithmetic
 
     compared = compare_with_checkpoint(context, checkpoint, logits)
-    return replace(context, runs=compared.runs), compared.not_checked, compared.notes
+    run = next((run for run in compared.runs if run.experiment == NAME and run.outcome == "differs"), None)
+    if run is None or not session.plan.locate:
+        return replace(context, runs=compared.runs), compared.not_checked, compared.notes
+    from kvdoctor.diagnose.checkpoint_modules import locate_in_modules
+    from kvdoctor.diagnose.locate.search import LocateContext
+
+    if options.show_line is not None:
+        options.show_line("locating the difference to the checkpoint in its modules")
+    search = LocateContext(
+        context.stack, context.contract, session.runtime, options.provider, files.calls, context.tolerance
+    )
+    located = locate_in_modules(run, search, checkpoint, logits, find_arithmetic(context))
+    runs = tuple(located if each is run else each for each in compared.runs)
+    return replace(context, runs=runs), compared.not_checked, compared.notes
 
 
 def _find_local_runtime(runtime: Runtime) -> Target | None:

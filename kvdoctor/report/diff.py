@@ -13,7 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdoctor.records import record
-from kvdoctor.report.diff_document import Difference, DiffReport, Effect, FindingDiff, Logits, StackDiff, format_verdict
+from kvdoctor.report.diff_document import (
+    Difference,
+    DiffReport,
+    Effect,
+    FindingDiff,
+    Logits,
+    StackDiff,
+    WeightDifference,
+    WeightsDiff,
+    format_verdict,
+)
 from kvdoctor.report.json_format import render_diff
 from kvdoctor.report.markdown import table
 from kvdoctor.report.safe import LONGEST_QUOTED, code, markdown, printable, shortened
@@ -179,6 +189,8 @@ def _list_sections(diff: DiffReport, everything: bool = False) -> Iterator[Secti
             continue
         yield Section(f"{title}: contract", tuple(_contract_rows(stack)))
         yield Section(f"{title}: graph", tuple(_graph_rows(stack, everything)))
+        if stack.weights is not None:
+            yield Section(f"{title}: weights", tuple(_weight_rows(stack.weights, everything)))
         yield Section(f"{title}: behavior", tuple(_run_rows(stack, diff, everything)))
     yield Section("findings", tuple(_finding_rows(diff)))
 
@@ -228,7 +240,7 @@ def _row(change: Difference) -> Row:
 
 def _graph_rows(stack: StackDiff, everything: bool) -> Iterator[Row]:
     if not stack.graph:
-        yield Row("=", "graph", "same versions and operator counts; wiring and values of weights are not compared")
+        yield Row("=", "graph", "same versions and operator counts; wiring is not compared")
     fields: dict[str, list[str]] = {}
     operators: dict[str, list[str]] = {}
     # New and removed operators come first: they matter more than changed counts.
@@ -246,6 +258,44 @@ def _graph_rows(stack: StackDiff, everything: bool) -> Iterator[Row]:
             most = len(counts) if everything else MAX_NAMES
             more = f" and {len(counts) - most} more (all with -v)" if len(counts) > most else ""
             yield Row("~", what, f"{subject}: {', '.join(counts[:most])}{more}")
+
+
+def _weight_rows(found: WeightsDiff, everything: bool) -> Iterator[Row]:
+    """The weights that differ, the most different first."""
+    moved = f", {found.renamed} of them under another name" if found.renamed else ""
+    yield Row("=", "weights", f"{found.same + found.renamed} with the same content{moved}")
+    if found.changed:
+        yield Row("~", "changed", f"{len(found.changed)}: {' and '.join(_list_layers(found.changed))}")
+    most = len(found.changed) if everything else MAX_NAMES
+    ranked = sorted(found.changed, key=lambda one: (one.relative is not None, -(one.relative or 0.0)))
+    for one in ranked[:most]:
+        name = one.name if one.name == one.other else f"{one.name} -> {one.other}"
+        yield Row("~", "weight", f"{name} {one.type}: {_describe_change(one)}")
+    if len(ranked) > most:
+        yield Row("~", "weight", f"and {len(ranked) - most} more (all with -v)")
+    for mark, names in (("-", found.only_a), ("+", found.only_b)):
+        if names:
+            yield Row(mark, "weights", _list_names(names) if not everything else ", ".join(names))
+
+
+def _describe_change(one: WeightDifference) -> str:
+    if one.reason or one.largest is None:
+        return one.reason
+    parts = [f"off by at most {one.largest:.2g}"]
+    parts += [f"{one.relative:.2g} of its root mean square"] if one.relative is not None else []
+    parts += [f"correlation {one.correlation:.6g}"] if one.correlation is not None else []
+    return ", ".join(parts)
+
+
+def _list_layers(changed: Iterable[WeightDifference]) -> Iterator[str]:
+    """The layers of changed weights, in words: `layers 0, 1 and 3 outside of layers`."""
+    changed = list(changed)
+    layers = sorted({one.layer for one in changed if one.layer is not None})
+    outside = sum(one.layer is None for one in changed)
+    if layers:
+        yield f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+    if outside:
+        yield f"{outside} outside of layers"
 
 
 def _or_none(value: str | None) -> str:

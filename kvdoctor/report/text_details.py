@@ -20,6 +20,7 @@ from kvdoctor.report.wording.memory import (
     tabulate_alternatives,
     tabulate_paging,
 )
+from kvdoctor.report.wording.parts import tabulate_parts
 from kvdoctor.report.wording.repair import (
     describe_export,
     format_copy,
@@ -203,6 +204,9 @@ def _show_steps(page: Page, run: Run, stack: StackFacts) -> None:
     if run.error:
         page.pairs([("runtime", shortened(run.error, 1200))])
     page.pairs(describe_fault_location(run))
+    if (parts := tabulate_parts(run)) is not None:
+        page.line(f"  {run.experiment}, the parts of the model in standard deviations", "bold")
+        page.table(*parts)
 
 
 def show_repair(page: Page, report: Report, record: RepairRecord, show_diff: bool) -> None:

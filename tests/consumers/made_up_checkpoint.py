@@ -19,6 +19,10 @@ for line in sys.stdin:
     if "fail" in wanted:
         print(json.dumps({"failed": wanted["fail"]}), flush=True)
         continue
+    if "modules" in question:  # it has none
+        np.savez(question["out"], names=np.array([], np.str_), classes=np.array([], np.str_))
+        print(json.dumps({"model": "MadeUp", "torch": "0", "transformers": "0"}), flush=True)
+        continue
     with np.load(question["feeds"]) as file:
         steps = {name.removeprefix(question["prefix"]): file[name] for name in file.files}
     wholes = int(steps["wholes"])

@@ -63,6 +63,13 @@ def kept(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
     return found | {f"step.{number}": array for number, array in enumerate(logits)}
 
 
+def kept_steps(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
+    """The same, and the feeds of the longest call without a cache, `call.NAME`, of `called` tokens."""
+    call = builder.reference() if len(whole_lengths(builder)) else builder.prefill(builder.scenario.prompt)
+    found = kept(builder, logits) | {"called": np.array(call.new)}
+    return found | {f"call.{name}": as_array(value) for name, value in call.feeds.items()}
+
+
 def kept_greedy(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
     """The same of the greedy loop, whose tokens are those that it chose, as far as it came."""
     chosen = [step[:, -1].argmax(-1)[:, None] for step in logits[:-1]]
@@ -95,7 +102,7 @@ EXPERIMENTS = (
         judged=False,
         why="the checkpoint computes the same feeds",
         on_request="reference",
-        keeps=kept,
+        keeps=kept_steps,
         order=90,
     ),
     Experiment(

@@ -6,7 +6,10 @@ wrong function, or an optimization is wrong. A loop with a cache can be consiste
 
 How it is decided: `--reference CHECKPOINT` runs the checkpoint in float32, in a separate process: the whole sequence
 without a cache, then a prefill and one token per step. The difference of the logits is compared with the tolerance for
-the arithmetic of the graph; for weights rounded to 8 bits or fewer, the correlation of the logits decides.
+the arithmetic of the graph; for weights rounded to 8 bits or fewer, the correlation of the logits decides. Where they
+differ without a cache, the outputs of the checkpoint's modules are compared with values of the graph. A module is found
+by the names that the exporter gave the nodes. The first one whose inputs agree and whose output does not is named, with
+the nodes between; where no name tells, the difference is not placed.
 
 Reproduce: `kvdoctor step-test MODEL --reference CHECKPOINT -v`, experiment `against-checkpoint`.
 
@@ -16,8 +19,10 @@ Repair: export again from that checkpoint with a current exporter; if it is the 
 from collections.abc import Iterator
 
 from kvdoctor.decode.runs import Run
+from kvdoctor.diagnose.checks._faults import name_node
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, CannotCheck, Fault, check
+from kvdoctor.report.wording.parts import describe_parts
 
 EXPORT_AGAIN = Advice(
     "re-export", "export again from this checkpoint, or compare with the one from which it was exported"
@@ -38,13 +43,26 @@ def reference_differs(context: RunContext) -> Iterator[Fault]:
         severity="error",
         file=context.decode_file,
         subject=(context.logits_name,),
-        where=f"output {context.logits_name}, against-checkpoint",
+        where=(name_node(run.location) if run.location is not None else None)
+        or f"output {context.logits_name}, against-checkpoint",
         declared="the logits of the PyTorch checkpoint",
         observed=run.reason or "the logits differ",
         cause="logits differ from the PyTorch checkpoint"
         + (", with the cache only" if _differs_with_cache_only(run) else ""),
         repair=EXPORT_AGAIN,
+        evidence=tuple(_describe_place(run)),
     )
+
+
+def _describe_place(run: Run) -> Iterator[str]:
+    """The first module that differs, the nodes that compute it, and the parts of the model with their differences."""
+    if run.location is not None:
+        yield f"first difference: {run.location.words}"
+        yield from run.location.provenance
+    elif run.no_location is not None:
+        yield f"the difference could not be placed in the graph: {run.no_location}"
+    if run.parts:
+        yield f"largest difference of each part: {describe_parts(run.parts)}"
 
 
 def _differs_with_cache_only(run: Run) -> bool:

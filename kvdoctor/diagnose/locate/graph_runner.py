@@ -179,6 +179,24 @@ class GraphRunner:
                 known.numbers[value] = output.values
         return known
 
+    def arrays(
+        self, flat: RunnableGraph, source: Path, values: Iterable[str], feeds: Path, level: str = "off"
+    ) -> "dict[str, Array]":
+        """The values themselves, through a file of the private folder: the caller bounds their size.
+
+        Raises:
+            TrialFailed: the runtime failed.
+            CannotLocate: the worker process crashed, or time is up.
+        """
+        from kvdoctor.decode.calls import load_call
+
+        variant = self.variant(flat, source, values=values)
+        kept = variant.path.with_suffix(".values.npz")
+        self._trial(TrialJob(side(variant, feeds, level), self.provider, keep=kept))
+        found = load_call(kept)
+        kept.unlink()
+        return {value: found[output] for value, output in variant.outputs.items() if output in found}
+
     def _trial(self, job: TrialJob | CompareJob) -> TrialDone:
         import time
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from kvdoctor.decode.calls import Array, load_call
+from kvdoctor.decode.calls import Array, load_call, save_call
 from kvdoctor.decode.messages import (
     CompareJob,
     Take,
@@ -38,7 +38,12 @@ MASKING = 1e3
 def run_trial(job: TrialJob | CompareJob) -> TrialDone:
     """Carry out a trial."""
     try:
-        return _compare(job) if isinstance(job, CompareJob) else TrialDone(outputs=_describe(_run(job, job.model)))
+        if isinstance(job, CompareJob):
+            return _compare(job)
+        outputs = _run(job, job.model)
+        if job.keep is not None:
+            save_call(job.keep, outputs)
+        return TrialDone(outputs=_describe(outputs))
     except Exception as error:  # the bindings raise many types, and all of them are a failed trial
         return TrialDone(error=" ".join(str(error).split()), names=mentioned(error))
 

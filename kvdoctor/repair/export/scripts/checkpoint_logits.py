@@ -8,6 +8,11 @@ Fed: `tokens` int64[batch, total], `prompt` (tokens of the prefill), and what th
 `encoder_mask`, or `encoder_states` in place of an encoder. Left in `out`: `whole` float[batch, total, vocabulary], the
 whole sequence without a cache; `loop`, the same from the prefill and one token a step; `states` of the encoder.
 
+With `modules`, a number of tokens, one call without a cache of so many tokens is made instead, on the graph's own
+encoder states where `states` are fed. Left in `out`: `names`, the modules in the order in which they end, all names of
+one joined by a space; `classes`; and `in.N` and `out.N`, the first tensor that module N was given and gave. Modules
+that are called more than once are left out. The answer names the `embedding` and the `head`.
+
 Code of a checkpoint is never run, and its weights are never unpickled.
 """
 
@@ -21,6 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+
+MOST_BYTES = 64 << 20
+"""Bytes of a tensor of a module, beyond which it is not left."""
 
 HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel", "EncoderDecoderModel", "ForPreTraining")
 """Endings of the names of classes that return logits over tokens."""
@@ -92,6 +100,56 @@ def run(model: Any, feeds: dict[str, Any]) -> dict[str, Any]:
     return {name: array.float().numpy() for name, array in found.items()}
 
 
+def run_modules(model: Any, feeds: dict[str, Any], count: int) -> dict[str, Any]:
+    """What each module was given and gave in one call without a cache, as arrays."""
+    if "states" in feeds:  # a difference of the encoders is not to be seen in the decoder
+        feeds = {name: array for name, array in feeds.items() if name != "encoder_input"}
+        feeds["encoder_states"] = feeds["states"]
+    aliases: dict[Any, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(module, []).append(name)
+    ended: list[Any] = []
+    seen: dict[Any, tuple[Any, Any]] = {}
+
+    def note(module: Any, given: Any, named: Any, out: Any) -> None:
+        ended.append(module)
+        seen[module] = first_tensor([*given, *named.values()]), first_tensor(out)
+
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in aliases]
+    name = "decoder_input_ids" if "encoder" in feeds else "input_ids"
+    try:
+        model(**{name: torch.from_numpy(feeds["tokens"])[:, :count]}, **encoder_feeds(model, feeds), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    once = [module for module in ended if ended.count(module) == 1]
+    found: dict[str, Any] = {
+        "names": np.array([" ".join(name or "." for name in aliases[module]) for module in once], dtype=np.str_),
+        "classes": np.array([type(module).__name__ for module in once], dtype=np.str_),
+    }
+    for index, module in enumerate(once):
+        for side, tensor in zip(("in", "out"), seen[module], strict=True):
+            if tensor is not None and tensor.numel() * 4 <= MOST_BYTES:
+                found[f"{side}.{index}"] = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    return found
+
+
+def first_tensor(values: Any) -> Any:
+    """The first tensor in nested values, None where there is none."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().clone()
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, (list, tuple)):
+        return next((one for one in map(first_tensor, values) if one is not None), None)
+    return None
+
+
+def name_of(model: Any, wanted: Any) -> str:
+    """The name of a module of a model; empty where it is none."""
+    return next((name for name, module in model.named_modules() if module is wanted), "") if wanted is not None else ""
+
+
 def spans(prompt: int, total: int) -> Iterator[tuple[int, int]]:
     """Where the steps of the loop begin and end."""
     yield 0, prompt
@@ -136,9 +194,11 @@ def main() -> None:
                 models[has_encoder] = load(asked["checkpoint"], asked["local"], has_encoder)
             model = models[has_encoder]
             with torch.inference_mode():
-                found = run(model, feeds)
+                count = question.get("modules")
+                found = run(model, feeds) if count is None else run_modules(model, feeds, count)
             np.savez(question["out"], **found)
-            tell(model=type(model).__name__, **versions)
+            ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+            tell(model=type(model).__name__, **versions, **{end: name_of(model, one) for end, one in ends.items()})
         except Exception as error:  # whatever a checkpoint makes these libraries raise is the answer
             tell(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
 

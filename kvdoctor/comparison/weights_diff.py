@@ -1,0 +1,156 @@
+"""Compares the weights of two files by content: which differ, how far, in which layers. Values are read in portions.
+
+Equal content is matched first, by name and then by digest, so that a new export with other numbers in its names shows
+no difference. What is left is matched by name, then by type and sizes where only one is left on each side.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import isfinite, sqrt
+from pathlib import Path
+
+from kvdoctor.diagnose.locate.runnable import LAYER
+from kvdoctor.model.weights import Weight, list_weights
+from kvdoctor.report.diff_document import WeightDifference, WeightsDiff
+
+
+def compare_weights(pairs: Iterable[tuple[str, Path, Path]]) -> WeightsDiff:
+    """Compare the weights of pairs of files; each with the name for the report.
+
+    Raises:
+        UnreadableError: a file or its weights cannot be read.
+        OSError: likewise, while they are read.
+    """
+    found = [_compare_files(name, list_weights(a), list_weights(b)) for name, a, b in pairs]
+    return WeightsDiff(
+        same=sum(one.same for one in found),
+        renamed=sum(one.renamed for one in found),
+        changed=tuple(change for one in found for change in one.changed),
+        only_a=tuple(name for one in found for name in one.only_a),
+        only_b=tuple(name for one in found for name in one.only_b),
+    )
+
+
+@dataclass
+class _Left:
+    """The weights of both files that have no counterpart yet, each with the digest of its content."""
+
+    a: list[tuple[Weight, str]]
+    b: list[tuple[Weight, str]]
+
+    def match(self, key: Callable[[Weight, str], object], alone: bool = False) -> list[tuple[Weight, Weight]]:
+        """Take those with the same key out of both; with `alone` only where each side has a single one."""
+        left, right = (_group(side, key) for side in (self.a, self.b))
+        found, taken = [], set[int]()
+        for known, ours in left.items():
+            others = right.get(known, [])
+            if alone and not len(ours) == len(others) == 1:
+                continue
+            found += list(zip(ours, others, strict=False))
+        for pair in found:
+            taken |= {id(pair[0]), id(pair[1])}
+        self.a = [entry for entry in self.a if id(entry[0]) not in taken]
+        self.b = [entry for entry in self.b if id(entry[0]) not in taken]
+        return found
+
+
+def _group(side: list[tuple[Weight, str]], key: Callable[[Weight, str], object]) -> dict[object, list[Weight]]:
+    found: dict[object, list[Weight]] = {}
+    for weight, digest in side:
+        found.setdefault(key(weight, digest), []).append(weight)
+    return found
+
+
+def _compare_files(file: str, a: list[Weight], b: list[Weight]) -> WeightsDiff:
+    left = _Left([(one, _digest(one)) for one in a], [(one, _digest(one)) for one in b])
+    same = left.match(lambda weight, digest: (weight.name, digest))
+    renamed = left.match(lambda _, digest: digest)
+    pairs = left.match(lambda weight, _: weight.name)
+    pairs += left.match(lambda weight, _: (weight.data_type, weight.dims), alone=True)
+    order = {id(weight): index for index, weight in enumerate(a)}
+    changed = [_describe(file, old, new) for old, new in sorted(pairs, key=lambda pair: order[id(pair[0])])]
+    changed += _match_quantized(file, left)
+    only_a, only_b = (tuple(weight.name for weight, _ in side) for side in (left.a, left.b))
+    return WeightsDiff(len(same), len(renamed), tuple(changed), only_a, only_b)
+
+
+def _match_quantized(file: str, left: _Left) -> list[WeightDifference]:
+    """Take out floats of one side that the other has in parts whose names begin with theirs: numbers and scales."""
+    found = []
+    for mine, theirs, words in ((left.a, left.b, "quantized in B"), (left.b, left.a, "quantized in A")):
+        for entry in list(mine):
+            weight = entry[0]
+            parts = [other for other in theirs if other[0].name.startswith(f"{weight.name}_")]
+            packed = next((one for one, _ in parts if not one.is_float), None)
+            if not weight.is_float or packed is None:
+                continue
+            mine.remove(entry)
+            for part in parts:
+                theirs.remove(part)
+            old, new = (weight, packed) if mine is left.a else (packed, weight)
+            found.append(_facts(file, old, new, f"{words}, so values are not compared"))
+    return found
+
+
+def _digest(weight: Weight) -> str:
+    digest = hashlib.blake2b(repr((weight.data_type, weight.dims)).encode(), digest_size=16)
+    for part in weight.read():
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _facts(file: str, old: Weight, new: Weight, reason: str = "") -> WeightDifference:
+    match = LAYER.search(old.name) or LAYER.search(new.name) or LAYER.search(old.reader)
+    types = " -> ".join(dict.fromkeys(f"{one.dtype}{list(one.dims)}" for one in (old, new)))
+    return WeightDifference(file, old.name, new.name, int(match[1]) if match else None, types, reason=reason)
+
+
+def _describe(file: str, old: Weight, new: Weight) -> WeightDifference:
+    facts = _facts(file, old, new, _why_not(old, new) or "")
+    if facts.reason:
+        return facts
+    largest, relative, correlation = measure(old, new)
+    if not isfinite(largest):
+        return replace(facts, reason="one side or both hold NaN or Inf")
+    return replace(facts, largest=largest, relative=relative, correlation=correlation)
+
+
+def _why_not(old: Weight, new: Weight) -> str | None:
+    """Why the values of two weights cannot be compared as numbers."""
+    if old.dims != new.dims:
+        return "their sizes differ"
+    if not (old.has_values and new.has_values):
+        return "a packed or unknown element type is not compared as numbers"
+    if old.is_float != new.is_float:
+        return "one side is quantized: integers are not compared with floats"
+    return None
+
+
+def measure(old: Weight, new: Weight) -> tuple[float, float | None, float | None]:
+    """The largest difference, its root mean square as a fraction of A's, and the correlation; in one pass."""
+    import numpy as np
+
+    sums, largest, squares = np.zeros(5), 0.0, 0.0
+    with np.errstate(all="ignore"):
+        for one, two in zip(old.values(), new.values(), strict=True):
+            x, y = one.astype(np.float64), two.astype(np.float64)
+            apart = x - y
+            worst = float(np.abs(apart).max(initial=0.0))
+            largest = worst if not isfinite(worst) else max(largest, worst)
+            if not isfinite(largest):
+                return largest, None, None
+            squares += float(apart @ apart)
+            sums += (x.sum(), y.sum(), x @ x, y @ y, x @ y)
+    count = max(old.size, 1)
+    mean_x, mean_y, xx, yy, xy = (float(one) / count for one in sums)
+    spread = (xx - mean_x**2) * (yy - mean_y**2)
+    relative = _short(sqrt(squares / count) / sqrt(xx)) if xx > 0 else None
+    correlation = (
+        _short(max(-1.0, min(1.0, (xy - mean_x * mean_y) / sqrt(spread)))) if spread > 1e-24 * xx * yy else None
+    )
+    return _short(largest), relative, correlation
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.6g}")

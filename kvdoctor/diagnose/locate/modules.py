@@ -1,0 +1,305 @@
+"""Places a difference to a PyTorch checkpoint: the first module whose inputs agree and whose output does not.
+
+What the modules of the checkpoint were given and gave in one call comes from its own process. The value of the graph
+that corresponds to the output of a module is one that leaves the nodes of its scope (`scopes`), with as many elements;
+where there are several, the closest. A module without a scope counts as equal where a value of the graph equals its
+output, and is never called different. So nothing is placed in a graph whose names tell nothing.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvdoctor.decode.runs import FaultLocation, PartDifference
+from kvdoctor.diagnose.locate.graph_runner import CannotLocate, GraphRunner
+from kvdoctor.diagnose.locate.parts import list_parts
+from kvdoctor.diagnose.locate.runnable import LAYER, RunnableGraph, RunnableNode
+from kvdoctor.diagnose.locate.scopes import match_scopes, scope_of
+from kvdoctor.records import record
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.calls import Array
+
+MOST_BYTES = 512 << 20
+"""Bytes of values of the graph that are read at once."""
+SENSITIVE = 0.1
+"""Fraction of the tolerance of the logits by which a module counts as different: a small error grows on its way."""
+NOISE = 1e-6
+SUDDEN = 20.0
+"""Factor between the differences of an output and of its inputs that separates a fault from accumulated rounding."""
+SHOWN_NODES = 8
+MOVING = {"Reshape", "Transpose", "Cast", "Identity", "Squeeze", "Unsqueeze", "Expand", "Slice", "Concat", "Split"}
+"""Operators that compute nothing new: they are left out where other nodes stand between."""
+UNKNOWN = -1.0
+"""The difference of a value that is finite on one side only."""
+
+
+@record(slots=False)
+class Module:
+    """A module of the checkpoint: all its names, its class, and what it was given and gave."""
+
+    names: tuple[str, ...]
+    kind: str
+    given: "Array | None"
+    gave: "Array | None"
+
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.names[0]
+
+    @property
+    def shown(self) -> str:
+        """How people call it."""
+        return f"{self.name} ({self.kind})" if self.name else f"the model itself ({self.kind})"
+
+
+@record(slots=False)
+class ModuleCall:
+    """One call of the checkpoint: its modules in the order in which they ended, the names of two, and the feeds."""
+
+    modules: tuple[Module, ...]
+    embedding: str
+    head: str
+    feeds: Path
+
+
+@record(slots=False)
+class Placed:
+    """The output of a module beside the value of the graph: off by `relative`; `by_scope` false if found by value."""
+
+    module: Module
+    value: str
+    relative: float
+    by_scope: bool
+
+
+@record(slots=False)
+class ModuleComparison:
+    """All parts of the model with their differences, and the location, or the reason why there is none."""
+
+    parts: tuple[PartDifference, ...]
+    location: FaultLocation | None
+    reason: str | None = None
+
+
+@dataclass
+class ModuleSearch:
+    """Compares one call of a graph without a cache with the modules of a checkpoint."""
+
+    runner: GraphRunner
+    source: Path
+    flat: RunnableGraph
+    call: ModuleCall
+    passes: float
+    arrays: "dict[str, Array]" = field(default_factory=dict)
+
+    def compare(self) -> ModuleComparison:
+        """Compare all modules that can be found.
+
+        Raises:
+            CannotLocate: no module can be found, or the graph cannot be run.
+            TrialFailed: the runtime does not run the graph with other outputs.
+        """
+        if not any(module.name and LAYER.search(module.name) for module in self._named.values()):
+            raise CannotLocate("no node of the graph is named after a module of the checkpoint")
+        self.arrays = self._read()
+        placed = [found for module in self.call.modules if (found := self._place(module)) is not None]
+        parts = list_parts(self.call, {one.module.name: one.relative for one in placed}, self._limit)
+        wrong = [one for one in placed if one.by_scope and self._differs(one.relative)]
+        if not wrong:
+            reason = f"all {len(placed)} modules that could be matched agree; what differs stands outside of them"
+            return ModuleComparison(parts, None, reason)
+        return ModuleComparison(parts, self._locate(wrong, placed))
+
+    @property
+    def _limit(self) -> float:
+        return max(self.passes * SENSITIVE, 10 * NOISE)
+
+    def _differs(self, relative: float) -> bool:
+        return not 0 <= relative <= self._limit
+
+    @cached_property
+    def _scopes(self) -> dict[int, str]:
+        """The scope of each node that has one, by its index."""
+        return {node.index: scope for node in self.flat.nodes if (scope := scope_of(node)) is not None}
+
+    @cached_property
+    def _named(self) -> dict[str, Module]:
+        """The module of each scope."""
+        modules = {name: module for module in self.call.modules for name in module.names if name}
+        scopes = {around for scope in self._scopes.values() for around in _around(scope)}
+        return {scope: modules[name] for scope, name in match_scopes(scopes, list(modules)).items()}
+
+    @cached_property
+    def _inside(self) -> dict[str, list[RunnableNode]]:
+        """The nodes of each module, by its name, those of its own modules included."""
+        found: dict[str, list[RunnableNode]] = {}
+        for node in self.flat.nodes:
+            around = (self._named.get(scope) for scope in _around(self._scopes.get(node.index, "")))
+            for name in {module.name for module in around if module is not None}:
+                found.setdefault(name, []).append(node)
+        found[""] = self.flat.nodes
+        return found
+
+    @cached_property
+    def _readers(self) -> Mapping[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for node in self.flat.nodes:
+            for name in node.reads:
+                found.setdefault(name, set()).add(node.index)
+        return found
+
+    def _leaving(self, module: Module) -> list[str]:
+        """The values made inside a module that are read outside, or returned."""
+        nodes = self._inside.get(module.name, [])
+        inside, results = {node.index for node in nodes}, set(self.flat.results.values())
+        return [
+            name
+            for node in nodes
+            for name in node.makes
+            if name in results or not self._readers.get(name, set()) <= inside
+        ]
+
+    def _entering(self, nodes: Iterable[RunnableNode]) -> list[str]:
+        """The values that nodes read and do not make; no constants."""
+        nodes = list(nodes)
+        made = {name for node in nodes for name in node.makes}
+        read = dict.fromkeys(name for node in nodes for name in node.reads)
+        return [name for name in read if name not in made and name not in self.flat.constants]
+
+    def _read(self) -> "dict[str, Array]":
+        """The values that have as many elements as something that a module was given or gave."""
+        wanted = {
+            array.size for module in self.call.modules for array in (module.given, module.gave) if array is not None
+        }
+        values = [name for node in self.flat.nodes for name in node.makes]
+        fed = self._entering(self.flat.nodes)
+        sizes = self.runner.sizes(self.flat, self.source, [*fed, *values], self.call.feeds)
+        chosen, total = [], 0
+        for name, shape in sizes.items():
+            total += 4 * prod(shape) if prod(shape) in wanted else 0
+            if prod(shape) in wanted and prod(shape) > 1 and total <= MOST_BYTES:
+                chosen.append(name)
+        return self.runner.arrays(self.flat, self.source, chosen, self.call.feeds)
+
+    def _closest(self, names: Iterable[str], expected: "Array | None") -> tuple[float, str] | None:
+        """The value closest to an array: its difference and its name."""
+        if expected is None:
+            return None
+        found: tuple[float, str] | None = None
+        for name in names:
+            array = self.arrays.get(name)
+            if array is None or array.size != expected.size or array.shape[-1:] != expected.shape[-1:]:
+                continue
+            relative = measure(array.reshape(expected.shape), expected)
+            if found is None or _rank(relative) < _rank(found[0]):
+                found = relative, name
+        return found
+
+    def _place(self, module: Module) -> Placed | None:
+        found = self._closest(self._leaving(module), module.gave)
+        if found is not None:
+            return Placed(module, found[1], found[0], by_scope=True)
+        found = self._closest(self.arrays, module.gave) if module.gave is not None and module.gave.size > 1 else None
+        if found is None or self._differs(found[0]):
+            return None
+        return Placed(module, found[1], found[0], by_scope=False)
+
+    def _off_before(self, module: Module) -> float | None:
+        """How far the inputs of a module are off; None where they cannot be found."""
+        nodes = self._inside.get(module.name, [])
+        found = self._closest(self._entering(nodes), module.given)
+        return found[0] if found is not None else None
+
+    def _locate(self, wrong: Sequence[Placed], placed: Sequence[Placed]) -> FaultLocation:
+        """The innermost module whose inputs agree around the first output that differs."""
+        first = wrong[0]
+        before = self._off_before(first.module)
+        if before is not None and not self._differs(before):
+            sudden = not 0 <= first.relative <= SUDDEN * max(before, NOISE)
+            return self._describe(first, first.module, placed, sudden)
+        around = [one for one in self.call.modules if one.name != first.module.name and _contains(one, first.module)]
+        for module in around:  # inner ones end before outer ones
+            before = self._off_before(module)
+            if before is not None and not self._differs(before):
+                return self._describe(first, module, placed, sudden=True)
+        raise CannotLocate(f"the output of {first.module.shown} differs, and no inputs around it could be matched")
+
+    def _describe(self, first: Placed, at: Module, placed: Sequence[Placed], sudden: bool) -> FaultLocation:
+        equal = {one.value for one in placed if not self._differs(one.relative)}
+        equal |= {name for name in self._entering(self._inside.get(at.name, [])) if name in self.arrays or at.name}
+        targets = [first.value] if at is first.module else self._entering(self._inside[first.module.name])
+        between = self.flat.before([name for name in targets if name not in equal], equal)
+        nodes = [node for node in between if not self._is_of_lengths(node)] or between
+        nodes = [node for node in nodes if node.op not in MOVING] or nodes
+        off = "finite in other entries" if first.relative < 0 else f"off by {first.relative:.2g} standard deviations"
+        if at is first.module:
+            words = f"the inputs of {at.shown} agree, and its output is {off}"
+        else:
+            words = (
+                f"the inputs of {at.shown} agree, and those of {first.module.shown} in it do not: its output is {off}"
+            )
+        if not sudden:
+            words = f"no single module stands out: differences grow, and the output of {first.module.shown} is {off}"
+        place = nodes[0] if nodes else None
+        match = LAYER.search(first.module.name)
+        listed = ", ".join(f'{node.in_file.op} "{node.in_file.name}"' for node in nodes[:SHOWN_NODES])
+        more = f" and {len(nodes) - SHOWN_NODES} more" if len(nodes) > SHOWN_NODES else ""
+        return FaultLocation(
+            node=place.in_file if place is not None else None,
+            scope=place.path.removesuffix(", ") if place is not None else "",
+            layer=int(match[1]) if match else None,
+            shapes={},
+            provenance=(f"{'this node computes' if len(nodes) == 1 else 'these nodes compute'} it: {listed}{more}",)
+            if nodes
+            else (),
+            frozen_by=None,
+            source="graph" if sudden else "precision",
+            words=words,
+        )
+
+    def _is_of_lengths(self, node: RunnableNode) -> bool:
+        """Whether a node computes sizes and the like: nothing of its outputs depends on what was fed."""
+        return node.op in ("Shape", "Size", "Constant", "ConstantOfShape") or not self._fed_values & set(node.makes)
+
+    @cached_property
+    def _fed_values(self) -> set[str]:
+        """Values that depend on the content of what was fed."""
+        found = set(self._entering(self.flat.nodes))
+        for node in self.flat.nodes:
+            if node.op not in ("Shape", "Size") and any(name in found for name in node.reads):
+                found.update(node.makes)
+        return found
+
+
+def _around(scope: str) -> Iterable[str]:
+    """A scope and those around it."""
+    parts = scope.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def _contains(outer: Module, inner: Module) -> bool:
+    return any(not one or two.startswith(f"{one}.") for one in outer.names for two in inner.names)
+
+
+def _rank(relative: float) -> float:
+    return float("inf") if relative < 0 else relative
+
+
+def measure(actual: "Array", expected: "Array") -> float:
+    """The largest difference in standard deviations of the expected values; -1 where one side alone is not finite."""
+    import numpy as np
+
+    got, want = actual.astype(np.float64), expected.astype(np.float64)
+    both = np.isfinite(got) & np.isfinite(want)
+    if not (both | (got == want) | (np.isnan(got) & np.isnan(want))).all():
+        return UNKNOWN
+    if not both.any():
+        return 0.0
+    finite = want[both]
+    scale = max(float(finite.std()), 0.1 * float(np.sqrt(np.mean(finite**2))), 1e-12)
+    return float(np.abs(got[both] - finite).max()) / scale

@@ -1,0 +1,56 @@
+"""The parts of a decoder by the names of its modules: embedding, each layer's attention and MLP, final norm, head.
+
+A norm of a layer is a part by its own name, such as `input_layernorm`: it stands before or behind the attention.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvdoctor.decode.runs import PartDifference
+from kvdoctor.diagnose.locate.runnable import LAYER
+
+if TYPE_CHECKING:
+    from kvdoctor.diagnose.locate.modules import ModuleCall
+
+NORM = re.compile(r"norm|\bln_|(?:^|[._])ln\d?(?:[._]|$)", re.IGNORECASE)
+CROSS = re.compile(r"encoder_attn|cross_?attn|EncDecAttention|cross_attention", re.IGNORECASE)
+ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+MIXER = re.compile(r"mixer|mamba|linear_attn|conv", re.IGNORECASE)
+MLP = re.compile(r"mlp|ffn?|feed_?forward|fc\d?|dense|moe|experts", re.IGNORECASE)
+
+
+def list_parts(call: "ModuleCall", differences: Mapping[str, float], limit: float) -> tuple[PartDifference, ...]:
+    """The parts in the order of the graph, each with the largest difference of its modules."""
+    found: dict[tuple[int | None, str], float] = {}
+    for module in call.modules:
+        key = part_of(module.names, call.embedding, call.head)
+        if key is None or module.name not in differences:
+            continue
+        relative, worst = differences[module.name], found.get(key, 0.0)
+        found[key] = -1.0 if min(relative, worst) < 0 else max(relative, worst)
+    off = [key for key, relative in found.items() if not 0 <= relative <= limit]
+    return tuple(
+        PartDifference(name, layer, float(f"{relative:.3g}"), (layer, name) in off)
+        for (layer, name), relative in found.items()
+    )
+
+
+def part_of(names: tuple[str, ...], embedding: str, head: str) -> tuple[int | None, str] | None:
+    """The layer and the part that a module belongs to; None for those that hold several parts."""
+    for name in names:
+        if name and name in (embedding, head):
+            return None, "embedding" if name == embedding else "head"
+    match = LAYER.search(names[0])
+    if match is None:
+        last = names[0].rsplit(".", 1)[-1]
+        return (None, "final norm") if last and NORM.search(last) and "embed" not in last else None
+    rest = [part for part in names[0][match.end() :].split(".") if part]
+    for part in rest:
+        if not NORM.search(part):
+            for pattern, kind in ((CROSS, "cross-attention"), (ATTENTION, "attention"), (MIXER, "mixer"), (MLP, "MLP")):
+                if pattern.search(part):
+                    return int(match[1]), kind
+        elif part is rest[-1]:
+            return int(match[1]), part
+    return None

@@ -1,0 +1,159 @@
+"""The values of weights, read in portions: where each lies, its content as numbers, never more than a portion at once.
+
+Weights are the initializers and constants of a file at any depth. The payload of a large one is read from the file that
+holds it; nothing is read before it is asked for.
+"""
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvdoctor.errors import UnreadableError
+from kvdoctor.model.external_data import examine
+from kvdoctor.model.proto import TensorProto
+from kvdoctor.model.skeleton import payload_left_out, read_skeleton
+from kvdoctor.model.traverse import constant_tensor
+from kvdoctor.model.view import GraphView
+from kvdoctor.records import record
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+PORTION = 4 << 20
+"""Bytes that are read at once."""
+SMALL = 1024
+"""Elements up to which integers of 32 and 64 bits and booleans are taken for shapes, axes and masks."""
+ELEMENTS = 1 << 20
+"""Values that are read at once."""
+TYPES = {1: "<f4", 2: "u1", 3: "i1", 4: "<u2", 5: "<i2", 6: "<i4", 7: "<i8", 9: "u1", 10: "<f2", 11: "<f8", 16: "<u2"}
+"""The element types (TensorProto.DataType) whose values can be read, by the type of numpy; 16 is bfloat16."""
+BFLOAT16 = 16
+
+
+@record(slots=False)
+class Weight:
+    """A weight: its name, element type, sizes, and its bytes: in `path` from `offset` on, or `inline`.
+
+    `reader` is the name of the first node that reads it.
+    """
+
+    name: str
+    data_type: int
+    dims: tuple[int, ...]
+    length: int
+    path: Path | None = None
+    offset: int = 0
+    inline: bytes = b""
+    reader: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """Its element type, as `float16`."""
+        named = self.data_type in TensorProto.DataType.values()
+        name = str(TensorProto.DataType.Name(self.data_type)).lower() if named else "?"
+        return {"float": "float32", "double": "float64"}.get(name, name)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether its elements are floating point numbers of 16 bits or more."""
+        return self.data_type in (1, 10, 11, BFLOAT16)
+
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+        return prod(self.dims)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether its values can be read as numbers: not those of packed types, strings and damaged lengths."""
+        return self.data_type in TYPES and self.length == self.size * _width(self.data_type)
+
+    def read(self, portion: int = PORTION) -> Iterator[bytes]:
+        """Its bytes in portions of so many bytes.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        if self.path is None:
+            yield from (self.inline[at : at + portion] for at in range(0, len(self.inline), portion))
+            return
+        left = self.length
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while left > 0 and (part := file.read(min(portion, left))):
+                yield part
+                left -= len(part)
+        if left:
+            raise OSError(f"{self.path.name} ends before the weight {self.name!r}")
+
+    def values(self) -> "Iterator[NDArray[np.generic]]":
+        """Its values in portions of `ELEMENTS`, flat; bfloat16 as float32.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        import numpy as np
+
+        for part in self.read(ELEMENTS * _width(self.data_type)):
+            array: Any = np.frombuffer(part, TYPES[self.data_type])
+            yield (array.astype(np.uint32) << 16).view(np.float32) if self.data_type == BFLOAT16 else array
+
+
+def _width(data_type: int) -> int:
+    return int(TYPES[data_type][-1])
+
+
+def list_weights(path: Path) -> list[Weight]:
+    """The weights of a file that have more than one element; shapes, axes and the like are none.
+
+    Raises:
+        UnreadableError: the file, or what it refers to, cannot be read.
+    """
+    model = read_skeleton(path, located=True).model
+    files, problems = examine(model, path)
+    if problems:
+        raise UnreadableError(f"its weights cannot be read: {problems[0].detail}", "put the files of weights beside it")
+    places = {one.location: one.path for one in files if one.bytes is not None}
+    readers: dict[str, str] = {}
+    tensors: list[tuple[str, TensorProto]] = []
+    for scope in GraphView(model).scopes():
+        tensors += [(str(tensor.name), tensor) for tensor in scope.graph.initializer]
+        for node in scope.graph.node:
+            for name in node.input:
+                readers.setdefault(name, str(node.name or node.op_type))
+            constant = constant_tensor(node) if node.op_type == "Constant" else None
+            if constant is not None and node.output:
+                tensors.append((str(node.output[0]), constant))
+    located = (_locate(name, tensor, places, readers.get(name, "")) for name, tensor in tensors)
+    return [weight for weight in located if weight is not None and weight.size > (SMALL if _is_index(weight) else 1)]
+
+
+def _is_index(weight: Weight) -> bool:
+    return weight.data_type in (6, 7, 9, 12, 13)
+
+
+def _locate(name: str, tensor: TensorProto, places: dict[str, Path], reader: str) -> Weight | None:
+    dims = tuple(int(size) for size in tensor.dims)
+    if tensor.data_location == TensorProto.EXTERNAL:
+        facts = {entry.key: entry.value for entry in tensor.external_data}
+        path = places.get(facts.get("location", ""))
+        width = _width(tensor.data_type) if tensor.data_type in TYPES else 0
+        length = int(facts.get("length") or prod(dims) * width)
+        offset = int(facts.get("offset") or 0)
+        return None if path is None else Weight(name, tensor.data_type, dims, length, path, offset, reader=reader)
+    if payload_left_out(tensor):
+        return None
+    body = bytes(tensor.raw_data) if tensor.HasField("raw_data") else _numbers(tensor)
+    return Weight(name, tensor.data_type, dims, len(body), inline=body, reader=reader)
+
+
+def _numbers(tensor: TensorProto) -> bytes:
+    """The bytes of a small tensor that lists its numbers."""
+    from onnx.numpy_helper import to_array
+
+    try:
+        return to_array(tensor).tobytes() if tensor.data_type in TYPES else b""
+    except (ValueError, TypeError):
+        return b""
