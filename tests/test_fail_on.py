@@ -6,8 +6,9 @@ import pytest
 from support import text_fixtures
 from support.isolated import kvdoctor
 
-from kvdoctor import diff, inspect
+from kvdoctor import inspect
 from kvdoctor.choices import FAIL_ON
+from kvdoctor.comparison.findings_diff import compare_findings
 from kvdoctor.findings import SEVERITIES, Finding, reaches
 from kvdoctor.report.document import exit_code
 
@@ -49,15 +50,13 @@ def test_certainty_changes_nothing_for_what_is_confirmed(suspicion: Finding) -> 
             assert plain == reaches(finding, f"{lowest}:confirmed") == reaches(finding, f"{lowest}:suspected")
 
 
-def test_inspect_gate_and_diff_agree(doubtful: Path, tmp_path: Path) -> None:
-    healthy = tmp_path / "healthy"
-    text_fixtures.read(text_fixtures.FOLDER / "decoder-only-healthy.onnxtxt").write(healthy)
+def test_inspect_gate_and_diff_agree(doubtful: Path, suspicion: Finding) -> None:
     for fail_on, code in (("error:suspected", 1), ("warning:confirmed", 0)):
         given = ("--fail-on", fail_on)
         assert kvdoctor("inspect", doubtful, *given).returncode == code
         assert kvdoctor("gate", doubtful, "--static", *given).returncode == code
-        worse = [one.state for one in diff(str(healthy), str(doubtful), static=True, fail_on=fail_on).findings]
-        assert worse == ["new"]
+        (new,) = compare_findings([], [suspicion], {}, fail_on)
+        assert (new.effect == "worse") == (code == 1)
 
 
 def test_a_policy_takes_the_same_words(doubtful: Path, tmp_path: Path) -> None:
