@@ -400,9 +400,9 @@ TARGETS = (
         Shown("inspect TEXT/config-disagrees", "KV020", code=0),
         Tested("tests/test_tokenizer.py", "test_ids_that_generation_uses_are_in_range"),
     ),
-    partly(
+    yes(
         "Hold a model to a file that says which inputs and outputs it must have",
-        "`diff` compares with a model or a report; a contract file is applied, not required",
+        Tested("tests/test_required_contract.py", "test_a_model_that_breaks_its_contract_fails"),
         Shown(f"diff {MARIAN} {GPT2} --static", "contract broken: the stack merged", code=1),
     ),
     no("Check the metadata proposed for inference (onnx/onnx#8184)", "the proposal is not read"),

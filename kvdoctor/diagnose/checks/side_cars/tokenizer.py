@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvdoctor.analysis.configs import is_count
 from kvdoctor.diagnose.checks.side_cars.config_json import meant_for
@@ -101,9 +101,9 @@ def _read_once(paths: tuple[Path, ...], _states: tuple[tuple[int, int] | None, .
     for one in _list(whole.get("added_tokens")):
         if isinstance(one, dict) and isinstance(one.get("content"), str) and is_id(one.get("id")):
             ids[one["content"]] = one["id"]
-    for number, one in part_of(config, "added_tokens_decoder").items():
-        if isinstance(one, dict) and isinstance(one.get("content"), str) and number.isascii() and number.isdecimal():
-            ids[one["content"]] = int(number[:10])
+    for digits, one in part_of(config, "added_tokens_decoder").items():
+        if isinstance(one, dict) and isinstance(one.get("content"), str) and digits.isascii() and digits.isdecimal():
+            ids[one["content"]] = int(digits[:10])
     vocabulary = part_of(whole, "model").get("vocab")
     words = vocabulary if isinstance(vocabulary, dict) else {}
     special = {}
@@ -112,7 +112,7 @@ def _read_once(paths: tuple[Path, ...], _states: tuple[tuple[int, int] | None, .
         content = given.get("content") if isinstance(given, dict) else given
         number = ids.get(content, words.get(content)) if isinstance(content, str) else None
         if isinstance(content, str) and is_id(number):
-            special[key] = (plain(content), int(number))
+            special[key] = (plain(content), number)
     added = {*ids.values()}
     if isinstance(vocabulary, list):  # of Unigram: the id is the place
         own = [number for number in range(len(vocabulary) - 1, -1, -1) if number not in added][:1]
@@ -139,6 +139,6 @@ def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def is_id(value: object) -> bool:
+def is_id(value: object) -> TypeGuard[int]:
     """Whether a value can be the id of a token."""
     return (value == 0 and not isinstance(value, bool)) or is_count(value)
