@@ -177,9 +177,9 @@ STATIC = (
         "weights of zeros are not looked for",
         Shown("step-test TEXT/duplicate-weights", "KV502"),
     ),
-    partly(
+    yes(
         "Find overflow in half precision",
-        "it is found where a run shows it, not predicted from ranges",
+        Shown("inspect TEXT/non-finite-half-mask", "KV304", code=0),
         Shown("step-test TEXT/non-finite", "KV304", code=1),
     ),
     no("Scan for malicious content", "left to scanners such as modelaudit; a hostile file is read safely"),
