@@ -15,8 +15,20 @@ Consumer = Literal["plain", "held"]
 """The loop that calls the model: every present is fed back, or the cross-attention cache of the prefill is kept."""
 Required = Literal["chunked-prefill", "batch", "left-padding", "beam", "full-context", "speculation", "prefix-sharing"]
 """Uses that must work."""
-FailOn = Literal["note", "warning", "error", "never"]
-"""The lowest severity that counts as a failure."""
+FailOn = Literal[
+    "note",
+    "warning",
+    "error",
+    "never",
+    "note:confirmed",
+    "warning:confirmed",
+    "error:confirmed",
+    "note:suspected",
+    "warning:suspected",
+    "error:suspected",
+]
+"""The lowest severity that counts as a failure; with `:confirmed` suspected findings never do, with `:suspected` they
+do from one severity lower on, since a suspicion that a run could decide stands one lower than the fault."""
 Agree = Literal["tokens", "logits", "bits"]
 """How closely the logits of two models must agree."""
 AxisNames = Literal["kept", "readable"]

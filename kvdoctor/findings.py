@@ -32,7 +32,7 @@ from dataclasses import fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from kvdoctor.choices import Required
+from kvdoctor.choices import FailOn, Required
 from kvdoctor.errors import did_you_mean
 from kvdoctor.records import record
 
@@ -288,6 +288,19 @@ def _read_source(package: str, module: str) -> bytes | None:
         return pkgutil.get_data(package, f"{module}.py")
     except OSError:
         return None
+
+
+def reaches(finding: "Finding", fail_on: FailOn) -> bool:
+    """Whether a finding is severe and certain enough to count as a failure (`choices.FailOn`); none is for `never`."""
+    if fail_on == "never":
+        return False
+    severity, _, certainty = fail_on.partition(":")
+    lowest = [str(one) for one in SEVERITIES].index(severity)
+    if finding.confidence == "suspected" and certainty:
+        if certainty == "confirmed":
+            return False
+        lowest -= 1
+    return SEVERITIES.index(finding.severity) >= lowest
 
 
 def means_incomplete(code: str) -> bool:

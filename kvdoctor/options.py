@@ -560,9 +560,14 @@ class Options:
         reported="always",
     )
     fail_on: FailOn = option(
-        Choice.of(FAIL_ON),
+        Choice(
+            '"note", "warning", "error" or "never"; the first three with ":confirmed" or ":suspected" after it',
+            "[note|warning|error|never][:confirmed|:suspected]",
+            values=FAIL_ON,
+        ),
         "error",
-        "Exit with code 1 from this severity on.",
+        "Exit with code 1 from this severity on; with :confirmed never for a suspected finding, with :suspected for "
+        "one of the next lower severity too.",
         (*ALL, "judge", "speed"),
         policy='fail-on = "warning"',
         reported="always",

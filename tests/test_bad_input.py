@@ -20,6 +20,8 @@ from support.bad_models import EXPORTS, GPT2, MARIAN, UNSAFE, as_json, call, cop
 from support.sampling import sampled
 from support.text_fixtures import load_all
 
+from kvdoctor import inspect
+
 COMMANDS = ("inspect", "step-test", "gate")
 RUNS = ("step-test", "gate")
 LIMITS = ("--timeout", "20", "--max-memory", "3000")
@@ -1108,3 +1110,15 @@ def test_an_output_file_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "report.json" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_one_file_that_two_graphs_lack_is_one_finding(tmp_path: Path) -> None:
+    folder = bad.with_external_data(tmp_path / "model")
+    graph = next(folder.glob("*.onnx"))
+    shutil.copy(graph, folder / "second.onnx")
+    (folder / "weights.bin").unlink()
+    found = [one for one in inspect(str(folder)).findings if one.name == "external-data-missing"]
+    assert len(found) == 1
+    assert graph.name in found[0].where
+    assert "second.onnx" in found[0].where
+    assert "second.onnx" in found[0].subject

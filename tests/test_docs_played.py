@@ -15,6 +15,7 @@ from click.shell_completion import get_completion_class
 from support.isolated import give_up
 
 from kvdoctor import contract
+from kvdoctor.choices import FAIL_ON
 from kvdoctor.cli.main import COMMANDS, find_command
 
 ROOT = Path(__file__).parent.parent
@@ -124,7 +125,7 @@ printf '%s\n' "${{COMPREPLY[@]}}"
     ("words", "at", "answers"),
     [
         ("kvdoctor ste", 1, {"step-test"}),
-        ("kvdoctor gate --fail-on ''", 3, {"note", "warning", "error", "never"}),
+        ("kvdoctor gate --fail-on ''", 3, {*FAIL_ON}),
         ("kvdoctor step-test --cons", 2, {"--consumer"}),
     ],
 )

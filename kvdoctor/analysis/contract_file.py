@@ -50,6 +50,37 @@ IN_BUFFERS = ("shift", "write", "drop-oldest")
 STATES = ("conv-state", "recurrent-state", "counter")
 
 
+def is_contract(file: str) -> bool:
+    """Whether a file is a contract, whole or damaged: JSON that names the schema of contracts of any version."""
+    try:
+        path = Path(file)
+        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+            return False
+        document = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+    except (OSError, ValueError, RecursionError):
+        return False
+    schema = document.get("schema") if isinstance(document, dict) else None
+    return isinstance(schema, str) and schema.startswith(SCHEMA.rpartition("/")[0])
+
+
+def read_required(file: str) -> dict[str, CacheContract]:
+    """The contracts of a file by stack, as they are written there; no graph is looked at.
+
+    Raises:
+        UsageError: the file cannot be read, or is no contract; the message names the part.
+    """
+    found = {}
+    for name, entry in _read_entries(file).items():
+        try:
+            found[name] = from_plain(CacheContract, entry)
+        except ValueError as error:
+            raise UsageError(f"{file!r}, stack {name!r}: {error}") from None
+        served = {phase.graph for phase in found[name].phases.values()}
+        if not served <= found[name].graphs.keys() or not {*DECODING} <= found[name].phases.keys():
+            raise UsageError(f"{file!r}, stack {name!r}: it needs the phases prefill and decode, and their graphs")
+    return found
+
+
 def read_contract_file(file: str, folder: ModelFolder) -> tuple[tuple[StackFiles, CacheContract], ...]:
     """Read the stacks that a contract file describes, for the model in a folder.
 

@@ -17,6 +17,7 @@ FORMATS = ("text", "json", "markdown")
         ("kvdoctor diff exports/v1 exports/v2", "can the new export replace the old one?"),
         ("kvdoctor diff yesterday.json exports/v2", "the same, with a report of --format json"),
         ("kvdoctor diff --static exports/v1 v2.onnx", "contract and graph; nothing is run"),
+        ("kvdoctor diff contract.json exports/v2", "does it fulfil that contract? nothing is run"),
         ("kvdoctor diff --agree tokens fp32 int8", "are the likeliest tokens the same?"),
     ),
 )
@@ -27,6 +28,7 @@ FORMATS = ("text", "json", "markdown")
 def diff(a: str, b: str, **given: Any) -> NoReturn:
     """Compare model B with model A: contract, graph and behavior. Either may be a JSON report of kvdoctor.
 
+    A may also be a contract that `kvdoctor contract --format json` wrote: then B must fulfil it, and nothing is run.
     Exit code 0: B is equal, better, or different but not worse. 1: B is worse: a loop written for A would not work
     with it, an experiment that passed fails, or it has a new finding at or above --fail-on. 2: wrong usage. 3: they
     could not be compared.

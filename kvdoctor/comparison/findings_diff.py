@@ -7,7 +7,7 @@ are matched by check and stack: the same fault with other names is not a new fin
 from collections.abc import Iterator
 
 from kvdoctor.choices import FailOn
-from kvdoctor.findings import SEVERITIES, Finding, Severity, all_checks, means_incomplete
+from kvdoctor.findings import SEVERITIES, Finding, all_checks, means_incomplete, reaches
 from kvdoctor.report.diff_document import FindingDiff
 
 STATIC = {"file", "contract"}
@@ -26,10 +26,10 @@ def compare_findings(
         old = pairs.get(id(new))
         if old is None:
             yield _new(new, fail_on)
-        elif SEVERITIES.index(new.severity) > SEVERITIES.index(old.severity) and _counts(new.severity, fail_on):
+        elif SEVERITIES.index(new.severity) > SEVERITIES.index(old.severity) and reaches(new, fail_on):
             why = f"{new.code} {new.name} had severity {old.severity}, and has {new.severity}"
             yield FindingDiff("changed", old.fingerprint, new.fingerprint, new, "worse", why)
-        elif len(new.subject) > len(old.subject) and _counts(new.severity, fail_on):
+        elif len(new.subject) > len(old.subject) and reaches(new, fail_on):
             why = f"{new.code} {new.name} affects {len(new.subject)} tensors, not {len(old.subject)}"
             yield FindingDiff("changed", old.fingerprint, new.fingerprint, new, "worse", why)
         else:
@@ -37,7 +37,7 @@ def compare_findings(
             yield FindingDiff("same" if same else "changed", old.fingerprint, new.fingerprint, new)
     for old in a:
         if id(old) not in matched:
-            better = _counts(old.severity, fail_on) or old.severity != "note"
+            better = reaches(old, fail_on) or old.severity != "note"
             yield FindingDiff("gone", old.fingerprint, None, old, "better" if better else "neutral")
 
 
@@ -69,12 +69,8 @@ def _same_fault(old: Finding, new: Finding, stacks: dict[str, str]) -> bool:
 
 
 def _new(finding: Finding, fail_on: FailOn) -> FindingDiff:
-    if means_incomplete(finding.code) or not _counts(finding.severity, fail_on):
+    if means_incomplete(finding.code) or not reaches(finding, fail_on):
         return FindingDiff("new", None, finding.fingerprint, finding)
     return FindingDiff(
         "new", None, finding.fingerprint, finding, "worse", f"new {finding.severity} {finding.code} {finding.name}"
     )
-
-
-def _counts(severity: Severity, fail_on: FailOn) -> bool:
-    return fail_on != "never" and SEVERITIES.index(severity) >= SEVERITIES.index(fail_on)

@@ -59,9 +59,14 @@ class _Sides:
     options: Options
 
     @property
+    def static(self) -> bool:
+        """Whether nothing is run, as asked for or since A is a contract."""
+        return self.request.static or self.a.required
+
+    @property
     def have_runs(self) -> bool:
         """Whether there are runs to compare."""
-        return not self.request.static and bool(self.a.report.runs and self.b.report.runs)
+        return not self.static and bool(self.a.report.runs and self.b.report.runs)
 
 
 @record
@@ -137,11 +142,10 @@ def _compare_stack(sides: _Sides, old: StackFacts | None, new: StackFacts | None
 
 def _compare_files(sides: _Sides, old: StackFacts, new: StackFacts) -> _StackResult:
     """The contracts and graphs of a stack."""
-    graph = compare_graphs(
-        [file for file in sides.a.report.model.files if file.path in old.files],
-        [file for file in sides.b.report.model.files if file.path in new.files],
-    )
-    weights = _compare_weights(sides, old, new)
+    old_files = [file for file in sides.a.report.model.files if file.path in old.files]
+    new_files = [file for file in sides.b.report.model.files if file.path in new.files]
+    graph = () if sides.a.required else compare_graphs(old_files, new_files)
+    weights = None if sides.a.required else _compare_weights(sides, old, new)
     stored = weights if isinstance(weights, WeightsDiff) else None
     missing: tuple[NotCompared, ...] = (weights,) if isinstance(weights, NotCompared) else ()
     if old.contract is None or new.contract is None:
@@ -213,6 +217,8 @@ def _compare_findings(
     sides: _Sides, pairs: list[tuple[StackFacts | None, StackFacts | None]]
 ) -> tuple[FindingDiff, ...]:
     names = {new.name: old.name for old, new in pairs if old is not None and new is not None}
+    if sides.a.required:
+        return ()  # a contract says what a model must have, and nothing of faults
     # If A could not be read, its findings are unknown, so that none of B is new.
     fail_on = sides.options.fail_on if sides.a.report.stacks else "never"
     old, new = _comparable_findings(sides, sides.a.report), _comparable_findings(sides, sides.b.report)
@@ -225,7 +231,7 @@ def _comparable_findings(sides: _Sides, report: Report) -> list[Finding]:
     for side in (sides.a.report, sides.b.report):
         arguments = side.arguments
         selections.append(Selection(tuple(arguments.get("select") or ()), tuple(arguments.get("ignore") or ())))
-    static = sides.request.static or any(side.report.command in NO_RUNS for side in (sides.a, sides.b))
+    static = sides.static or any(side.report.command in NO_RUNS for side in (sides.a, sides.b))
     return [
         finding
         for finding in report.findings
@@ -236,7 +242,7 @@ def _comparable_findings(sides: _Sides, report: Report) -> list[Finding]:
 
 def _not_compared(sides: _Sides, name: str, report: Report) -> Iterator[NotCompared]:
     """What is unknown on a side. Gaps of A cannot make B worse; gaps of B prevent the verdict "better"."""
-    static = sides.request.static
+    static = sides.static
     if not report.stacks:
         why = next((entry.reason for entry in report.not_checked), "") or "nothing could be read"
         yield NotCompared(None, "contract", f"{name}: {why}", essential=True)

@@ -4,7 +4,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Literal
 
+from kvdoctor.analysis.contract_file import is_contract, read_required
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
@@ -15,6 +17,7 @@ from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.repair.session import DiagnosisSide
 from kvdoctor.report.diff_document import ComparedModel
 from kvdoctor.report.document import Report
+from kvdoctor.report.facts import ModelFacts, StackFacts
 from kvdoctor.report.json_format import is_report, read_report
 from kvdoctor.runtime.client import Runtime
 
@@ -26,11 +29,15 @@ STEP_TEST_OPTIONS = ("contract", "trace", "reference", "inputs", "prompt_ids")
 
 @record(slots=False)
 class DiagnosedSide:
-    """One side: its path as the user wrote it, its report and logits. `stored`: it is an earlier report."""
+    """One side: its path as the user wrote it, its report and logits.
+
+    `stored`: it is an earlier report. `required`: it is a contract file, a report of stacks and nothing else.
+    """
 
     path: str
     side: DiagnosisSide
     stored: bool
+    required: bool = False
 
     @property
     def report(self) -> Report:
@@ -40,8 +47,10 @@ class DiagnosedSide:
     def facts(self) -> ComparedModel:
         """The side as part of the diff document."""
         report = self.report
-        source = "report" if self.stored else "model"
-        return ComparedModel(self.path, source, report.model.path, report.verdict, report.environment)  # type: ignore[arg-type]
+        source: Literal["model", "report", "contract"] = "report" if self.stored else "model"
+        if self.required:
+            source = "contract"
+        return ComparedModel(self.path, source, report.model.path, report.verdict, report.environment)
 
 
 @contextmanager
@@ -52,7 +61,14 @@ def diagnose_sides(a: str, b: str, options: Options, static: bool) -> Iterator[t
         UsageError: a path does not exist, or a report cannot be read or was made with other options.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
-    stored = {path: _read_stored(path, options) for path in dict.fromkeys((a, b)) if is_report(path)}
+    if is_report(b) and is_contract(b):
+        raise UsageError(
+            f"{b!r} is a contract, which a model is compared with: give it first, as in diff CONTRACT MODEL"
+        )
+    required = is_report(a) and is_contract(a)
+    static = static or required
+    stored = {a: _required_report(a, options)} if required else {}
+    stored |= {path: _read_stored(path, options) for path in (a, b) if path not in stored and is_report(path)}
     _refuse_other_options(stored.get(a), stored.get(b), (a, b))
     for path in (a, b):
         if path not in stored and not Path(path).exists():
@@ -70,8 +86,18 @@ def diagnose_sides(a: str, b: str, options: Options, static: bool) -> Iterator[t
                 report = inspect(path, options, check_advice)
             elif report is None:
                 report = step_test(path, options, runtime, RunPlan(logits=logits, check_advice=check_advice))
-            sides.append(DiagnosedSide(path, DiagnosisSide(report, logits), path in stored))
+            sides.append(DiagnosedSide(path, DiagnosisSide(report, logits), path in stored, required and name == "a"))
         yield sides[0], sides[1]
+
+
+def _required_report(path: str, options: Options) -> Report:
+    """The stacks of a contract file as a report without files, runs and findings."""
+    stacks = []
+    for name, contract in read_required(path).items():
+        named = dict.fromkeys(graph.file for graph in contract.graphs.values())
+        stacks.append(StackFacts(name, contract.layout, tuple(named), contract))
+    model = ModelFacts(path, ())
+    return Report("inspect", options.as_arguments(), options.seed, "nothing-found", {}, model, tuple(stacks))
 
 
 def _read_stored(path: str, options: Options) -> Report:

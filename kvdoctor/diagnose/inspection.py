@@ -14,6 +14,7 @@ from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract
 from kvdoctor.diagnose.context import ContractContext, FileContext, TargetContext, extend_context
+from kvdoctor.diagnose.devices import find_limits
 from kvdoctor.diagnose.facts import build_report, stack_facts
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
 from kvdoctor.findings import Finding, NotChecked
@@ -40,7 +41,8 @@ def inspect(path: str, options: Options | None = None, check_advice: AdviceCheck
     results, stacks = check_files(folder, options), []
     for stack in folder.stacks:
         contract = read_contract(stack, folder.side_cars)
-        stacks.append(stack_facts(stack, contract, folder.side_cars, options.load))
+        facts = stack_facts(stack, contract, folder.side_cars, options.load)
+        stacks.append(replace(facts, devices=find_limits(contract, stack.members)))
         context = extend_context(build_context(folder, stack, contract, options), TargetContext)
         found = run_checks(context, "contract", options.selection) + run_checks(context, "targets", options.selection)
         found += _predict(context, found, options)

@@ -175,7 +175,8 @@ def _list_sides(diff: DiffReport) -> Iterator[Row]:
     """The two sides."""
     for mark, name, side in (("-", "A", diff.a), ("+", "B", diff.b)):
         of = f", a report of {side.model}" if side.source == "report" else ""
-        yield Row(mark, name, f"{side.path}{of}: {side.verdict}")
+        required = side.source == "contract"
+        yield Row(mark, name, f"{side.path}, a contract" if required else f"{side.path}{of}: {side.verdict}")
 
 
 def _list_sections(diff: DiffReport, everything: bool = False) -> Iterator[Section]:
@@ -188,11 +189,14 @@ def _list_sections(diff: DiffReport, everything: bool = False) -> Iterator[Secti
             yield Section(title, (row,))
             continue
         yield Section(f"{title}: contract", tuple(_contract_rows(stack)))
+        if diff.a.source == "contract":
+            continue  # it says nothing of these
         yield Section(f"{title}: graph", tuple(_graph_rows(stack, everything)))
         if stack.weights is not None:
             yield Section(f"{title}: weights", tuple(_weight_rows(stack.weights, everything)))
         yield Section(f"{title}: behavior", tuple(_run_rows(stack, diff, everything)))
-    yield Section("findings", tuple(_finding_rows(diff)))
+    if diff.a.source != "contract":
+        yield Section("findings", tuple(_finding_rows(diff)))
 
 
 def _list_measurements(diff: DiffReport) -> Iterator[str]:

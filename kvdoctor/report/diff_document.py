@@ -161,10 +161,10 @@ class NotCompared:
 
 @record
 class ComparedModel:
-    """One side: a model that was diagnosed now, or an earlier report."""
+    """One side: a model that was diagnosed now, an earlier report, or a contract file that a model must fulfil."""
 
     path: str
-    source: Literal["model", "report"]
+    source: Literal["model", "report", "contract"]
     model: str
     verdict: str
     environment: dict[str, str]

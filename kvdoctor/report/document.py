@@ -8,7 +8,7 @@ from kvdoctor._version import __version__
 from kvdoctor.choices import FailOn
 from kvdoctor.decode.runs import Run
 from kvdoctor.errors import Unhealthy
-from kvdoctor.findings import SEVERITIES, Finding, NotChecked, means_incomplete
+from kvdoctor.findings import SEVERITIES, Finding, NotChecked, means_incomplete, reaches
 from kvdoctor.records import record, to_plain
 from kvdoctor.report.facts import (
     DraftFacts,
@@ -148,8 +148,7 @@ def decide(
 
 def counts(finding: Finding, fail_on: FailOn) -> bool:
     """Whether a finding makes the exit code 1: its severity reaches `fail_on`, and it is not known."""
-    severe = fail_on != "never" and SEVERITIES.index(finding.severity) >= SEVERITIES.index(fail_on)
-    return severe and finding.known is None
+    return reaches(finding, fail_on) and finding.known is None
 
 
 def exit_code(report: Report, fail_on: FailOn) -> int:

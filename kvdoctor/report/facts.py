@@ -77,6 +77,29 @@ class ModelFacts:
 
 
 @record
+class DeviceLimit:
+    """What a device or its execution provider is documented to refuse of a stack. Nothing of it was measured.
+
+    Attributes:
+        device: the device: CoreML, QNN, TensorRT, WebGPU or WebNN.
+        about: what it is about, such as empty-past, dynamic-axes, if or operators.
+        effect: fails, or left-out where another provider takes the nodes over.
+        words: what the source says.
+        subject: what in the graphs it concerns: inputs, nodes or operators.
+        as_of: the release or the month that the source speaks of.
+        sources: the addresses of the documents.
+    """
+
+    device: str
+    about: str
+    effect: Literal["fails", "left-out"]
+    words: str
+    subject: tuple[str, ...]
+    as_of: str
+    sources: tuple[str, ...]
+
+
+@record
 class StackFacts:
     """One stack: the files that decode together.
 
@@ -86,6 +109,7 @@ class StackFacts:
         files: the paths of its files.
         contract: its cache contract; null if none could be read.
         cache: the memory plan of its cache.
+        devices: what devices are documented to refuse of it; only of the command `inspect`.
     """
 
     name: str
@@ -93,6 +117,7 @@ class StackFacts:
     files: tuple[str, ...]
     contract: CacheContract | None
     cache: MemoryPlan | None = None
+    devices: tuple[DeviceLimit, ...] = ()
 
 
 @record

@@ -13,6 +13,7 @@ from kvdoctor.report.repair_record import ExportRecord, RepairRecord
 from kvdoctor.report.safe import code, markdown, printable, shortened
 from kvdoctor.report.wording.cache_costs import tabulate_cache_costs
 from kvdoctor.report.wording.contract import describe_contract
+from kvdoctor.report.wording.devices import DEVICES_TITLE, describe_devices
 from kvdoctor.report.wording.drafts import describe_drafts
 from kvdoctor.report.wording.finding import format_headline, known_reason, list_details
 from kvdoctor.report.wording.memory import (
@@ -278,6 +279,9 @@ def _stack(stack: StackFacts, runs: list[Run]) -> Iterator[str]:
     yield f"## {markdown(stack.name)} ({markdown(stack.layout)})"
     yield ""
     yield from table(["cache contract", ""], _pairs(describe_contract(stack)))
+    if stack.devices:
+        yield ""
+        yield from table([DEVICES_TITLE, ""], _pairs(describe_devices(stack)))
     done = [run for run in runs if run.outcome != "skipped"]
     if done:
         yield ""

@@ -26,6 +26,7 @@ from kvdoctor.report.text_page import VERDICTS, Page, open_console, open_text
 from kvdoctor.report.wording.alike import FindingGroup, format_places, group_findings, group_open_checks
 from kvdoctor.report.wording.contract import describe_contract, format_files, outline_contracts
 from kvdoctor.report.wording.deciding import find_deciding, find_pictured, tabulate_cache
+from kvdoctor.report.wording.devices import outline_devices
 from kvdoctor.report.wording.drafts import describe_drafts
 from kvdoctor.report.wording.finding import format_name, known_reason
 from kvdoctor.report.wording.health import (
@@ -230,7 +231,7 @@ def _outline_stacks(page: Page, report: Report) -> None:
     stacks = [stack for stack in report.stacks if stack.contract is not None][:MOST_STACKS]
     if stacks:
         page.line(f"{', '.join(stack.name for stack in stacks)}: the cache contract", "bold")
-        page.pairs(outline_contracts(stacks))
+        page.pairs((*outline_contracts(stacks), *outline_devices(stacks)))
     if len(report.stacks) > MOST_STACKS:
         page.line(f"{format_count(len(report.stacks) - MOST_STACKS, 'more stack')} (-v)", "dim")
     if is_plan_requested(report.arguments):

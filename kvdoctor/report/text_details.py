@@ -11,6 +11,7 @@ from kvdoctor.report.text_page import STYLES, Page
 from kvdoctor.report.wording.alike import group_findings, group_open_checks, list_group_details
 from kvdoctor.report.wording.cache_costs import tabulate_cache_costs
 from kvdoctor.report.wording.contract import describe_contract, describe_logits, list_file_facts, list_ports
+from kvdoctor.report.wording.devices import DEVICES_TITLE, describe_devices
 from kvdoctor.report.wording.drafts import describe_drafts
 from kvdoctor.report.wording.finding import format_headline
 from kvdoctor.report.wording.memory import (
@@ -99,6 +100,10 @@ def _show_stack(page: Page, stack: StackFacts, report: Report) -> None:
         page.line(f"{stack.name}: the cache contract", "bold")
         page.pairs((*describe_contract(stack), *(describe_logits(stack.contract) if stack.contract else ())))
         show_plan(page, stack)
+        if stack.devices:
+            page.line("")
+            page.line(f"{stack.name}: {DEVICES_TITLE}", "bold")
+            page.pairs(describe_devices(stack))
     elif runs:
         _show_runs(page, stack, runs, report)
         show_targets(page, report, stack)

@@ -17,7 +17,7 @@ from kvdoctor.decode.script import CallScript
 from kvdoctor.decode.tolerances import TOLERANCES
 from kvdoctor.diagnose.lengths import find_ring, list_thresholds
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
-from kvdoctor.findings import SEVERITIES, Finding
+from kvdoctor.findings import Finding, reaches
 from kvdoctor.model.output_folder import Pending, refuse_unfit, whole_folder
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.skeleton import read_skeleton
@@ -141,7 +141,7 @@ def repro(request: ReproRequest, options: Options) -> Report:
 def _findings_that_count(report: Report, options: Options) -> Iterator[Finding]:
     """The findings that make the exit code 1."""
     lowest = "error" if options.fail_on == "never" else options.fail_on
-    yield from (f for f in report.findings if SEVERITIES.index(f.severity) >= SEVERITIES.index(lowest))
+    yield from (finding for finding in report.findings if reaches(finding, lowest))
 
 
 def _choose_failure(findings: tuple[Finding, ...], report: Report, folder: ModelFolder) -> Failure:

@@ -14,8 +14,10 @@ Source: the ONNX specification, external data: `location` is a path relative to 
 
 from collections.abc import Iterator
 
+from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.context import FileContext
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.model.external_data import ExternalProblem
 
 
 @check("KV002", "external-data-missing", "file", incomplete=True)
@@ -31,16 +33,34 @@ def external_data_escapes(context: FileContext) -> Iterator[Fault]:
 
 
 def _find_problems(context: FileContext, kinds: set[str], declared: str) -> Iterator[Fault]:
+    """One fault for each location: that of several graphs is reported once, at the first of them, and names all."""
     file = context.file
     for problem in file.external_problems:
-        if problem.kind in kinds:
-            yield Fault(
-                severity="error",
-                file=file.name,
-                subject=(problem.tensor,),
-                where=f"file {file.name}, external data {problem.location!r}",
-                declared=declared,
-                observed=problem.detail,
-                cause="weights cannot be read from the location that the graph names",
-                repair=Advice("caller", f"fetch or restore {problem.location!r} beside the model, or save it again"),
-            )
+        if problem.kind not in kinds:
+            continue
+        sharing = [one.name for one in context.folder.files if _shares(one, file, problem)]
+        if sharing[0] != file.name:
+            continue
+        others = tuple(sharing[1:])
+        graphs = f"files {', '.join(sharing[:-1])} and {sharing[-1]}" if others else f"file {file.name}"
+        yield Fault(
+            severity="error",
+            file=file.name,
+            subject=(problem.tensor, *others),
+            where=f"{graphs}, external data {problem.location!r}",
+            declared=declared,
+            observed=problem.detail + (f" of {file.name}; {', '.join(others)} names it too" if others else ""),
+            cause="weights cannot be read from the location that the graph names",
+            repair=Advice("caller", f"fetch or restore {problem.location!r} beside the model, or save it again"),
+        )
+
+
+def _shares(one: OnnxFile, file: OnnxFile, problem: ExternalProblem) -> bool:
+    """Whether a file is the one with the problem, or has it at the same place on the disk."""
+    if one.name == file.name:
+        return True
+    return (
+        bool(problem.location)
+        and one.path.parent == file.path.parent
+        and any((other.kind, other.location) == (problem.kind, problem.location) for other in one.external_problems)
+    )

@@ -25,6 +25,7 @@ from kvdoctor.report.page.blocks import (
 from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.report.safe import shortened
 from kvdoctor.report.wording.contract import describe_contract, list_slots
+from kvdoctor.report.wording.devices import DEVICES_TITLE, describe_devices
 from kvdoctor.report.wording.memory import (
     describe_plan,
     format_plan_title,
@@ -93,6 +94,9 @@ def _contract(stack: StackFacts, place: PagePosition) -> Iterator[Content]:
     if contract.slots and {"prefill", "decode"} <= contract.phases.keys():
         yield scrollable(title, contract_diagram.draw_contract(contract, place.id("diagram")))
         yield appendix(label_list((label, shortened(text, 900)) for label, text in describe_contract(stack)))
+    if stack.devices:
+        listed = label_list((label, shortened(text, 900)) for label, text in describe_devices(stack))
+        yield appendix(fold(f"{DEVICES_TITLE[0].upper()}{DEVICES_TITLE[1:]}", listed))
     rows = [[code(cell) for cell in row] for row in list(list_slots(contract))[:MOST_SLOTS]]
     header = ("past input", "type", "growth", "carry to the next step", "present output")
     made = table(place.id("slots"), f"The slots of {stack.name}", header, rows)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvdoctor.findings import SEVERITIES, Finding
+from kvdoctor.findings import Finding, reaches
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.report.wording.alike import group_findings
 from kvdoctor.report.wording.finding import format_headline, list_details
@@ -128,9 +128,8 @@ def name_worst(report: "Report") -> str:
 
 def _find_counted(report: "Report") -> list[Finding]:
     """The findings that count by the report's `fail_on`; by errors where it has none."""
-    fail_on = report.arguments.get("fail_on")
-    lowest = SEVERITIES.index(fail_on) if fail_on in SEVERITIES else len(SEVERITIES) - 1
-    return [finding for finding in report.findings if SEVERITIES.index(finding.severity) >= lowest]
+    fail_on = report.arguments.get("fail_on", "error")
+    return [finding for finding in report.findings if reaches(finding, "error" if fail_on == "never" else fail_on)]
 
 
 def summarize(report: "Report") -> str:

@@ -1,0 +1,144 @@
+"""tokenizer.json and tokenizer_config.json against the graph: ids that it has no row or no logits for.
+
+A tokenizer may hold ids beyond the graph on purpose: tokens for images (Gemma 3), or tokens that are added and not
+used. So of the added tokens only those that generation uses by itself count: the end, the start and the padding. The
+ordinary vocabulary must fit the table, and may be smaller: tables are padded to round sizes.
+
+Source of the keys: tokenizers 0.22, `tokenizer.json`; transformers 4.57 and 5.23, `tokenization_utils_base.py`.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from kvdoctor.analysis.configs import is_count
+from kvdoctor.diagnose.checks.side_cars.config_json import meant_for
+from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, part_of, plain, quoted
+from kvdoctor.diagnose.checks.side_cars.graph_sizes import logits_width, token_rows
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import CannotCheck
+from kvdoctor.records import record
+
+CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
+MOST_BYTES = 64 * 2**20
+"""The largest tokenizers that people use have 33 MiB."""
+
+
+@record
+class _Tokenizer:
+    """`special` are the ids of end, start and padding by key; `largest` is the largest id that was not added."""
+
+    special: dict[str, tuple[str, int]]
+    largest: int | None
+    size: int
+
+
+def tokenizer(context: ContractContext) -> list[Disagreement]:
+    """The ids of a tokenizer that the graph of a decoder cannot take or return.
+
+    Raises:
+        CannotCheck: there is a tokenizer that cannot be read.
+    """
+    if not meant_for(context):
+        return []
+    found = _read(context.folder.root)
+    if found is None:
+        return []
+    return [*_compare_special(context, found), *_compare_vocabulary(context, found)]
+
+
+def _compare_special(context: ContractContext, found: _Tokenizer) -> Iterator[Disagreement]:
+    """The decoder of an encoder-decoder is fed other first tokens, which generation_config.json names."""
+    width, rows = logits_width(context), token_rows(context)
+    uses = [("eos_token", width, "logits of width", "the model never returns the id, so generation does not end by it")]
+    if not context.contract.has_encoder_states:
+        row = "looks up a row that the table does not have"
+        uses += [
+            ("bos_token", rows, "a table of tokens of length", f"a prompt that begins with it {row}"),
+            ("pad_token", rows, "a table of tokens of length", f"a padded batch {row}"),
+        ]
+    for key, count, what, so in uses:
+        content, number = found.special.get(key, ("", -1))
+        named = context.folder.side_cars.generation.get(f"{key}_id")
+        if count is not None and number >= count and named != number:  # else it is reported of generation_config.json
+            yield Disagreement(key, f"{quoted(content)} = {number}", f"{what} {count}", f"an id below {count}", so)
+
+
+def _compare_vocabulary(context: ContractContext, found: _Tokenizer) -> Iterator[Disagreement]:
+    """Every text may bring an ordinary token; that of an encoder-decoder may be of the encoder's vocabulary."""
+    rows = token_rows(context)
+    if rows is None or found.largest is None or found.largest < rows or context.contract.has_encoder_states:
+        return
+    yield Disagreement(
+        "model.vocab",
+        f"{found.size} entries, the largest id {found.largest}",
+        f"a table of tokens of length {rows}",
+        f"ids below {rows}",
+        "a text with one of these tokens looks up a row that the table does not have",
+    )
+
+
+def _read(root: Path) -> _Tokenizer | None:
+    """The tokenizer in a folder, or in the folder around it where the graphs lie in `onnx`."""
+    for folder in (root, root.parent) if root.name == "onnx" else (root,):
+        paths = tuple(folder / name for name in (CONFIG, TOKENIZER))
+        try:
+            states = tuple((path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None for path in paths)
+        except OSError as error:
+            raise CannotCheck(f"{TOKENIZER} cannot be read: {type(error).__name__}") from None
+        if any(states):
+            return _read_once(paths, states)
+    return None
+
+
+@lru_cache(maxsize=4)
+def _read_once(paths: tuple[Path, ...], _states: tuple[tuple[int, int] | None, ...]) -> _Tokenizer:
+    """Each stack of a folder has the same tokenizer."""
+    config, whole = (_read_object(path) for path in paths)
+    ids: dict[str, int] = {}
+    for one in _list(whole.get("added_tokens")):
+        if isinstance(one, dict) and isinstance(one.get("content"), str) and is_id(one.get("id")):
+            ids[one["content"]] = one["id"]
+    for digits, one in part_of(config, "added_tokens_decoder").items():
+        if isinstance(one, dict) and isinstance(one.get("content"), str) and digits.isascii() and digits.isdecimal():
+            ids[one["content"]] = int(digits[:10])
+    vocabulary = part_of(whole, "model").get("vocab")
+    words = vocabulary if isinstance(vocabulary, dict) else {}
+    special = {}
+    for key in ("eos_token", "bos_token", "pad_token"):
+        given = config.get(key)
+        content = given.get("content") if isinstance(given, dict) else given
+        number = ids.get(content, words.get(content)) if isinstance(content, str) else None
+        if isinstance(content, str) and is_id(number):
+            special[key] = (plain(content), number)
+    added = {*ids.values()}
+    if isinstance(vocabulary, list):  # of Unigram: the id is the place
+        own = [number for number in range(len(vocabulary) - 1, -1, -1) if number not in added][:1]
+        return _Tokenizer(special, max(own, default=None), len(vocabulary))
+    numbers = [number for number in words.values() if is_id(number) and number not in added]
+    return _Tokenizer(special, max(numbers, default=None), len(words))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        if not path.is_file():
+            return {}
+        if path.stat().st_size > MOST_BYTES:
+            raise CannotCheck(f"{path.name} is larger than 64 MiB and was not compared with the graph")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CannotCheck(f"{path.name} cannot be read: {type(error).__name__}") from None
+    if not isinstance(content, dict):
+        raise CannotCheck(f"{path.name} is not a JSON object")
+    return content
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def is_id(value: object) -> TypeGuard[int]:
+    """Whether a value can be the id of a token."""
+    return (value == 0 and not isinstance(value, bool)) or is_count(value)
