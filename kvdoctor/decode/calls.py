@@ -72,8 +72,9 @@ class Past(dict[str, "Value | Array"]):
 
 Loop = Literal["plain", "held"]
 
-Way = Literal["run", "io-binding", "basic", "off"]
-"""How a call is run: plainly, with bound inputs and outputs, or at a lower level of graph optimization."""
+Way = Literal["run", "io-binding", "one-buffer", "basic", "off"]
+"""How a call is run: plainly, with bound inputs and outputs, with presents bound to the memory of their pasts, or at a
+lower level of graph optimization."""
 
 
 @record
@@ -102,7 +103,8 @@ class Call:
     is repeated, and its median kept under `label`. A `noise` call measures what the graph's own arithmetic makes of
     splitting a sequence, without a cache. A `probe` is answered without outputs where it fails, and is not on record.
     `via` names another way to run the same file.
-    `slots` are tensors of a cache by the name of the present that is compared with them.
+    `slots` are tensors of a cache by the name of the present that is compared with them. `in_place` has the past into
+    whose memory a present is written, by the name of the present, where `via` is `one-buffer`.
     """
 
     phase: PhaseName
@@ -115,6 +117,7 @@ class Call:
     label: str = ""
     via: Way = "run"
     slots: "Mapping[str, Value | Array]" = field(default_factory=dict)
+    in_place: Mapping[str, str] = field(default_factory=dict)
 
 
 @record

@@ -16,6 +16,7 @@ from kvdoctor.runtime.worker.sessions import (
     mentioned,
     output_names,
     run_bound,
+    run_in_place,
     runtime_version,
     to_runtime,
 )
@@ -66,9 +67,9 @@ class StackRunner(StackDriver):
         opened = open_session or partial(self._open_session, call.via)
         feeds = {name: to_runtime(value) for name, value in call.feeds.items()}
         if graph.stages:
-            values = run_stages(graph, feeds, lambda file, fed: self._run_file(opened(file), fed, call.via))
+            values = run_stages(graph, feeds, lambda file, fed: self._run_file(opened(file), fed, call))
         else:
-            values = self._run_file(opened(graph.file), feeds, call.via)
+            values = self._run_file(opened(graph.file), feeds, call)
         outputs: dict[str, Value] = {name: OrtTensor(value) for name, value in values.items()}
         logits = self.logits_name(call.phase)
         if isinstance(tensor := outputs.get(logits), OrtTensor):
@@ -78,11 +79,16 @@ class StackRunner(StackDriver):
     def _open_session(self, via: str, file: str) -> Any:
         return self.sessions.at(file, via) if via in LEVELS else self.sessions.get(file)
 
-    def _run_file(self, session: Any, feeds: dict[str, Any], via: str) -> dict[str, Any]:
+    def _run_file(self, session: Any, feeds: dict[str, Any], call: Call) -> dict[str, Any]:
         """The outputs of one file by name."""
         names = output_names(session)
         try:
-            run = run_bound if via == "io-binding" else session.__class__.run_with_ort_values
+            if call.via == "one-buffer":
+                shared = {
+                    present: past for present, past in call.in_place.items() if present in names and past in feeds
+                }
+                return dict(zip(names, run_in_place(session, names, feeds, shared), strict=True))
+            run = run_bound if call.via == "io-binding" else session.__class__.run_with_ort_values
             return dict(zip(names, run(session, names, feeds), strict=True))
         except Exception as error:  # the bindings raise many types, and all of them are a failed step
             raise StepFailed(self.sessions.clean(error)) from error

@@ -254,6 +254,20 @@ def run_bound(session: Any, names: list[str], feeds: dict[str, Any]) -> list[Any
     return list(binding.get_outputs())
 
 
+def run_in_place(session: Any, names: list[str], feeds: dict[str, Any], pasts: dict[str, str]) -> list[Any]:
+    """Run with some outputs bound to the memory of an input: `pasts` has the input by the name of the output."""
+    binding = session.io_binding()
+    for name, value in feeds.items():
+        binding.bind_ortvalue_input(name, value)
+    for name in names:
+        if name in pasts:
+            binding.bind_ortvalue_output(name, feeds[pasts[name]])
+        else:
+            binding.bind_output(name)
+    session.run_with_iobinding(binding)
+    return list(binding.get_outputs())
+
+
 def runtime_version() -> str:
     """The version of this process's onnxruntime."""
     return str(ort.__version__)

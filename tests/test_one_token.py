@@ -1,0 +1,175 @@
+"""Graphs that take one token a call, states over many tokens, and caches in one buffer."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.text_fixtures import load_all
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.calls import Answer, Array, Call, Scenario, as_array
+from kvdoctor.decode.experiments import Experiment, load
+from kvdoctor.decode.experiments.long_states import LAST, PLACES, _find_amplified
+from kvdoctor.decode.experiments.one_token import KEPT
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.runs import Cause
+from kvdoctor.diagnose.inspection import inspect
+from kvdoctor.diagnose.pipeline import step_test
+from kvdoctor.options import Options
+from kvdoctor.report.document import Report
+from kvdoctor.runtime.client import Runtime
+
+FIXTURES = load_all()
+ONE_TOKEN = ("mamba-states", "canary")
+OTHERS = ("rwkv", "rwkv-mobile", "lstm-plain", "shift-left", "aihub-opus", "aihub-whisper", "ort-t5-init")
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with Runtime(Options().limits) as warm:
+        yield warm
+
+
+def diagnosed(name: str, folder: Path, runtime: Runtime, **options: Any) -> Report:
+    return step_test(str(FIXTURES[name].write(folder)), Options(**options), runtime)
+
+
+@pytest.mark.parametrize("name", [*ONE_TOKEN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_a_healthy_one_is_healthy_and_says_what_was_compared(name: str, tmp_path: Path, runtime: Runtime) -> None:
+    report = diagnosed(f"layout-{name}-healthy", tmp_path, runtime)
+    assert report.verdict == "healthy"
+    (entry,) = report.not_checked
+    assert not entry.essential
+    batch = any(run.experiment == "batch" and run.outcome == "passed" for run in report.runs)
+    assert "a second pass, a session of its own" in entry.reason
+    assert "other histories and states" in entry.reason
+    assert entry.reason.endswith("each row of a batch alone") == batch
+
+
+def test_a_suspicion_that_no_comparison_refutes_keeps_it_open(tmp_path: Path, runtime: Runtime) -> None:
+    report = diagnosed("layers-swapped-states", tmp_path, runtime)
+    assert report.verdict == "unhealthy"
+    assert any("nothing else refutes KV307 layers-swapped" in entry.reason for entry in report.not_checked)
+
+
+def test_a_model_of_several_tokens_does_not_list_them(tmp_path: Path, runtime: Runtime) -> None:
+    report = diagnosed("decoder-only-healthy", tmp_path, runtime)
+    assert not {"history", "own-session"} & {run.experiment for run in report.runs}
+
+
+def test_a_required_batch_is_proved_by_rows_alone(tmp_path: Path, runtime: Runtime) -> None:
+    report = diagnosed("layout-mamba-states-healthy", tmp_path, runtime, require=("batch", "beam"))
+    assert (report.verdict, [entry.code for entry in report.not_checked]) == ("healthy", ["KV301"])
+
+
+def named(name: str) -> Experiment:
+    return next(experiment for experiment in load() if experiment.name == name)
+
+
+def read_contract(name: str, folder: Path) -> CacheContract:
+    contract = inspect(str(FIXTURES[name].write(folder))).stacks[0].contract
+    assert contract is not None
+    return contract
+
+
+class Decoder:
+    """Answers calls of the Mamba fixture: a state that adds up token ids, with faults by name."""
+
+    def __init__(self, contract: CacheContract, fault: str = "") -> None:
+        self.contract, self.fault, self.called, self.seen = contract, fault, 0, 0.0
+
+    def answer(self, call: Call) -> Answer:
+        self.called += 1
+        token = float(as_array(call.feeds["input_ids"]).sum())
+        self.seen += token
+        outputs: dict[str, Any] = {}
+        total = 0.0
+        for index, slot in enumerate(self.contract.slots):
+            past = as_array(call.feeds[slot.past]).astype(np.float64)
+            reads = not (self.fault == "unread" and index == 1)
+            takes = not (self.fault == "untouched" and index == 1)
+            total += float(past.mean()) * (index + 1) if reads else 0.0
+            outputs[slot.present or ""] = Held(past * 0.5 + (token * (index + 1) if takes else 1.0))
+        hidden = self.seen if self.fault == "remembers" else 0.0
+        outputs["logits"] = Held(np.sin(np.arange(16.0) * (1 + total + token + hidden)).reshape(1, 1, 16))
+        return Answer(outputs, "logits", call.past, call.new)
+
+
+class Held:
+    def __init__(self, content: Array) -> None:
+        self.content = content
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.content.shape)
+
+    def array(self) -> Array:
+        return self.content
+
+
+def drive(name: str, builder: FeedBuilder, decoder: Decoder) -> tuple[list[tuple[Call, Answer]], Cause | None]:
+    done: list[tuple[Call, Answer]] = []
+    running = named(name).calls(builder)
+    try:
+        call = next(running)
+        while True:
+            done.append((call, decoder.answer(call)))
+            call = running.send(done[-1][1])
+    except StopIteration as end:
+        return done, end.value
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"), [("", None), ("unread", "past-ignored"), ("untouched", "present-does-not-grow")]
+)
+def test_a_history_decides_by_bits(fault: str, cause: str | None, tmp_path: Path) -> None:
+    contract = read_contract("layout-mamba-states-healthy", tmp_path)
+    _, decided = drive("history", FeedBuilder(contract, Scenario(prompt=1, steps=TOKENS)), Decoder(contract, fault))
+    assert (decided.name if decided is not None else None) == cause
+    if decided is not None:
+        assert ".0.ssm_state" in decided.evidence
+
+
+@pytest.mark.parametrize("fault", ["", "remembers"])
+def test_a_session_of_its_own_shows_what_a_session_remembers(fault: str, tmp_path: Path) -> None:
+    contract = read_contract("layout-mamba-states-healthy", tmp_path)
+    builder = FeedBuilder(contract, Scenario(prompt=1, steps=TOKENS), scratch=tmp_path)
+    drive("plain-loop", builder, Decoder(contract, fault))
+    assert (tmp_path / KEPT).exists()
+    done, _ = drive("own-session", builder, Decoder(contract, fault))
+    assert not (tmp_path / KEPT).exists()
+    steps = [(call, answer) for call, answer in done if call.kind == "step"]
+    between = [call for call, _ in done if call.kind == "probe"]
+    assert (len(steps), len(between)) == (TOKENS, TOKENS)
+    same = all(np.array_equal(answer.logits, call.expected) for call, answer in steps if call.expected is not None)
+    assert same == (fault == "")
+
+
+def test_a_long_walk_is_compared_at_its_places(tmp_path: Path) -> None:
+    contract = read_contract("layout-mamba-states-healthy", tmp_path)
+    done, cause = drive("long-states", FeedBuilder(contract, named("long-states").scenario), Decoder(contract))
+    assert cause is None
+    assert [call.past + call.new for call, _ in done if call.kind == "step"] == list(PLACES)
+    assert all(call.expected is not None for call, _ in done if call.kind == "step")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "decided"),
+    [((1.0, 1.0, 1.0), False), ((1.0, 4.0, 16.0), False), ((1.0, 20.0, 400.0), True), ((1.0, 2.0, np.inf), True)],
+)
+def test_what_each_step_amplifies_is_told_from_what_adds_up(sizes: tuple[float, ...], decided: bool) -> None:
+    cause = _find_amplified({length: {"state": size} for length, size in zip(LAST, sizes, strict=True)})
+    assert (cause is not None) == decided
+
+
+def test_one_buffer_binds_each_present_onto_its_past(tmp_path: Path) -> None:
+    contract = read_contract("layout-gqa-growing-healthy", tmp_path)
+    assert {slot.growth for slot in contract.slots} == {"shared"}
+    experiment = named("one-buffer")
+    assert experiment.applies(contract) is None
+    grown = replace(contract, slots=tuple(replace(slot, growth="grow") for slot in contract.slots))
+    assert experiment.applies(grown) == "no present has the shape of its past"
