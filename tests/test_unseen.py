@@ -138,7 +138,9 @@ def test_a_healthy_one_is_healthy(name: str, tmp_path: Path, runtime: Runtime) -
     assert told == {slot.past: slot.deal for slot in decoder.slots}
 
 
-def test_a_ring_of_one_token_a_step_is_healthy_by_other_histories_and_sessions(tmp_path: Path, runtime: Runtime) -> None:
+def test_a_ring_of_one_token_a_step_is_healthy_by_other_histories_and_sessions(
+    tmp_path: Path, runtime: Runtime
+) -> None:
     decoder = Decoder(RING)
     assert off(decoder, Decoder(TRIM), prompt=1) < 1e-4, "the same weights, and the same window"
     report = diagnosed(decoder, tmp_path, runtime)
