@@ -32,6 +32,8 @@ OTHER_TOKENS = (1, 2)
 
 STATES: tuple[SlotKind, ...] = ("self-attention", "hidden-memory", "conv-state", "recurrent-state")
 """Slots that each token must enter."""
+WITHOUT_NAMES = ("unnamed-", "torch-")
+"""Begins the layout of a graph whose tensors have no known names."""
 POSITIONS: tuple[Role, ...] = (
     "token_and_position",
     "position_ids",
@@ -317,12 +319,19 @@ def takes_one(contract: CacheContract) -> str | None:
     return None if contract.new_tokens == 1 else "a call without a cache shows more"
 
 
+def takes_history(contract: CacheContract) -> str | None:
+    """Where a loop puts the rows that a graph returns alone, names tell: after a guess, lost tokens may be its fault."""
+    if contract.layout.startswith(WITHOUT_NAMES) and any(slot.growth == "delta" for slot in contract.slots):
+        return "no names tell where the loop puts the new rows"
+    return takes_one(contract)
+
+
 EXPERIMENTS = (
     Experiment(
         HISTORY,
         "whether every state is read and takes each token, and earlier tokens and their order count",
         history,
-        applies=takes_one,
+        applies=takes_history,
         one_token=True,
         order=5,
     ),
