@@ -11,7 +11,10 @@ PLAIN_LOOP = "plain-loop"
 HELD_LOOP = "held-loop"
 """The experiment that feeds presents back but keeps the cross-attention cache of the first step."""
 
-LOOPS = (PLAIN_LOOP, HELD_LOOP)
+PAGED_LOOP = "paged-loop"
+"""The experiment that keeps the blocks of a paged cache; no other one is run on such a cache."""
+
+LOOPS = (PLAIN_LOOP, HELD_LOOP, PAGED_LOOP)
 
 HISTORY = "history"
 """The experiment on what a graph that takes one token a call keeps of earlier tokens."""

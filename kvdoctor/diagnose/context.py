@@ -9,7 +9,7 @@ from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.choices import Consumer, Required
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.decode.runs import ObservedTensor, Run, Step
+from kvdoctor.decode.runs import PAGED_LOOP, ObservedTensor, Run, Step
 from kvdoctor.decode.tolerances import Tolerance, find_tolerance
 from kvdoctor.findings import Advice
 from kvdoctor.model.view import Declared, GraphView
@@ -75,7 +75,7 @@ class ContractContext:
         held = self.find_run("held-loop")
         if held is not None and held.outcome != "skipped" and (self.consumer == "held" or self.emptied_slots):
             return held
-        return self.find_run("plain-loop")
+        return self.find_run("plain-loop") or self.find_run(PAGED_LOOP)
 
     @property
     def emptied_slots(self) -> tuple[Slot, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.analysis.contract_reader import add_observed_sizes
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.messages import ExperimentJob
-from kvdoctor.decode.runs import REPLAY, Node, Run
+from kvdoctor.decode.runs import PAGED_LOOP, REPLAY, Node, Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.float32_rerun import rerun_in_float32
 from kvdoctor.diagnose.lengths import find_ring, list_thresholds, list_unvisited
@@ -126,11 +126,14 @@ def build_job(context: ContractContext, options: Options) -> ExperimentJob:
     """All experiments that the options ask for, on one stack."""
     from kvdoctor.decode.experiments import load
     from kvdoctor.decode.experiments.lengths import FROZEN_PAST
+    from kvdoctor.decode.experiments.paged_loop import is_paged
 
     frozen, features = _is_frozen(context.contract), bool(context.contract.features)
     fitting = (e for e in load() if (e.name == FROZEN_PAST) == frozen and (features or not e.with_features))
     fitting = (e for e in fitting if context.contract.new_tokens == 1 or not e.one_token)
     chosen = [e.name for e in fitting if _is_wanted(e, options)]
+    paged = is_paged(context.contract) is None
+    chosen = [name for name in chosen if (name == PAGED_LOOP) == paged]
     return ExperimentJob(
         stack=context.stack.name,
         folder=context.folder.root.absolute(),

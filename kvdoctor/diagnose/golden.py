@@ -32,6 +32,7 @@ from kvdoctor.decode.messages import Digested, DigestJob, PairedSide
 from kvdoctor.decode.tolerances import TOLERANCES, Tolerance, find_tolerance
 from kvdoctor.diagnose.checkpoint import ALIKE, ROUNDED, UNLIKE
 from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
@@ -168,6 +169,8 @@ def digest_stack(
         CannotDigest: the runtime fails, or no decoding fits the sizes of the model.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
+    if unmet := next(find_unmet_preconditions(stack, contract), None):
+        raise CannotDigest(unmet)
     side = PairedSide(stack.name, folder, contract)
     job = DigestJob(side, Path(), seed=options.seed, provider=options.provider)
     done, walks = _run(job, runtime)

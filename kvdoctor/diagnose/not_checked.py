@@ -27,7 +27,8 @@ COMPILED = "EPContext"
 def find_unmet_preconditions(stack: StackFiles, contract: CacheContract, opened: bool = False) -> Iterator[str]:
     """Why decode steps cannot be run on a stack; the first reason is the one to report.
 
-    Where it is `opened`, the graphs inside an operator are called as models of their own.
+    Where it is `opened`, the graphs inside an operator are called as models of their own, and the blocks of a paged
+    cache are given out by us.
     """
     yield from (problem.cause for problem in stack.problems if problem.essential or not problem.declared)
     for file in stack.members:
@@ -35,6 +36,8 @@ def find_unmet_preconditions(stack: StackFiles, contract: CacheContract, opened:
             yield f"the external data of {file.name} cannot be read"
     if stack.operator is not None and not opened:
         yield f"the operator {stack.operator} contains the whole loop and its cache; there is nothing to feed back"
+    if any(slot.growth == "paged" for slot in contract.slots):
+        yield from _find_unpaged(stack, contract, opened)
     yield from _find_other_callers(stack, contract)
     empty = {*find_unfilled(contract)}
     if set(contract.missing) - empty or stack.kind == "unpaired" or not contract.slots:
@@ -50,8 +53,18 @@ def _find_other_callers(stack: StackFiles, contract: CacheContract) -> Iterator[
         yield f"the graph was compiled for a device ({COMPILED}), and only the provider of that device can run it"
     if contract.no_decoder is not None:
         yield f"not a decoder with a KV cache: {contract.no_decoder}"
-    if any(slot.growth == "paged" for slot in contract.slots):
+
+
+def _find_unpaged(stack: StackFiles, contract: CacheContract, opened: bool) -> Iterator[str]:
+    """Why the blocks of a paged cache cannot be given out by us."""
+    from kvdoctor.decode.paged import NO_KERNEL, read_paged_inputs
+
+    if any(NO_KERNEL in file.view.operators for file in stack.members if file.view is not None):
+        yield f"a paged cache needs the block tables of the serving engine; {NO_KERNEL} has no kernel for the CPU"
+    if not opened:
         yield "a paged cache needs the block tables of the serving engine"
+    elif reason := read_paged_inputs(contract).unknown:
+        yield f"a paged cache needs the block tables of the serving engine; {reason}"
 
 
 def _find_undrivable(contract: CacheContract) -> Iterator[str]:

@@ -33,6 +33,7 @@ from kvdoctor.diagnose.not_checked import (
     find_undecided_steps,
     find_unexplained_loop,
     find_ungraded,
+    find_unmet_preconditions,
     find_unproved_uses,
     find_unsearched,
 )
@@ -362,8 +363,8 @@ def _run_targets(
     """The context with what the model shows under the targets; none is tried where the model could not be run."""
     if not (options.targets and context.runs):
         return context, ()
-    if context.stack.operator is not None:
-        reason = f"not run in target runtimes: the graphs inside {context.stack.operator} are run here alone"
+    if unmet := next(find_unmet_preconditions(context.stack, context.contract), None):
+        reason = f"not run in target runtimes: {unmet}"
         return context, (NotChecked(context.stack.name, "KV401-KV403", reason, essential=True),)
     from kvdoctor.diagnose.targets import LocalRun, find_open_targets, run_targets
 

@@ -28,6 +28,7 @@ NO_LOOP = {
     "layout-llama2-msft-stacked-whole-healthy": "embeddings",
     "layout-ort-whisper-shared-healthy": "beam_input",
     "layout-paged-healthy": "block",
+    "layout-paged-packed-healthy": "block",
     "layout-paged-pool-healthy": "block",
     "layout-pinto-whisper-healthy": "another length",
     "layout-pipeline-stage-healthy": "embeddings",

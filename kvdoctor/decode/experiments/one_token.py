@@ -320,7 +320,7 @@ def takes_one(contract: CacheContract) -> str | None:
 
 
 def takes_history(contract: CacheContract) -> str | None:
-    """Where a loop puts the rows that a graph returns alone, names tell: after a guess, lost tokens may be its fault."""
+    """Names tell where a loop puts rows that a graph returns alone: after a guess, lost tokens may be its fault."""
     if contract.layout.startswith(WITHOUT_NAMES) and any(slot.growth == "delta" for slot in contract.slots):
         return "no names tell where the loop puts the new rows"
     return takes_one(contract)

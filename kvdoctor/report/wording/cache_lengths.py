@@ -171,7 +171,8 @@ def _format_length(cell: CacheLength, step: Step, slot: Slot) -> str:
     """`3 -> 4`, `7 -> 0  empty, null pointer`, `7, kept`, `computed: 7`."""
     fed = "-" if cell.fed is None else str(cell.fed)
     if slot.length_axis is None:
-        return "fails" if cell.state == "fails" else "state" if cell.state != "not-returned" else "not returned"
+        whole = "blocks" if slot.growth == "paged" else "state"
+        return "fails" if cell.state == "fails" else whole if cell.state != "not-returned" else "not returned"
     match cell.state:
         case "fails":
             return f"{fed} \u2192 \u2717"
