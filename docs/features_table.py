@@ -172,9 +172,9 @@ STATIC = (
         "no newest release is named: none is known to drop what an older one reads",
         Shown("inspect TEXT/layout-attention-23-healthy", "needs onnxruntime"),
     ),
-    partly(
+    yes(
         "Find weights that are zero, duplicated or of the wrong type",
-        "weights of zeros are not looked for",
+        Tested("tests/test_suspect_weights.py", "test_damaged_weights_are_named_with_layer_and_role"),
         Shown("step-test TEXT/duplicate-weights", "KV502"),
     ),
     yes(

@@ -69,6 +69,7 @@ class InspectOptions(SharedOptions, total=False):
     """The options of `inspect`. Lengths in tokens and encoder states, `batch` in sequences."""
 
     targets: "Words"
+    weights: bool
     batch: int | None
     context: int | None
     encoder_length: int | None

@@ -493,6 +493,14 @@ class Options:
         reported="if set",
         group=INPUT,
     )
+    weights: bool = option(
+        Flag(),
+        False,
+        "Read the values of the weights: name those that are zero, constant, not finite, too large or stored twice.",
+        ("inspect",),
+        reported="if set",
+        group=INPUT,
+    )
     batch: int | None = option(
         SEQUENCES,
         None,

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
+from support.graph_faults import broken
 from support.isolated import EXPORTS, kvdoctor
 
 from kvdoctor.decode.golden import GoldenWalk, checksum_draws, find_difference, pack, unpack
@@ -312,3 +313,32 @@ def test_a_gate_compares_by_its_policy_and_again_when_the_file_changes(golden: P
     assert second.returncode == 1
     names = [[finding["name"] for finding in one["findings"]] for one in json.loads(second.stdout)["reports"]]
     assert names == [[CHECK], []]
+
+
+def test_a_diff_holds_a_model_to_golden_numbers(golden: Path, tmp_path: Path) -> None:
+    for sides in ((EXPORTS / "gpt2", golden), (golden, EXPORTS / "gpt2")):
+        done = kvdoctor("diff", *sides)
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "equal to the golden numbers"), done.stdout
+        assert "calls of" in done.stdout
+    changed = other_weights(tmp_path / "changed")
+    done = kvdoctor("diff", changed, golden, "--format", "json")
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["verdict"], document["a"]["source"]) == (1, "worse", "golden")
+    assert [one["finding"]["name"] for one in document["findings"]] == [CHECK]
+    done = kvdoctor("diff", EXPORTS / "t5", golden)
+    assert done.returncode == 3
+    assert "not compared" in done.stdout
+    for words in (("--static",), ("--agree", "bits"), ("--ignore", "KV321")):
+        assert kvdoctor("diff", EXPORTS / "gpt2", golden, *words).returncode == 2
+    assert kvdoctor("diff", golden, golden).returncode == 2
+
+
+def other_weights(folder: Path) -> Path:
+    """A copy of GPT-2 with one weight changed."""
+
+    def operate(graph: onnx.GraphProto) -> None:
+        tensor = next(t for t in graph.initializer if t.name == "transformer.h.1.mlp.c_fc.weight")
+        values = numpy_helper.to_array(tensor) * 1.1
+        tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float32), tensor.name))
+
+    return broken("gpt2", "model.onnx", operate, folder)

@@ -14,6 +14,7 @@ from kvdoctor.cli.output import complain, end, finish, format_option, output_opt
     epilog=examples(
         ("kvdoctor inspect exports/marian", "files, inputs, outputs, the cache contract"),
         ("kvdoctor inspect exports/llama --context 8192 --batch 4", "the memory of the cache"),
+        ("kvdoctor inspect exports/llama --weights", "weights that are zero, not finite or stored twice"),
         ("kvdoctor inspect exports/marian --target onnxruntime==1.16.3", "what is too new for it"),
     ),
 )
@@ -22,7 +23,9 @@ from kvdoctor.cli.output import complain, end, finish, format_option, output_opt
 @output_options()
 @policy_options
 def inspect(path: str, **given: Any) -> NoReturn:
-    """Read a model without running it: files, inputs and outputs, the cache contract. Load no weights.
+    """Read a model without running it: files, inputs and outputs, the cache contract.
+
+    Load no weights without --weights.
 
     PATH is an .onnx file or the folder of an export. Exit codes as of step-test.
     """

@@ -18,6 +18,7 @@ FORMATS = ("text", "json", "markdown")
         ("kvdoctor diff yesterday.json exports/v2", "the same, with a report of --format json"),
         ("kvdoctor diff --static exports/v1 v2.onnx", "contract and graph; nothing is run"),
         ("kvdoctor diff contract.json exports/v2", "does it fulfil that contract? nothing is run"),
+        ("kvdoctor diff exports/v2 golden.npz", "against the numbers that `kvdoctor record` kept"),
         ("kvdoctor diff --agree tokens fp32 int8", "are the likeliest tokens the same?"),
     ),
 )
@@ -26,7 +27,9 @@ FORMATS = ("text", "json", "markdown")
 @table_options("diff")
 @output_options(FORMATS)
 def diff(a: str, b: str, **given: Any) -> NoReturn:
-    """Compare model B with model A: contract, graph and behavior. Either may be a JSON report of kvdoctor.
+    """Compare model B with model A: contract, graph and behavior.
+
+    Either may be a JSON report of kvdoctor, or a file of golden numbers.
 
     A may also be a contract that `kvdoctor contract --format json` wrote: then B must fulfil it, and nothing is run.
     Exit code 0: B is equal, better, or different but not worse. 1: B is worse: a loop written for A would not work

@@ -6,6 +6,7 @@ from dataclasses import replace
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.comparison.contract_diff import compare_contracts
 from kvdoctor.comparison.findings_diff import compare_findings, needs_no_run
+from kvdoctor.comparison.golden_diff import compare_golden, find_golden
 from kvdoctor.comparison.graph_diff import compare_graphs, match_files
 from kvdoctor.comparison.run_diff import LOCAL, CannotCompareLogits, agrees_less, compare_logits, compare_outcomes
 from kvdoctor.comparison.sides import DiagnosedSide, diagnose_sides
@@ -87,6 +88,10 @@ def compare(request: DiffRequest, options: Options) -> DiffReport:
     """
     if request.static and request.agree is not None:
         raise UsageError("--agree compares logits, and --static runs nothing: remove one of them")
+    if (golden := find_golden(request.a, request.b)) is not None:
+        if request.static or request.agree is not None:
+            raise UsageError("golden numbers are compared by running the model: remove --static and --agree")
+        return compare_golden(*golden, options, _arguments(request, options))
     with diagnose_sides(request.a, request.b, options, request.static) as (a, b):
         sides = _Sides(a, b, request, options)
         pairs = list(match_stacks(a.report.stacks, b.report.stacks))

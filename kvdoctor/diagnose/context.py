@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 @record(slots=False, kw_only=True)
 class FileContext:
-    """Round `file`: one file of the folder."""
+    """Round `file`: one file of the folder. `weights` says that the values of its weights may be read."""
 
     folder: ModelFolder
     file: OnnxFile
+    weights: bool = False
 
     def advise_graph_repair(self, text: str) -> Advice:
         """Advice to let kvdoctor repair the graph; `text` is the alternative, as in `or export again`."""

@@ -67,7 +67,7 @@ def check_files(folder: ModelFolder, options: Options) -> CheckResults:
     """Check each file by itself, and whether there is a decoder among them."""
     found = CheckResults()
     for file in folder.files:
-        found += run_checks(FileContext(folder=folder, file=file), "file", options.selection)
+        found += run_checks(FileContext(folder=folder, file=file, weights=options.weights), "file", options.selection)
     if not folder.stacks and not any(file.role == "unreadable" for file in folder.files):
         found += CheckResults(not_checked=(NotChecked(None, "*", _explain_no_stack(folder), essential=True),))
     return found

@@ -5,13 +5,14 @@ holds it; nothing is read before it is asked for.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.external_data import examine
-from kvdoctor.model.proto import TensorProto
+from kvdoctor.model.proto import NodeProto, TensorProto
 from kvdoctor.model.skeleton import payload_left_out, read_skeleton
 from kvdoctor.model.traverse import constant_tensor
 from kvdoctor.model.view import GraphView
@@ -30,13 +31,16 @@ ELEMENTS = 1 << 20
 TYPES = {1: "<f4", 2: "u1", 3: "i1", 4: "<u2", 5: "<i2", 6: "<i4", 7: "<i8", 9: "u1", 10: "<f2", 11: "<f8", 16: "<u2"}
 """The element types (TensorProto.DataType) whose values can be read, by the type of numpy; 16 is bfloat16."""
 BFLOAT16 = 16
+PASSING = ("Identity", "Transpose", "Cast", "Reshape")
+"""Operators that pass a weight on as it is."""
+MOST_PASSED = 4
 
 
 @record(slots=False)
 class Weight:
     """A weight: its name, element type, sizes, and its bytes: in `path` from `offset` on, or `inline`.
 
-    `reader` is the name of the first node that reads it.
+    `reader` is the name of the first node that computes with it, `op` its operator and `input` the number of the input.
     """
 
     name: str
@@ -47,6 +51,8 @@ class Weight:
     offset: int = 0
     inline: bytes = b""
     reader: str = ""
+    op: str = ""
+    input: int = 0
 
     @property
     def dtype(self) -> str:
@@ -116,25 +122,45 @@ def list_weights(path: Path) -> list[Weight]:
     if problems:
         raise UnreadableError(f"its weights cannot be read: {problems[0].detail}", "put the files of weights beside it")
     places = {one.location: one.path for one in files if one.bytes is not None}
-    readers: dict[str, str] = {}
+    readers: dict[str, _Reader] = {}
     tensors: list[tuple[str, TensorProto]] = []
     for scope in GraphView(model).scopes():
         tensors += [(str(tensor.name), tensor) for tensor in scope.graph.initializer]
         for node in scope.graph.node:
-            for name in node.input:
-                readers.setdefault(name, str(node.name or node.op_type))
+            for index, name in enumerate(node.input):
+                readers.setdefault(str(name), _Reader(node, index))
             constant = constant_tensor(node) if node.op_type == "Constant" else None
             if constant is not None and node.output:
                 tensors.append((str(node.output[0]), constant))
-    located = (_locate(name, tensor, places, readers.get(name, "")) for name, tensor in tensors)
-    return [weight for weight in located if weight is not None and weight.size > (SMALL if _is_index(weight) else 1)]
+    located = (_locate(name, tensor, places) for name, tensor in tensors)
+    weights = [weight for weight in located if weight is not None and weight.size > (SMALL if _is_index(weight) else 1)]
+    return [_with_reader(weight, readers) for weight in weights]
+
+
+@record(slots=False)
+class _Reader:
+    node: NodeProto
+    input: int
+
+
+def _with_reader(weight: Weight, readers: dict[str, _Reader]) -> Weight:
+    """The weight with the first node that computes with it, behind those that only pass it on."""
+    reader = readers.get(weight.name)
+    for _ in range(MOST_PASSED):
+        if reader is None or reader.node.op_type not in PASSING or not reader.node.output:
+            break
+        reader = readers.get(str(reader.node.output[0]), reader)
+    if reader is None:
+        return weight
+    node = reader.node
+    return replace(weight, reader=str(node.name or node.op_type), op=str(node.op_type), input=reader.input)
 
 
 def _is_index(weight: Weight) -> bool:
     return weight.data_type in (6, 7, 9, 12, 13)
 
 
-def _locate(name: str, tensor: TensorProto, places: dict[str, Path], reader: str) -> Weight | None:
+def _locate(name: str, tensor: TensorProto, places: dict[str, Path]) -> Weight | None:
     dims = tuple(int(size) for size in tensor.dims)
     if tensor.data_location == TensorProto.EXTERNAL:
         facts = {entry.key: entry.value for entry in tensor.external_data}
@@ -142,11 +168,11 @@ def _locate(name: str, tensor: TensorProto, places: dict[str, Path], reader: str
         width = _width(tensor.data_type) if tensor.data_type in TYPES else 0
         length = int(facts.get("length") or prod(dims) * width)
         offset = int(facts.get("offset") or 0)
-        return None if path is None else Weight(name, tensor.data_type, dims, length, path, offset, reader=reader)
+        return None if path is None else Weight(name, tensor.data_type, dims, length, path, offset)
     if payload_left_out(tensor):
         return None
     body = bytes(tensor.raw_data) if tensor.HasField("raw_data") else _numbers(tensor)
-    return Weight(name, tensor.data_type, dims, len(body), inline=body, reader=reader)
+    return Weight(name, tensor.data_type, dims, len(body), inline=body)
 
 
 def _numbers(tensor: TensorProto) -> bytes:

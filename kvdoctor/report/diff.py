@@ -34,6 +34,7 @@ from kvdoctor.report.wording.units import format_bytes, shorten_names
 FORMATS = ("text", "json", "markdown")
 MAX_NAMES = 12
 """The number of operators, or of findings of both sides, that one row lists."""
+OTHER_SIDES = {"report": "a report", "golden": "golden numbers"}
 MARKS = {"gone": "-", "new": "+", "changed": "~", "same": "="}
 AGREEMENTS = {
     "bits": "equal bit for bit",
@@ -174,8 +175,8 @@ def _markdown_cells(row: Row) -> list[str]:
 def _list_sides(diff: DiffReport) -> Iterator[Row]:
     """The two sides."""
     for mark, name, side in (("-", "A", diff.a), ("+", "B", diff.b)):
-        of = f", a report of {side.model}" if side.source == "report" else ""
         required = side.source == "contract"
+        of = "" if side.source in ("model", "contract") else f", {OTHER_SIDES[side.source]} of {side.model}"
         yield Row(mark, name, f"{side.path}, a contract" if required else f"{side.path}{of}: {side.verdict}")
 
 

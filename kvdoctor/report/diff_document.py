@@ -161,10 +161,10 @@ class NotCompared:
 
 @record
 class ComparedModel:
-    """One side: a model that was diagnosed now, an earlier report, or a contract file that a model must fulfil."""
+    """One side: a model that was diagnosed now, a report, a contract that a model must fulfil, or golden numbers."""
 
     path: str
-    source: Literal["model", "report", "contract"]
+    source: Literal["model", "report", "contract", "golden"]
     model: str
     verdict: str
     environment: dict[str, str]
@@ -237,6 +237,8 @@ def _scope(diff: DiffReport) -> str:
     """What an equal verdict covers."""
     if diff.verdict != "equal" or any(stack.logits is not None for stack in diff.stacks):
         return ""
+    if diff.a.source == "golden":
+        return " to the golden numbers"
     compared = all(stack.weights is not None for stack in diff.stacks)
     if compared and diff.arguments.get("static"):
         return " in contract, operator counts and weights; wiring and logits were not compared"

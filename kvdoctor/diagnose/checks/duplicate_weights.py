@@ -7,7 +7,7 @@ How it is decided: tensors of the same type and shape with the same first bytes 
 repeat one number, such as freshly initialized norms, do not count, nor do copies that together take less than 1 % of
 the weights.
 
-Reproduce: `kvdoctor step-test MODEL` names the copies and their size in bytes.
+Reproduce: `kvdoctor step-test MODEL`, or `inspect MODEL --weights`, names the copies and their size in bytes.
 
 Repair: export again, or merge the branches with a tool that moves shared weights out of them. Scales and weights of
 quantized MatMuls must stay beside their node.
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvdoctor.analysis.stacks import OnnxFile
-from kvdoctor.diagnose.context import RunContext
+from kvdoctor.diagnose.context import FileContext, RunContext
 from kvdoctor.errors import UnreadableError
 from kvdoctor.findings import CannotCheck, Fault, check
 from kvdoctor.model.proto import TensorProto
@@ -57,28 +57,39 @@ class StoredWeight:
 def duplicate_weights(context: RunContext) -> Iterator[Fault]:
     """One fault for each file: all its copies."""
     for file in context.stack.members:
-        try:
-            weights = list(_stored(file))
-            copies = [same for same in alike(weights).values() if len(same) > 1]
-        except (OSError, UnreadableError) as error:
-            raise CannotCheck(f"{file.name} could not be read again: {error}") from None
-        wasted = sum(weight.length for same in copies for weight in same[1:])
-        if wasted <= WORTH_SAYING * sum(weight.length for weight in weights):
-            continue
-        subject = tuple(weight.name for same in copies for weight in same)
-        count = f"{len(copies)} weight{'s' * (len(copies) > 1)}"
-        yield Fault(
-            severity="note",
-            file=file.name,
-            subject=subject,
-            where=f"initializers of {file.name}",
-            declared="each weight stored once",
-            observed=f"{shorten_names(subject)} store {count}; the copies take {wasted:,} bytes",
-            cause="byte-identical weights are stored more than once",
-            repair=context.advise_graph_repair(
-                "or export again, or move weights that two branches share into the graph around them"
-            ),
-        )
+        yield from _find_copies(file, context)
+
+
+@check("KV502", "duplicate-weights", "file")
+def duplicate_weights_of_file(context: FileContext) -> Iterator[Fault]:
+    """The same in an inspection that may read weights."""
+    if context.weights:
+        yield from _find_copies(context.file, context)
+
+
+def _find_copies(file: OnnxFile, context: RunContext | FileContext) -> Iterator[Fault]:
+    try:
+        weights = list(_stored(file))
+        copies = [same for same in alike(weights).values() if len(same) > 1]
+    except (OSError, UnreadableError) as error:
+        raise CannotCheck(f"{file.name} could not be read again: {error}") from None
+    wasted = sum(weight.length for same in copies for weight in same[1:])
+    if wasted <= WORTH_SAYING * sum(weight.length for weight in weights):
+        return
+    subject = tuple(weight.name for same in copies for weight in same)
+    count = f"{len(copies)} weight{'s' * (len(copies) > 1)}"
+    yield Fault(
+        severity="note",
+        file=file.name,
+        subject=subject,
+        where=f"initializers of {file.name}",
+        declared="each weight stored once",
+        observed=f"{shorten_names(subject)} store {count}; the copies take {wasted:,} bytes",
+        cause="byte-identical weights are stored more than once",
+        repair=context.advise_graph_repair(
+            "or export again, or move weights that two branches share into the graph around them"
+        ),
+    )
 
 
 def _stored(file: OnnxFile) -> Iterator[StoredWeight]:

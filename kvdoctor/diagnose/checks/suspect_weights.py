@@ -1,0 +1,116 @@
+"""A weight matrix is zero, constant, not finite or implausibly large.
+
+What it means: the values of a weight were lost or damaged on the way: a matrix that training never leaves at zero or at
+one number, NaN or Inf from a conversion to half precision, or numbers beyond 10,000. The graph is sound, and what it
+computes is not.
+
+How it is decided: `kvdoctor inspect MODEL --weights` reads all values, in portions. Zero and constant count for
+matrices of MatMul, Gemm, Conv and Gather only: biases of zeros, and scales of a norm that are all one number, are
+normal, and so are the zeros of a new LoRA adapter. Inf counts where a matrix is multiplied, since masks hold it; NaN
+counts anywhere. Without `--weights` nothing is read and nothing is said. Weights in packed types are not read.
+
+Reproduce: `kvdoctor inspect MODEL --weights`.
+
+Repair: export again from a sound checkpoint; for NaN and Inf, in a wider type.
+"""
+
+from collections.abc import Iterator
+from math import isfinite
+
+from kvdoctor.diagnose.context import FileContext
+from kvdoctor.diagnose.locate.runnable import LAYER
+from kvdoctor.errors import UnreadableError
+from kvdoctor.findings import Advice, CannotCheck, Fault, check
+from kvdoctor.model.weights import Weight, list_weights
+from kvdoctor.records import record
+
+MULTIPLYING = ("MatMul", "Gemm", "Conv", "ConvTranspose", "FusedMatMul", "FusedGemm")
+MATRICES = (*MULTIPLYING, "Gather")
+SMALLEST = 64
+"""Elements of the smallest matrix that is called zero or constant."""
+LARGEST = 1e4
+"""Weights of trained decoders stay below a few hundred; 65504 is the end of half precision."""
+MOST_NAMED = 8
+EXPORT_AGAIN = Advice("re-export", "export again from a sound checkpoint, and compare the weights with `kvdoctor diff`")
+
+
+@record(slots=False)
+class Facts:
+    """The values of a weight: the least and the greatest finite one, and how many are NaN or Inf."""
+
+    least: float = 0.0
+    greatest: float = 0.0
+    nans: int = 0
+    infinite: int = 0
+
+
+@check("KV030", "suspect-weights", "file")
+def suspect_weights(context: FileContext) -> Iterator[Fault]:
+    """One fault for each kind of damage, with all weights that have it."""
+    if not context.weights or context.file.view is None:
+        return
+    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
+    try:
+        for weight in list_weights(context.file.path):
+            for kind in _judge(weight) if weight.is_float and weight.has_values else ():
+                found.setdefault(kind, []).append(_describe(weight))
+                names.setdefault(kind, []).append(weight.name)
+    except (OSError, ValueError, UnreadableError) as error:
+        raise CannotCheck(f"the weights of {context.file.name} cannot be read: {error}") from None
+    for kind, shown in found.items():
+        more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
+        yield Fault(
+            severity="error" if kind in ("NaN", "Inf") else "warning",
+            file=context.file.name,
+            subject=tuple(names[kind]),
+            where=f"weights of {context.file.name}",
+            declared="values of a trained weight",
+            observed=f"{', '.join(shown[:MOST_NAMED])}{more}",
+            cause=CAUSES[kind],
+            repair=EXPORT_AGAIN,
+            apart=(kind,),
+        )
+
+
+CAUSES = {
+    "zero": "a weight matrix is all zeros",
+    "constant": "a weight matrix repeats one number",
+    "NaN": "weights hold NaN",
+    "Inf": "weights that are multiplied hold Inf",
+    "large": f"weights that are multiplied are larger than {LARGEST:,.0f}",
+}
+
+
+def _judge(weight: Weight) -> Iterator[str]:
+    """The kinds of damage that a weight shows."""
+    facts = _read(weight)
+    whole = facts.nans == facts.infinite == 0
+    matrix = weight.op in MATRICES and len(weight.dims) > 1 and weight.size >= SMALLEST
+    if facts.nans:
+        yield "NaN"
+    if facts.infinite and weight.op in MULTIPLYING:
+        yield "Inf"
+    if whole and matrix and facts.least == facts.greatest and "lora" not in weight.name.lower():
+        yield "zero" if facts.least == 0 else "constant"
+    if weight.op in MULTIPLYING and max(-facts.least, facts.greatest) > LARGEST:
+        yield "large"
+
+
+def _read(weight: Weight) -> Facts:
+    import numpy as np
+
+    least, greatest, nans, infinite = float("inf"), float("-inf"), 0, 0
+    for values in weight.values():
+        nans += int(np.isnan(values).sum())
+        infinite += int(np.isinf(values).sum())
+        finite = values[np.isfinite(values)]
+        if finite.size:
+            least, greatest = min(least, float(finite.min())), max(greatest, float(finite.max()))
+    return Facts(least, greatest, nans, infinite) if isfinite(least) else Facts(0.0, 0.0, nans, infinite)
+
+
+def _describe(weight: Weight) -> str:
+    match = LAYER.search(weight.name) or LAYER.search(weight.reader)
+    layer = f"layer {match[1]}, " if match else ""
+    return f"{weight.name} ({layer}{weight.dtype}{list(weight.dims)}, input {weight.input} of {weight.op or 'no node'})"

@@ -1,0 +1,75 @@
+"""`inspect --weights` names weights that are damaged; a healthy export, new biases and norms are silent."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import GraphProto
+from onnx.numpy_helper import from_array, to_array
+from support.graph_faults import EXPORTS, broken
+from support.isolated import kvdoctor
+
+WEIGHT, BIAS = "transformer.h.1.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.bias"
+
+
+def suspects(model: Path, *options: str) -> list[dict[str, Any]]:
+    done = kvdoctor("inspect", model, "--format", "json", *options)
+    assert "Traceback" not in done.stderr
+    return [one for one in json.loads(done.stdout)["findings"] if one["name"] == "suspect-weights"]
+
+
+def damaged(name: str, value: float, everywhere: bool) -> Callable[[GraphProto], None]:
+    def operate(graph: GraphProto) -> None:
+        tensor = next(t for t in graph.initializer if t.name == name)
+        values = to_array(tensor).copy()
+        values[...] = value if everywhere else values
+        values.flat[0] = value
+        tensor.CopyFrom(from_array(values, name))
+
+    return operate
+
+
+DAMAGES = {
+    "zero": (0.0, True, "warning", "all zeros"),
+    "constant": (0.5, True, "warning", "repeats one number"),
+    "NaN": (np.nan, False, "error", "NaN"),
+    "Inf": (np.inf, False, "error", "Inf"),
+    "large": (1e6, False, "warning", "larger than 10,000"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_weights_are_named_with_layer_and_role(kind: str, tmp_path: Path) -> None:
+    value, everywhere, severity, words = DAMAGES[kind]
+    model = broken("gpt2", "model.onnx", damaged(WEIGHT, value, everywhere), tmp_path)
+    assert suspects(model) == []
+    (finding,) = suspects(model, "--weights")
+    assert (finding["severity"], finding["subject"]) == (severity, [WEIGHT])
+    assert words in finding["cause"]
+    assert f"{WEIGHT} (layer 1, float32[32, 128], input 1 of Gemm)" in finding["observed"]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_new_biases_are_silent(value: float, tmp_path: Path) -> None:
+    assert suspects(broken("gpt2", "model.onnx", damaged(BIAS, value, True), tmp_path), "--weights") == []
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "t5", "whisper", "marian-4.46.3"])
+def test_healthy_exports_are_silent(name: str) -> None:
+    assert suspects(EXPORTS / name, "--weights") == []
+
+
+def test_copies_are_named_by_an_inspection_that_may_read_weights(tmp_path: Path) -> None:
+    def twice(graph: GraphProto) -> None:
+        tensor = next(t for t in graph.initializer if t.name == WEIGHT)
+        other = next(t for t in graph.initializer if t.name == "transformer.h.0.mlp.c_fc.weight")
+        other.CopyFrom(from_array(to_array(tensor), other.name))
+
+    model = broken("gpt2", "model.onnx", twice, tmp_path)
+    for options, expected in (((), False), (("--weights",), True)):
+        done = kvdoctor("inspect", model, "--format", "json", *options)
+        names = [one["name"] for one in json.loads(done.stdout)["findings"]]
+        assert ("duplicate-weights" in names) == expected
