@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
+from onnx import numpy_helper
 from support import text_fixtures
 
 from kvdoctor import inspect
@@ -98,3 +100,18 @@ def test_a_tokenizer_may_hold_anything(content: Any, model: Path) -> None:
     report = report_of(model, content, config)
     assert not report.findings
     assert not report.not_checked
+
+
+def test_a_table_that_is_tied_to_the_logits_is_read_the_right_way_round(model: Path) -> None:
+    """onnxruntime-genai stores them for Gemma as the logits need them, and transposes them for the tokens."""
+    (file,) = model.glob("*.onnx")
+    loaded = onnx.load(file)
+    (table,) = [one for one in loaded.graph.initializer if one.name == "w_tokens"]
+    values = numpy_helper.to_array(table)
+    table.CopyFrom(numpy_helper.from_array(values.T.copy(), "w_tokens"))
+    (lookup,) = [node for node in loaded.graph.node if "w_tokens" in node.input]
+    lookup.input[0] = "turned"
+    loaded.graph.node.insert(0, onnx.helper.make_node("Transpose", ["w_tokens"], ["turned"], perm=[1, 0]))
+    onnx.save(loaded, file)
+    assert subjects(report_of(model, {"model": {"vocab": WORDS}})) == ()
+    assert subjects(report_of(model, {"model": {"vocab": WORDS | {"w16": 16}}})) == ("model.vocab",)

@@ -32,6 +32,7 @@ def diff(a: str, b: str, **given: Any) -> NoReturn:
     Either may be a JSON report of kvdoctor, or a file of golden numbers.
 
     A may also be a contract that `kvdoctor contract --format json` wrote: then B must fulfil it, and nothing is run.
+
     Exit code 0: B is equal, better, or different but not worse. 1: B is worse: a loop written for A would not work
     with it, an experiment that passed fails, or it has a new finding at or above --fail-on. 2: wrong usage. 3: they
     could not be compared.

@@ -80,7 +80,8 @@ class ExperimentJob:
 class TrialModel:
     """A model and the feeds of one call, both files of a private folder; `root` has the weights of a changed graph.
 
-    `level` is the optimization level, `provider` the execution provider where it is not that of the job.
+    `level` is the optimization level, `provider` the execution provider where it is not that of the job. `disabled` are
+    passes of the optimizer that are left out.
     """
 
     path: Path
@@ -88,6 +89,7 @@ class TrialModel:
     feeds: Path
     level: str = "off"
     provider: str | None = None
+    disabled: tuple[str, ...] = ()
 
 
 @record

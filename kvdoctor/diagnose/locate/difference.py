@@ -10,6 +10,7 @@ from kvdoctor.decode.runs import FaultLocation, FaultSource, ObservedTensor, Ste
 from kvdoctor.diagnose.locate.first_divergence import CallPair, Divergence, DivergenceSearch, Take
 from kvdoctor.diagnose.locate.graph_runner import CannotLocate, GraphRunner
 from kvdoctor.diagnose.locate.match_values import FlatFile
+from kvdoctor.diagnose.locate.optimizers import find_pass, name_pass
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, layers_of_pasts
 from kvdoctor.records import record
 
@@ -221,15 +222,20 @@ class DifferenceSearch:
                     return locate_outside_graph(
                         "kernel", f"the same step is right on the CPU and wrong on {self.provider}"
                     )
-                return locate_outside_graph(
-                    "optimization", f"the step is wrong from optimization level {level!r} on, and right below it"
-                )
+                found = find_pass(lambda disabled: not self._wrong(names, level, None, take, disabled))  # noqa: B023
+                words = f"the step is wrong from optimization level {level!r} on, and right below it"
+                return locate_outside_graph("optimization", words + name_pass(found))
         raise CannotLocate("run alone, the step returns the logits of the run without a cache")
 
-    def _wrong(self, names: Sequence[str], level: str, provider: str | None, take: Take) -> bool:
+    def _wrong(
+        self, names: Sequence[str], level: str, provider: str | None, take: Take, disabled: tuple[str, ...] = ()
+    ) -> bool:
         left, right = (
-            TrialModel(phase.file.absolute(), None, feeds, at, provider)
-            for phase, feeds, at in ((self.left, self.feeds[0], level), (self.right, self.feeds[1], "off"))
+            TrialModel(phase.file.absolute(), None, feeds, at, provider, passes)
+            for phase, feeds, at, passes in (
+                (self.left, self.feeds[0], level, disabled),
+                (self.right, self.feeds[1], "off", ()),
+            )
         )
         found = self.runner.compare(left, right, [(names[0], names[-1], take)])[0]
         return found is None or not 0 <= found.relative <= self.passes

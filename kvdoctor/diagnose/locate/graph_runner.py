@@ -125,14 +125,14 @@ class GraphRunner:
         found = self._trial(TrialJob(side(variant, feeds), self.provider)).outputs
         return {value: found[output] for value, output in variant.outputs.items() if output in found}
 
-    def run_file(self, file: Path, feeds: Path, level: str, provider: str | None = None) -> None:
-        """Run a file of the user as it is, at an optimization level.
+    def run_file(self, model: TrialModel) -> None:
+        """Run a file of the user as it is.
 
         Raises:
             TrialFailed: the runtime failed.
             CannotLocate: the worker process crashed, or time is up.
         """
-        self._trial(TrialJob(TrialModel(file.absolute(), None, feeds, level, provider), self.provider))
+        self._trial(TrialJob(model, self.provider))
 
     def compare(
         self, left: TrialModel, right: TrialModel, pairs: Iterable[Pair], inject: Iterable[Pair] = ()

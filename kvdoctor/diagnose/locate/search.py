@@ -7,11 +7,13 @@ from pathlib import Path
 
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract, PhaseName
+from kvdoctor.decode.messages import TrialModel
 from kvdoctor.decode.runs import FaultLocation, Run, Step
 from kvdoctor.decode.tolerances import Tolerance
 from kvdoctor.diagnose.locate.difference import DifferenceSearch, PhaseGraph, locate_outside_graph
 from kvdoctor.diagnose.locate.failing_node import FailingNode
 from kvdoctor.diagnose.locate.graph_runner import SECONDS, CannotLocate, GraphRunner, TrialFailed
+from kvdoctor.diagnose.locate.optimizers import find_pass, name_pass
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layers_of_pasts
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime
@@ -66,18 +68,20 @@ def _locate_failure(run: Run, context: LocateContext, runner: GraphRunner, feeds
     step = run.steps[-1]
     phase: PhaseName = "decode" if step.phase == "decode" else "prefill"
     file = file_of(context, phase)
+    called = TrialModel(file.absolute(), None, feeds, run.level)
     if run.passes_with == "no-buffer-reuse":
         return locate_outside_graph("buffer-reuse", "the same call passes when the runtime reuses no buffers")
     if run.passes_with == "no-optimization":
-        return locate_outside_graph(
-            "optimization", f"the call fails from optimization level {_lowest_failing_level(runner, file, feeds)!r} on"
-        )
+        level = _lowest_failing_level(runner, called)
+        found = find_pass(lambda disabled: _runs(runner, replace(called, level=level, disabled=disabled)))
+        words = f"the call fails from optimization level {level!r} on"
+        return locate_outside_graph("optimization", words + name_pass(found))
     flat, node = FailureSearch(runner, file, feeds, branches_taken(context, phase)).node()
     axes = {port.name: port.axes for port in context.contract.graph(phase).inputs}
     carried = _describe_carried_pasts(run, context.contract)
     sizes = FailingNode(runner, flat, file, node, load_call(feeds), axes, carried, layers_of_pasts(context.contract))
     place = sizes.locate(feeds)
-    if context.provider != "CPUExecutionProvider" and _runs(runner, file, feeds, run.level, "CPUExecutionProvider"):
+    if context.provider != "CPUExecutionProvider" and _runs(runner, replace(called, provider="CPUExecutionProvider")):
         return replace(place, source="kernel", words=f"the same call passes on the CPU, not on {context.provider}")
     return place
 
@@ -106,14 +110,14 @@ def _locate_difference(run: Run, context: LocateContext, runner: GraphRunner, fe
     ).locate()
 
 
-def _lowest_failing_level(runner: GraphRunner, file: Path, feeds: Path) -> str:
+def _lowest_failing_level(runner: GraphRunner, called: TrialModel) -> str:
     """The lowest level of optimization at which a call fails."""
-    return next((level for level in LEVELS if not _runs(runner, file, feeds, level)), "all")
+    return next((level for level in LEVELS if not _runs(runner, replace(called, level=level))), "all")
 
 
-def _runs(runner: GraphRunner, file: Path, feeds: Path, level: str, provider: str | None = None) -> bool:
+def _runs(runner: GraphRunner, model: TrialModel) -> bool:
     try:
-        runner.run_file(file, feeds, level, provider)
+        runner.run_file(model)
     except TrialFailed:
         return False
     return True

@@ -65,7 +65,8 @@ def _open(job: TrialJob | CompareJob, model: TrialModel) -> Any:
     options = session_options(model.level, job.threads)
     provider = [model.provider or job.provider]
     if model.root is None:
-        return ort.InferenceSession(str(model.path), options, providers=provider)
+        more = {"disabled_optimizers": {*model.disabled}} if model.disabled else {}
+        return ort.InferenceSession(str(model.path), options, providers=provider, **more)
     # Packed weights would cost the memory and time of a second model.
     options.add_session_config_entry("session.disable_prepacking", "1")
     with model.path.open("rb") as file, _working_in(model.root):

@@ -120,7 +120,20 @@ def _table(flow: Flow, node: FlatNode) -> tuple[int, int] | None:
     tensor = flow.constant(node.inputs[0])
     if tensor is None or len(tensor.dims) != 2 or ELEMENT_TYPES.get(tensor.data_type) == "bool":
         return None
-    return int(tensor.dims[0]), int(tensor.dims[1])
+    rows, width = int(tensor.dims[0]), int(tensor.dims[1])
+    return (width, rows) if _is_turned(flow, node.inputs[0]) else (rows, width)
+
+
+def _is_turned(flow: Flow, name: str) -> bool:
+    """Whether a constant is transposed on its way, as the weights of tied logits are: onnxruntime-genai, Gemma."""
+    turned = False
+    for _ in range(NEAR):
+        made = flow.producers.get(name)
+        if made is None or not made.inputs:
+            break
+        turned ^= made.op == "Transpose"
+        name = made.inputs[0]
+    return turned
 
 
 def _rows(flow: Flow, name: str) -> list[int]:

@@ -1,0 +1,121 @@
+"""The single pass of the optimizer at fault: passes are disabled by name, until one alone makes the step right.
+
+The names are those that `disabled_optimizers` of `InferenceSession` takes. A name that a release does not have is
+ignored by it, and no pass is named that was not shown by a run with it disabled. Source: the names of the graph
+transformers and rewrite rules in onnxruntime 1.16 to 1.31, `core/optimizer`.
+"""
+
+from collections.abc import Callable
+
+from kvdoctor.diagnose.locate.graph_runner import CannotLocate, TrialFailed
+
+Holds = Callable[[tuple[str, ...]], bool]
+"""Whether the step is right with these passes disabled."""
+
+PASSES: tuple[str, ...] = (
+    "ConstantFolding",
+    "CommonSubexpressionElimination",
+    "ConstantSharing",
+    "ShapeInputMerge",
+    "PropagateCastOps",
+    "RemoveDuplicateCastTransformer",
+    "CastFloat16Transformer",
+    "CastElimination",
+    "CastChainElimination",
+    "EliminateIdentity",
+    "EliminateSlice",
+    "EliminateDropout",
+    "UnsqueezeElimination",
+    "ExpandElimination",
+    "NoopElimination",
+    "PreShapeNodeElimination",
+    "DivMulFusion",
+    "GemmSumFusion",
+    "GemmTransposeFusion",
+    "NotWhereFusion",
+    "ConvAddFusion",
+    "ConvMulFusion",
+    "ConvBNFusion",
+    "PadFusion",
+    "FuseReluClip",
+    "ReluQuantRewrite",
+    "ClipQuantRewrite",
+    "MatMul_BatchNormalization_Fusion",
+    "LabelEncoderFusion",
+    "MatMulAddFusion",
+    "ReshapeFusion",
+    "GatherToSplitFusion",
+    "GatherToSliceFusion",
+    "GemmActivationFusion",
+    "TransposeOptimizer",
+    "DoubleQDQPairsRemover",
+    "QDQPropagationTransformer",
+    "WeightBiasQuantization",
+    "EnsureUniqueDQForNodeUnit",
+    "FuseFp16InitializerToFp32NodeTransformer",
+    "LayerNormFusion",
+    "LayerNormFusionL1",
+    "LayerNormFusionL2",
+    "SimplifiedLayerNormFusion",
+    "SkipLayerNormFusion",
+    "BiasSkipLayerNormFusion",
+    "EmbedLayerNormFusion",
+    "AttentionFusion",
+    "GroupQueryAttentionFusion",
+    "GroupQueryAttentionPreNormFusion",
+    "GeluFusion",
+    "GeluFusionL1",
+    "GeluFusionL2",
+    "BiasGeluFusion",
+    "FastGeluFusion",
+    "QuickGeluFusion",
+    "GeluApproximation",
+    "SwiGluFusion",
+    "BiasSoftmaxFusion",
+    "BiasDropoutFusion",
+    "MatmulTransposeFusion",
+    "MatMulScaleFusion",
+    "MatMulActivationFusion",
+    "MatMulIntegerToFloatFusion",
+    "DynamicQuantizeMatMulFusion",
+    "DQMatMulNBitsFusion",
+    "MatMulNBitsFusion",
+    "MatMulNBitsMlpFusion",
+    "MatMulNBitsQkvFusion",
+    "MatMulNBitsQLoRAFusion",
+    "QDQSelectorActionTransformer",
+    "QDQS8ToU8Transformer",
+    "QDQFinalCleanupTransformer",
+    "Avx2WeightS8ToU8Transformer",
+    "ConvActivationFusion",
+    "ConvAddActivationFusion",
+    "NchwcTransformer",
+    "NhwcTransformer",
+)
+
+
+def find_pass(is_right: Holds) -> str | None:
+    """The pass without which the step is right; None where no single one of those that are known makes it so.
+
+    About seven sessions are opened: the passes are halved. A fault that needs one of two passes has none by itself. A
+    search that is cut short finds none, and the level stays known.
+    """
+    try:
+        return _halve(is_right)
+    except (CannotLocate, TrialFailed):
+        return None
+
+
+def _halve(is_right: Holds) -> str | None:
+    left = PASSES
+    if not is_right(left):
+        return None
+    while len(left) > 1:
+        first, second = left[: len(left) // 2], left[len(left) // 2 :]
+        left = first if is_right(first) else second
+    return left[0] if is_right(left) else None
+
+
+def name_pass(found: str | None) -> str:
+    """The end of a sentence on a level that breaks a step."""
+    return f"; it is right with the pass {found} disabled (disabled_optimizers)" if found else ""
