@@ -127,6 +127,17 @@ def test_sizes_that_cannot_agree_are_refused() -> None:
         opened.run({"x": collapse(np.ones((1, 6, 4)), keep)})
 
 
+def test_an_axis_of_one_is_repeated_in_an_einsum() -> None:
+    """The operands may have 1 where the other one has more; other sizes must be equal."""
+    node = helper.make_node("Einsum", ["x", "y"], ["z"], equation="bi,bi->bi")
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xyz"]
+    opened = open_abstractly(helper.make_model(helper.make_graph([node], "einsum", ports[:2], ports[2:])))
+    for one in ((1, 3), (2, 1), (2, 3)):
+        assert opened.run({"x": exactly(np.ones(one)), "y": exactly(np.ones((2, 3)))})["z"].shape == (2, 3)
+    with pytest.raises(CannotRun, match="b of bi,bi->bi is 3 and 2"):
+        opened.run({"x": exactly(np.ones((3, 3))), "y": exactly(np.ones((2, 3)))})
+
+
 @pytest.mark.parametrize(
     ("shape", "target"),
     [((2, 3, 8), (2, 3, 4, 2)), ((2, 4, 3, 2), (8, 3, 2)), ((1, 3, 8), (3, 8)), ((2, 0, 8), (2, 0, 4, 2))],

@@ -345,8 +345,10 @@ def _einsum(r: Reading) -> Abstract:
             return UNKNOWN
         for at, letter in enumerate(term):
             size = (value.shape or ())[at]
-            if sizes.setdefault(letter, size) != size:
-                raise CannotRun(f"{letter} of {text} is {sizes[letter]} and {size}")
+            known = sizes.get(letter, 1)
+            if 1 not in (known, size) and known != size:
+                raise CannotRun(f"{letter} of {text} is {known} and {size}")
+            sizes[letter] = size if known == 1 else known  # an axis of 1 is repeated, as ONNX Runtime does
             width = value.data.shape[at] if value.data is not None else 1
             spread[letter] = max(spread.get(letter, 1), width)
     shape = tuple(sizes.get(letter, 1) for letter in result)
