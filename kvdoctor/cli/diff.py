@@ -18,7 +18,7 @@ FORMATS = ("text", "json", "markdown")
         ("kvdoctor diff yesterday.json exports/v2", "the same, with a report of --format json"),
         ("kvdoctor diff --static exports/v1 v2.onnx", "contract and graph; nothing is run"),
         ("kvdoctor diff contract.json exports/v2", "does it fulfil that contract? nothing is run"),
-        ("kvdoctor diff exports/v2 golden.npz", "against the numbers that `kvdoctor record` kept"),
+        ("kvdoctor diff exports/v2 golden.npz", "against golden numbers of an earlier record"),
         ("kvdoctor diff --agree tokens fp32 int8", "are the likeliest tokens the same?"),
     ),
 )

@@ -39,6 +39,7 @@ LEFT_OUT = {
     "draft-vocabulary-differs": "it compares with another model, which a fault of the graph does not have",
     "use-impossible": "a layout that does not allow a use, and no fault of it: it has fixtures of its own",
     "adapter-misfits": "a fault of an adapter file beside the export",
+    "suspect-weights": "a fault of the values of weights, which `inspect --weights` alone reads: tests of its own",
     "search-differs": "a fault of an operator that holds the loop: it has fixtures of its own",
     "golden-differs": "it compares with an earlier run, which a fault of the graph does not have",
     "names-mislead": "names hurt nobody who goes by the graph: it has fixtures of its own",
