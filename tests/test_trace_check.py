@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pytest
 from support.loops import EXPORTS, Change, Feeds, Loop, as_folder, as_lines, decoder_only, pair, seq2seq, taking_back
+from support.sampling import sampled
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.caller_trace.check import TraceCheck, compare_trace, find_stacks
@@ -254,7 +255,7 @@ MASK_OF_ENCODER = Mistake(
 
 
 @pytest.mark.parametrize("data", [SHAPES, SMALL, EVERYTHING], ids=["shapes", "small", "everything"])
-@pytest.mark.parametrize("name", IN_MERGED)
+@pytest.mark.parametrize("name", sampled(IN_MERGED, 2))
 @pytest.mark.parametrize("export", MERGED)
 def test_a_mistake_in_a_merged_loop_is_named(export: str, name: str, data: int, tmp_path: Path) -> None:
     mistake = IN_MERGED[name]
