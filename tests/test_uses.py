@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 from support.sampling import sampled
 from support.text_fixtures import load_all
 
@@ -72,6 +74,41 @@ def test_a_required_use_that_works_is_none(tmp_path: Path) -> None:
         "passed"
     }
     assert outcomes["sweep"] == "skipped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_long_context_is_filled_in_chunks(wrong: bool, tmp_path: Path) -> None:
+    """The faulty one is off where a single token is fed on more than 4,150."""
+    shutil.copytree(EXPORTS / "llama-gqa", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4200}))
+    model = onnx.load(tmp_path / "model" / "model.onnx")
+    if wrong:
+        for node in model.graph.node:
+            node.output[:] = ["right_logits" if name == "logits" else name for name in node.output]
+        numbers = {"at_two": 2, "at_one": 1, "long": 4150, "one": 1}
+        model.graph.initializer.extend(numpy_helper.from_array(np.array([n]), name) for name, n in numbers.items())
+        model.graph.node.extend(
+            helper.make_node(kind, inputs, [output])
+            for kind, inputs, output in [
+                ("Shape", ["past_key_values.0.key"], "past_shape"),
+                ("Gather", ["past_shape", "at_two"], "past_here"),
+                ("Shape", ["input_ids"], "ids_shape"),
+                ("Gather", ["ids_shape", "at_one"], "new_here"),
+                ("Greater", ["past_here", "long"], "is_long"),
+                ("Equal", ["new_here", "one"], "is_single"),
+                ("And", ["is_long", "is_single"], "is_wrong"),
+                ("Where", ["is_wrong", "minus", "plus"], "sign"),
+                ("Mul", ["right_logits", "sign"], "logits"),
+            ]
+        )
+        for name, number in (("minus", -1), ("plus", 1)):
+            model.graph.initializer.append(numpy_helper.from_array(np.array([number], np.float32), name))
+    onnx.save(model, tmp_path / "model" / "model.onnx")
+    code, report = run(str(tmp_path / "model"), "--require", "full-context")
+    (loop,) = [r for r in report["runs"] if r["experiment"] == "full-context"]
+    assert (code, loop["outcome"]) == ((1, "differs") if wrong else (0, "passed")), loop
 
 
 def test_a_required_use_that_cannot_be_tried_is_not_healthy() -> None:

@@ -1,10 +1,13 @@
 """Lengths: a past that is too short to grow, a sweep, 5 and 50 tokens with their times, and the whole context."""
 
+import time
+from collections.abc import Generator
 from dataclasses import replace
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Scenario
+from kvdoctor.decode.calls import Answer, Call, NothingToRun, Scenario
 from kvdoctor.decode.experiments import Calls, Experiment, Use, several_tokens
+from kvdoctor.decode.experiments.cache_entries import as_probe
 from kvdoctor.decode.experiments.chunk import takes_chunks
 from kvdoctor.decode.feeds import FeedBuilder
 
@@ -52,6 +55,12 @@ def can_be_filled(contract: CacheContract) -> str | None:
 
 LONGEST = 4096
 """Tokens; a reference run of more takes minutes and gigabytes on models that people really use."""
+SCORES = 1 << 21
+"""New tokens of a chunk times tokens in all: the scores of one head of a layer."""
+MOST_BYTES = 1 << 30
+"""Of a cache that is filled: past, present and what the runtime keeps are three of it."""
+MOST_SECONDS = 30.0
+"""After which a context is not filled further."""
 BEFORE_LIMIT = 3
 PROMPTS, CHUNKS = (1, 2, 4, 9, 16), (1, 2, 7)
 
@@ -59,6 +68,9 @@ PROMPTS, CHUNKS = (1, 2, 4, 9, 16), (1, 2, 7)
 def at_limit(builder: FeedBuilder) -> Calls:
     """A prefill of nearly the whole context, and single tokens until it is full."""
     limit = builder.contract.usable_length or 0
+    if limit > LONGEST:
+        yield from _in_chunks(builder, limit)
+        return
     sizes = replace(builder.scenario, prompt=limit - BEFORE_LIMIT, steps=BEFORE_LIMIT + 1)
     full = replace(builder, scenario=sizes, tokens=builder.tokens[:, :0])
     expected = yield from full.whole()
@@ -68,6 +80,35 @@ def at_limit(builder: FeedBuilder) -> Calls:
     for position in range(start, sizes.total):
         answer = yield full.decode(position, position + 1, past, expected[:, position : position + 1])
         past = full.carry(past, answer, "held")
+
+
+def _in_chunks(builder: FeedBuilder, limit: int) -> Calls:
+    """The context filled by chunks; its last tokens, one by one, must give what they give in one call.
+
+    Raises:
+        NothingToRun: it takes too long.
+    """
+    start, size, began = limit - BEFORE_LIMIT, max(SCORES // limit, 1), time.monotonic()
+    sizes = replace(builder.scenario, prompt=start, steps=BEFORE_LIMIT + 1)
+    full = replace(builder, scenario=sizes, tokens=builder.tokens[:, :0])
+    first = min(size, start)
+    past = full.carry(None, (yield from _shown_if_it_fails(full.prefill(first))), "held")
+    for done in range(first, start, size):
+        stop = min(done + size, start)
+        past = full.carry(past, (yield from _shown_if_it_fails(full.decode(done, stop, past))), "held")
+        if (elapsed := time.monotonic() - began) > MOST_SECONDS:
+            raise NothingToRun(f"{stop} of {limit} declared tokens took {elapsed:.0f} s; the others were not tried")
+    expected = (yield from _shown_if_it_fails(full.decode(start, limit, past))).logits
+    for position in range(start, limit):
+        wanted = expected[:, position - start : position - start + 1]
+        answer = yield full.decode(position, position + 1, past, wanted)
+        past = full.carry(past, answer, "held")
+
+
+def _shown_if_it_fails(call: Call) -> Generator[Call, Answer, Answer]:
+    """The answer of one call of many: only one that fails is listed as a step."""
+    answer = yield as_probe(call)
+    return (yield call) if answer.failed else answer
 
 
 def sweep(builder: FeedBuilder) -> Calls:
@@ -85,9 +126,14 @@ def has_limit(contract: CacheContract) -> str | None:
     limit = contract.usable_length
     if limit is None:
         return "neither a config nor a buffer limits the length of a sequence"
-    if not BEFORE_LIMIT < limit <= LONGEST:
-        return f"{limit} tokens are declared; lengths up to {LONGEST} are tried"
-    return several_tokens(contract)
+    if limit <= BEFORE_LIMIT:
+        return f"{limit} tokens are declared"
+    if limit <= LONGEST:
+        return several_tokens(contract)
+    sizes = [slot.bytes_per_position() for slot in contract.slots]
+    if 3 * limit * sum(size or 0 for size in sizes) > MOST_BYTES:
+        return f"{limit} tokens are declared, whose cache takes too much memory; lengths up to {LONGEST} are tried"
+    return takes_chunks(contract)
 
 
 EXPERIMENTS = (
