@@ -56,6 +56,50 @@ def outcome(report: Report) -> tuple[str, str]:
     return run.outcome, run.reason or ""
 
 
+GREEDY = {
+    "a penalty": {"repetition_penalty": 1.5},
+    "an early end": {"min_length": 1},
+    "both": {"repetition_penalty": 0.7, "min_length": 1, "max_length": 20},
+}
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_search_adjusts_logits_and_does_not_clear_what_follows_the_end(name: str, tmp_path: Path) -> None:
+    path = written("layout-greedy-search-healthy", tmp_path)
+    model = onnx.load(path)
+    for key, number in GREEDY[name].items():
+        kind = onnx.TensorProto.FLOAT if isinstance(number, float) else onnx.TensorProto.INT32
+        model.graph.initializer.append(helper.make_tensor(key, kind, [1], [number]))
+        model.graph.input.remove(next(value for value in model.graph.input if value.name == key))
+    onnx.save(model, path)
+    report = step_test(str(tmp_path))
+    assert (outcome(report)[0], report.verdict) == ("passed", "healthy"), report.findings
+
+
+def test_declared_sizes_of_a_prompt_are_kept(tmp_path: Path) -> None:
+    path = written("layout-greedy-search-healthy", tmp_path)
+    model = onnx.load(path)
+    prompt = next(value for value in model.graph.input if value.name == "input_ids").type.tensor_type.shape
+    prompt.dim[1].dim_value = 8
+    onnx.save(model, path)
+    assert outcome(step_test(str(tmp_path)))[0] == "passed"
+    prompt.dim[0].dim_value = 2
+    onnx.save(model, path)
+    report = step_test(str(tmp_path))
+    assert report.verdict == "incomplete"
+    assert "the graph takes input_ids of the sizes [2, 8] only" in outcome(report)[1]
+
+
+def test_logits_that_are_wider_than_the_vocabulary_are_not_compared(tmp_path: Path) -> None:
+    path = written("layout-greedy-search-healthy", tmp_path)
+    model = onnx.load(path)
+    find_node(model).attribute.append(helper.make_attribute("vocab_size", 8))
+    onnx.save(model, path)
+    report = step_test(str(tmp_path))
+    assert "vocab_size of the operator is 8, and the logits are 16 wide" in outcome(report)[1]
+    assert report.verdict == "incomplete"
+
+
 def test_settings_in_the_file_are_part_of_the_search(tmp_path: Path) -> None:
     """Penalties, a fixed number of beams and an end of sequences: computed, not fed."""
     path = written("layout-beam-search-healthy", tmp_path)

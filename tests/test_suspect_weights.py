@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import GraphProto
+from onnx import GraphProto, helper
 from onnx.numpy_helper import from_array, to_array
 from support.graph_faults import EXPORTS, broken
 from support.isolated import kvdoctor
@@ -55,6 +55,48 @@ def test_damaged_weights_are_named_with_layer_and_role(kind: str, tmp_path: Path
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_new_biases_are_silent(value: float, tmp_path: Path) -> None:
     assert suspects(broken("gpt2", "model.onnx", damaged(BIAS, value, True), tmp_path), "--weights") == []
+
+
+def test_a_bias_that_closes_tokens_is_silent(tmp_path: Path) -> None:
+    assert suspects(broken("gpt2", "model.onnx", damaged(BIAS, -1e9, True), tmp_path), "--weights") == []
+
+
+def test_a_tied_table_counts_where_it_is_multiplied(tmp_path: Path) -> None:
+    """The table of tokens is the head as well: Inf in it reaches the logits."""
+
+    def tie(graph: GraphProto) -> None:
+        damaged("transformer.wte.weight", np.inf, False)(graph)
+        head = next(node for node in graph.node if node.output[0] == "logits")
+        graph.node.insert(0, helper.make_node("Transpose", ["transformer.wte.weight"], ["turned"], perm=[1, 0]))
+        head.input[1] = "turned"
+
+    (finding,) = suspects(broken("gpt2", "model.onnx", tie, tmp_path), "--weights")
+    assert (finding["severity"], finding["subject"]) == ("error", ["transformer.wte.weight"])
+
+
+def test_the_scale_of_a_rounded_weight_counts(tmp_path: Path) -> None:
+    def round_weight(graph: GraphProto) -> None:
+        tensor = next(t for t in graph.initializer if t.name == WEIGHT)
+        values = to_array(tensor)
+        graph.initializer.remove(tensor)
+        parts = {"q": np.ones(values.shape, np.int8), "q_scale": np.array(np.nan, np.float32)}
+        graph.initializer.extend(from_array(value, name) for name, value in parts.items())
+        graph.node.insert(0, helper.make_node("DequantizeLinear", ["q", "q_scale"], [WEIGHT]))
+
+    found = suspects(broken("gpt2", "model.onnx", round_weight, tmp_path), "--weights")
+    assert {(one["severity"], *one["subject"]) for one in found} == {("error", "q_scale"), ("warning", "q")}
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_a_small_table_of_zeros_is_silent(rows: int, tmp_path: Path) -> None:
+    """As that of the types of tokens, which RoBERTa does not use."""
+
+    def add_table(graph: GraphProto) -> None:
+        graph.initializer.append(from_array(np.zeros((rows, 32), np.float32), "types"))
+        graph.initializer.append(from_array(np.array([0]), "type"))
+        graph.node.append(helper.make_node("Gather", ["types", "type"], ["type_row"]))
+
+    assert len(suspects(broken("gpt2", "model.onnx", add_table, tmp_path), "--weights")) == (rows > 16)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "t5", "whisper", "marian-4.46.3"])

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
@@ -34,7 +35,9 @@ def report_of(model: Path, tokenizer: Any = None, config: Any = None) -> Report:
 
 
 def subjects(report: Report) -> tuple[str, ...]:
-    assert all((one.code, one.severity, one.file) == ("KV020", "warning", "tokenizer.json") for one in report.findings)
+    for one in report.findings:
+        file = "tokenizer.json" if one.subject == ("model.vocab",) else "tokenizer_config.json"
+        assert (one.code, one.severity, one.file) == ("KV020", "warning", file)
     return tuple(key for one in report.findings for key in one.subject)
 
 
@@ -74,6 +77,35 @@ def test_one_id_in_two_files_is_one_fault(model: Path) -> None:
     (model / "generation_config.json").write_text('{"eos_token_id": 16}', encoding="utf-8")
     report = report_of(model, {"added_tokens": [added(16, "</s>")]}, {"eos_token": "</s>"})
     assert [one.file for one in report.findings] == ["generation_config.json"]
+    (model / "generation_config.json").write_text('{"eos_token_id": [2, 16]}', encoding="utf-8")
+    assert [one.file for one in inspect(str(model)).findings] == ["generation_config.json"]
+
+
+def test_a_table_in_two_halves_takes_ids_beyond_each(model: Path) -> None:
+    """Ids below 8 are looked up in one table, the others, less 8, in a second one."""
+    path = model / "model.onnx"
+    graph = (loaded := onnx.load(path)).graph
+    (tokens,) = (node for node in graph.node if node.op_type == "Gather" and node.input[1] == "input_ids")
+    table = next(tensor for tensor in graph.initializer if tensor.name == tokens.input[0])
+    rows, at = numpy_helper.to_array(table), list(graph.node).index(tokens)
+    parts = {"low_rows": rows[:8], "high_rows": rows[8:], "half": np.array(8), "none": np.array(0)}
+    graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in parts.items())
+    made = [
+        ("Less", ["input_ids", "half"], "is_low"),
+        ("Sub", ["input_ids", "half"], "less"),
+        ("Where", ["is_low", "input_ids", "none"], "low_ids"),
+        ("Where", ["is_low", "none", "less"], "high_ids"),
+        ("Gather", ["low_rows", "low_ids"], "low"),
+        ("Gather", ["high_rows", "high_ids"], "high"),
+        ("Unsqueeze", ["is_low", "last_axis"], "is_low_row"),
+        ("Where", ["is_low_row", "low", "high"], tokens.output[0]),
+    ]
+    graph.initializer.append(numpy_helper.from_array(np.array([-1]), "last_axis"))
+    graph.node.remove(tokens)
+    for number, (kind, inputs, output) in enumerate(made):
+        graph.node.insert(at + number, onnx.helper.make_node(kind, inputs, [output]))
+    onnx.save(loaded, path)
+    assert report_of(model, {"model": {"vocab": WORDS}}, {"bos_token": "w9"}).findings == ()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, '"x"'])

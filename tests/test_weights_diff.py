@@ -67,6 +67,18 @@ def test_equal_content_is_equal_whatever_its_name(tmp_path: Path) -> None:
     assert compared(lambda _graph: None, tmp_path / "same").renamed == 0
 
 
+def test_weights_that_are_exchanged_are_changed(tmp_path: Path) -> None:
+    other = "transformer.h.0.mlp.c_fc.weight"
+
+    def exchange(graph: GraphProto) -> None:
+        for tensor in graph.initializer:
+            tensor.name = {WEIGHT: other, other: WEIGHT}.get(tensor.name, tensor.name)
+
+    found = compared(exchange, tmp_path)
+    assert {one.name for one in found.changed} == {WEIGHT, other}
+    assert not found.equal
+
+
 def test_a_renamed_and_changed_weight_is_matched_by_its_sizes(tmp_path: Path) -> None:
     def both(graph: GraphProto) -> None:
         changed(add_half)(graph)

@@ -72,6 +72,7 @@ def read_search(file: OnnxFile) -> SearchPlan:
         sequences=_output(node, view, 0) or "",
         scores=_output(node, view, 1) if "Beam" in node.op_type else None,
         unknown="; ".join(unknown[:1]),
+        vocabulary=_integer(node, "vocab_size", -1),
     )
 
 

@@ -93,6 +93,8 @@ def compare(request: DiffRequest, options: Options) -> DiffReport:
             raise UsageError("golden numbers are compared by running the model: remove --static and --agree")
         return compare_golden(*golden, options, _arguments(request, options))
     with diagnose_sides(request.a, request.b, options, request.static) as (a, b):
+        if a.required and request.agree is not None:
+            raise UsageError("a contract is compared without a run, and --agree compares logits: remove --agree")
         sides = _Sides(a, b, request, options)
         pairs = list(match_stacks(a.report.stacks, b.report.stacks))
         stacks = [_compare_stack(sides, old, new) for old, new in pairs]

@@ -1,10 +1,12 @@
 """Compares the weights of two files by content: which differ, how far, in which layers. Values are read in portions.
 
 Equal content is matched first, by name and then by digest, so that a new export with other numbers in its names shows
-no difference. What is left is matched by name, then by type and sizes where only one is left on each side.
+no difference; a name of a module keeps its meaning, so that weights that were exchanged do. What is left is matched by
+name, then by type and sizes where only one is left on each side.
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
@@ -13,6 +15,9 @@ from pathlib import Path
 from kvdoctor.diagnose.locate.runnable import LAYER
 from kvdoctor.model.weights import Weight, list_weights
 from kvdoctor.report.diff_document import WeightDifference, WeightsDiff
+
+GENERATED = re.compile(r"(^|[/:_])(Constant|val|onnx::\w+)(_\d+)?(_output_\d+)?$|^_?\d+$")
+"""Names that an exporter counts: the next export may give them to others."""
 
 
 def compare_weights(pairs: Iterable[tuple[str, Path, Path]]) -> WeightsDiff:
@@ -65,14 +70,29 @@ def _group(side: list[tuple[Weight, str]], key: Callable[[Weight, str], object])
 def _compare_files(file: str, a: list[Weight], b: list[Weight]) -> WeightsDiff:
     left = _Left([(one, _digest(one)) for one in a], [(one, _digest(one)) for one in b])
     same = left.match(lambda weight, digest: (weight.name, digest))
-    renamed = left.match(lambda _, digest: digest)
+    kept = {one.name for one in a} & {one.name for one in b}
+    # A name that a person chose keeps its meaning: other content under it is another weight, not another name.
+    stays = {name for name in kept if not GENERATED.search(name)}
+    renamed = left.match(lambda weight, digest: object() if weight.name in stays else (digest, weight.reader))
+    alone = left.match(lambda weight, digest: object() if weight.name in stays else digest, alone=True)
+    moved = [pair for pair in alone if _is_moved(*pair, a, b)]
+    renamed += [pair for pair in alone if pair not in moved]
+    renamed += left.match(lambda weight, digest: object() if weight.name in stays else digest)
     pairs = left.match(lambda weight, _: weight.name)
     pairs += left.match(lambda weight, _: (weight.data_type, weight.dims), alone=True)
     order = {id(weight): index for index, weight in enumerate(a)}
     changed = [_describe(file, old, new) for old, new in sorted(pairs, key=lambda pair: order[id(pair[0])])]
+    changed += [_facts(file, old, new, f"moved from {old.reader} to {new.reader}") for old, new in moved]
     changed += _match_quantized(file, left)
     only_a, only_b = (tuple(weight.name for weight, _ in side) for side in (left.a, left.b))
     return WeightsDiff(len(same), len(renamed), tuple(changed), only_a, only_b)
+
+
+def _is_moved(old: Weight, new: Weight, a: list[Weight], b: list[Weight]) -> bool:
+    """Whether a weight went from one node to another, where both graphs have both nodes under names of modules."""
+    if old.reader == new.reader or not all("/" in name or "." in name for name in (old.reader, new.reader)):
+        return False
+    return any(one.reader == old.reader for one in b) and any(one.reader == new.reader for one in a)
 
 
 def _match_quantized(file: str, left: _Left) -> list[WeightDifference]:

@@ -37,6 +37,7 @@ class SearchPlan:
         sequences: The output with the tokens.
         scores: The output with the scores of the sequences; None where the node gives none.
         unknown: Why the node cannot be called or its result not be computed; empty if it can.
+        vocabulary: Its `vocab_size`, -1 where it goes by the logits.
     """
 
     operator: str
@@ -51,6 +52,7 @@ class SearchPlan:
     sequences: str
     scores: str | None
     unknown: str = ""
+    vocabulary: int = -1
 
 
 @record

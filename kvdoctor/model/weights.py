@@ -34,13 +34,17 @@ BFLOAT16 = 16
 PASSING = ("Identity", "Transpose", "Cast", "Reshape")
 """Operators that pass a weight on as it is."""
 MOST_PASSED = 4
+MULTIPLYING = ("MatMul", "Gemm", "Conv", "ConvTranspose", "FusedMatMul", "FusedGemm")
+FACTORS = (0, 1)
+"""Inputs of these operators that are multiplied; what follows is added."""
 
 
 @record(slots=False)
 class Weight:
     """A weight: its name, element type, sizes, and its bytes: in `path` from `offset` on, or `inline`.
 
-    `reader` is the name of the first node that computes with it, `op` its operator and `input` the number of the input.
+    `reader` is the name of the first node that multiplies it, or else of the first that computes with it, `op` its
+    operator and `input` the number of the input.
     """
 
     name: str
@@ -65,6 +69,11 @@ class Weight:
     def is_float(self) -> bool:
         """Whether its elements are floating point numbers of 16 bits or more."""
         return self.data_type in (1, 10, 11, BFLOAT16)
+
+    @property
+    def is_multiplied(self) -> bool:
+        """Whether it is a factor, not a bias or a table."""
+        return self.op in MULTIPLYING and self.input in FACTORS
 
     @property
     def size(self) -> int:
@@ -112,7 +121,7 @@ def _width(data_type: int) -> int:
 
 
 def list_weights(path: Path) -> list[Weight]:
-    """The weights of a file that have more than one element; shapes, axes and the like are none.
+    """The weights of a file; shapes, axes and the like are none, nor is a single integer.
 
     Raises:
         UnreadableError: the file, or what it refers to, cannot be read.
@@ -122,18 +131,18 @@ def list_weights(path: Path) -> list[Weight]:
     if problems:
         raise UnreadableError(f"its weights cannot be read: {problems[0].detail}", "put the files of weights beside it")
     places = {one.location: one.path for one in files if one.bytes is not None}
-    readers: dict[str, _Reader] = {}
+    readers: dict[str, list[_Reader]] = {}
     tensors: list[tuple[str, TensorProto]] = []
     for scope in GraphView(model).scopes():
         tensors += [(str(tensor.name), tensor) for tensor in scope.graph.initializer]
         for node in scope.graph.node:
             for index, name in enumerate(node.input):
-                readers.setdefault(str(name), _Reader(node, index))
+                readers.setdefault(str(name), []).append(_Reader(node, index))
             constant = constant_tensor(node) if node.op_type == "Constant" else None
             if constant is not None and node.output:
                 tensors.append((str(node.output[0]), constant))
     located = (_locate(name, tensor, places) for name, tensor in tensors)
-    weights = [weight for weight in located if weight is not None and weight.size > (SMALL if _is_index(weight) else 1)]
+    weights = [weight for weight in located if weight is not None and weight.size > _least(weight)]
     return [_with_reader(weight, readers) for weight in weights]
 
 
@@ -143,17 +152,26 @@ class _Reader:
     input: int
 
 
-def _with_reader(weight: Weight, readers: dict[str, _Reader]) -> Weight:
-    """The weight with the first node that computes with it, behind those that only pass it on."""
-    reader = readers.get(weight.name)
-    for _ in range(MOST_PASSED):
-        if reader is None or reader.node.op_type not in PASSING or not reader.node.output:
-            break
-        reader = readers.get(str(reader.node.output[0]), reader)
-    if reader is None:
-        return weight
-    node = reader.node
-    return replace(weight, reader=str(node.name or node.op_type), op=str(node.op_type), input=reader.input)
+def _with_reader(weight: Weight, readers: dict[str, list[_Reader]]) -> Weight:
+    """The weight with a node that computes with it, behind those that only pass it on; a tied one has several."""
+    found = list(_follow(weight.name, readers, MOST_PASSED))
+    named = [
+        replace(weight, reader=str(one.node.name or one.node.op_type), op=str(one.node.op_type), input=one.input)
+        for one in found
+    ]
+    return next((one for one in named if one.is_multiplied), next(iter(named), weight))
+
+
+def _follow(name: str, readers: dict[str, list[_Reader]], left: int) -> "Iterator[_Reader]":
+    for one in readers.get(name, ()):
+        behind = one.node.op_type in PASSING and one.node.output and left
+        further = list(_follow(str(one.node.output[0]), readers, left - 1)) if behind else []
+        yield from further or [one]
+
+
+def _least(weight: Weight) -> int:
+    """Elements that are too few for a weight: one float may be a scale, one integer is a zero point or an axis."""
+    return SMALL if _is_index(weight) else 0 if weight.is_float else 1
 
 
 def _is_index(weight: Weight) -> bool:

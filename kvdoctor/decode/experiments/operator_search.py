@@ -65,6 +65,10 @@ class OwnLoop:
     def _follow(self, tokens: tuple[int, ...], past: Past | None, answer: Answer) -> Followed:
         if answer.failed:
             raise NothingToRun("the decoder inside the operator fails in a loop of ours")
+        plan, width = self.builder.search, answer.logits.shape[-1]
+        if plan is not None and plan.vocabulary > 0 and plan.vocabulary != width:
+            reason = f"vocab_size of the operator is {plan.vocabulary}, and the logits are {width} wide"
+            raise NothingToRun(f"{reason}: onnxruntime reads the logits of a prompt by vocab_size")
         row = answer.logits.reshape(-1, answer.logits.shape[-1])[-1].astype(np.float64)
         if not np.isfinite(row).all():
             raise NothingToRun("the decoder inside the operator returns logits that are not finite")
@@ -131,7 +135,7 @@ LENGTH = 9
 
 def _with_prompt(builder: FeedBuilder, plan: SearchPlan, number: int) -> FeedBuilder:
     """The builder with another prompt, and room for the longest sequence; one of an encoder begins with its start."""
-    count = 1 if plan.prompts else 3
+    count = 1 if plan.prompts else _declared_size(builder.contract, plan, 1) or 3
     total = int(min(plan.fixed.get("max_length", count + LENGTH), MOST_LENGTH))
     scenario = replace(builder.scenario, prompt=count, steps=total - count + 1)
     tokens = random_tokens(builder.contract, (1, scenario.total), builder.scenario.seed + number)
@@ -197,7 +201,7 @@ def _search(loop: OwnLoop, rules: SearchRules) -> Generator[Call, Answer, list[F
     beams, sums = [first] * rules.beams, [0.0] + [OUT_OF_PLAY] * (rules.beams - 1)
     ended = Ended(rules)
     while True:
-        scores = np.stack([rules.adjust(log_softmax(one.logits), one.tokens) for one in beams])
+        scores = np.stack([_adjusted(rules, one) for one in beams])
         kept = ended.take(choose(scores + np.array(sums)[:, None], rules), [one.tokens for one in beams])
         if not kept or len(beams[0].tokens) + 1 == rules.max_length:
             for score, beam, token in kept:
@@ -209,10 +213,19 @@ def _search(loop: OwnLoop, rules: SearchRules) -> Generator[Call, Answer, list[F
         beams, sums = grown, [score for score, _, _ in kept]
 
 
+def _adjusted(rules: SearchRules, sequence: Followed) -> Array:
+    """The scores of the next token: GreedySearch adjusts logits, BeamSearch, with one beam as well, log probabilities.
+
+    Source: onnxruntime, contrib_ops/cpu/transformers/generation_device_helper.cc.
+    """
+    greedy = rules.plan.operator == "GreedySearch"
+    return rules.adjust(sequence.logits if greedy else log_softmax(sequence.logits), sequence.tokens)
+
+
 def _take_likeliest(loop: OwnLoop, rules: SearchRules, sequence: Followed) -> Generator[Call, Answer, tuple[int, ...]]:
     """The sequence of the likeliest tokens, without the ending token."""
     while True:
-        token = int(rules.adjust(log_softmax(sequence.logits), sequence.tokens).argmax())
+        token = int(_adjusted(rules, sequence).argmax())
         if token == rules.plan.eos:
             return sequence.tokens
         if len(sequence.tokens) + 1 == rules.max_length:
@@ -230,7 +243,7 @@ def _score(loop: OwnLoop, rules: SearchRules, tokens: tuple[int, ...]) -> Genera
             continue
         if not 0 <= token < len(one.logits):
             return None
-        scores = rules.adjust(log_softmax(one.logits), one.tokens)
+        scores = _adjusted(rules, one)
         total += float(scores[token])
         gaps[place] = float(scores.max() - scores[token])
         deviation = max(deviation, float(one.logits.std()))
@@ -251,11 +264,12 @@ def _read(answer: Answer, rules: SearchRules, ours: list[Found]) -> list[tuple[t
 def _cut(row: tuple[int, ...], rules: SearchRules, ours: list[tuple[int, ...]]) -> tuple[int, ...]:
     """A sequence without the padding behind its end: as long as one of ours that is the same, else without all of it.
 
-    The padding may be a token as well.
+    The padding may be a token as well. GreedySearch writes it once, and leaves behind it what was there.
     """
     pad = rules.plan.pad
     for tokens in ours:
-        if row[: len(tokens)] == tokens and set(row[len(tokens) :]) <= {pad}:
+        rest = row[len(tokens) :][: 1 if rules.plan.operator == "GreedySearch" else None]
+        if row[: len(tokens)] == tokens and set(rest) <= {pad}:
             return tokens
     end = len(row)
     while rules.min_length < rules.max_length and end > 1 and row[end - 1] == pad:
@@ -288,6 +302,12 @@ def _call_operator(builder: FeedBuilder, rules: SearchRules) -> Call:
         "temperature": 1.0,
     }
     feeds = {name: _as_input(ports[name], values[meaning]) for meaning, name in plan.fed.items()}
+    for name, value in feeds.items():
+        shape = ports[name].shape or value.shape
+        if len(shape) == value.ndim and any(
+            isinstance(dim, int) and dim != size for dim, size in zip(shape, value.shape, strict=True)
+        ):
+            raise NothingToRun(f"the graph takes {name} of the sizes {list(shape)} only")
     return Call("generate", feeds, 0, builder.scenario.prompt)
 
 
@@ -307,6 +327,14 @@ def _encoder_feed(builder: FeedBuilder) -> Array:
     if not names:
         raise NothingToRun("the encoder inside the operator does not run on synthetic input")
     return as_array(given[names[0]])
+
+
+def _declared_size(contract: CacheContract, plan: SearchPlan, axis: int) -> int | None:
+    """The size of an axis of the prompt where the graph of the operator fixes it."""
+    shapes = {port.name: port.shape for port in contract.graph("generate").inputs}
+    shape = shapes.get(plan.fed.get("input_ids", "")) or ()
+    size = shape[axis] if axis < len(shape) else None
+    return size if isinstance(size, int) else None
 
 
 def searches(contract: CacheContract) -> str | None:

@@ -29,7 +29,7 @@ from kvdoctor.diagnose.checks.side_cars.disagreement import MOST_SHOWN, Disagree
 from kvdoctor.diagnose.checks.side_cars.export_json import export_json
 from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
 from kvdoctor.diagnose.checks.side_cars.generation_config import generation_config
-from kvdoctor.diagnose.checks.side_cars.tokenizer import tokenizer
+from kvdoctor.diagnose.checks.side_cars.tokenizer import special_tokens, vocabulary
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
 
@@ -40,7 +40,8 @@ COMPARED: dict[str, Compare] = {
     "generation_config.json": generation_config,
     "genai_config.json": genai_config,
     "export.json": export_json,
-    "tokenizer.json": tokenizer,
+    "tokenizer.json": vocabulary,
+    "tokenizer_config.json": special_tokens,
 }
 SHOWN_BY_THE_GRAPH = ("config.json", "genai_config.json")
 """The files whose right values a graph shows; the others say how it was traced, or which tokens are meant."""

@@ -6,8 +6,9 @@ computes is not.
 
 How it is decided: `kvdoctor inspect MODEL --weights` reads all values, in portions. Zero and constant count for
 matrices of MatMul, Gemm, Conv and Gather only: biases of zeros, and scales of a norm that are all one number, are
-normal, and so are the zeros of a new LoRA adapter. Inf counts where a matrix is multiplied, since masks hold it; NaN
-counts anywhere. Without `--weights` nothing is read and nothing is said. Weights in packed types are not read.
+normal, and so are the zeros of a new LoRA adapter, and tables of less than 16 rows: the types of tokens, which RoBERTa
+does not use. Inf counts where a matrix is multiplied, since masks hold it; NaN counts anywhere, also in the scale of
+a rounded weight. Without `--weights` nothing is read and nothing is said. Weights in packed types are not read.
 
 Reproduce: `kvdoctor inspect MODEL --weights`.
 
@@ -21,11 +22,14 @@ from kvdoctor.diagnose.context import FileContext
 from kvdoctor.diagnose.locate.runnable import LAYER
 from kvdoctor.errors import UnreadableError
 from kvdoctor.findings import Advice, CannotCheck, Fault, check
+from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.weights import Weight, list_weights
 from kvdoctor.records import record
 
-MULTIPLYING = ("MatMul", "Gemm", "Conv", "ConvTranspose", "FusedMatMul", "FusedGemm")
-MATRICES = (*MULTIPLYING, "Gather")
+ROUNDED = ("DequantizeLinear", "MatMulInteger", "QLinearMatMul", "DynamicQuantizeMatMul", "MatMulIntegerToFloat")
+"""Operators that compute with weights of 8 bits."""
+FEW_ROWS = 16
+"""Of a table that may be zero: of the types of tokens, which RoBERTa does not use."""
 SMALLEST = 64
 """Elements of the smallest matrix that is called zero or constant."""
 LARGEST = 1e4
@@ -53,7 +57,7 @@ def suspect_weights(context: FileContext) -> Iterator[Fault]:
     names: dict[str, list[str]] = {}
     try:
         for weight in list_weights(context.file.path):
-            for kind in _judge(weight) if weight.is_float and weight.has_values else ():
+            for kind in _judge(weight) if weight.has_values else ():
                 found.setdefault(kind, []).append(_describe(weight))
                 names.setdefault(kind, []).append(weight.name)
     except (OSError, ValueError, UnreadableError) as error:
@@ -84,17 +88,29 @@ CAUSES = {
 
 def _judge(weight: Weight) -> Iterator[str]:
     """The kinds of damage that a weight shows."""
+    if not weight.is_float and not _is_rounded(weight):
+        return
     facts = _read(weight)
-    whole = facts.nans == facts.infinite == 0
-    matrix = weight.op in MATRICES and len(weight.dims) > 1 and weight.size >= SMALLEST
-    if facts.nans:
+    if facts.nans and (weight.size > 1 or weight.op in ROUNDED):
         yield "NaN"
-    if facts.infinite and weight.op in MULTIPLYING:
+    if facts.infinite and weight.is_multiplied:
         yield "Inf"
-    if whole and matrix and facts.least == facts.greatest and "lora" not in weight.name.lower():
+    if facts.nans == facts.infinite == 0 and facts.least == facts.greatest and _is_matrix(weight):
         yield "zero" if facts.least == 0 else "constant"
-    if weight.op in MULTIPLYING and max(-facts.least, facts.greatest) > LARGEST:
+    if weight.is_multiplied and max(-facts.least, facts.greatest) > LARGEST:
         yield "large"
+
+
+def _is_rounded(weight: Weight) -> bool:
+    return weight.op in ROUNDED and weight.data_type in (TensorProto.INT8, TensorProto.UINT8)
+
+
+def _is_matrix(weight: Weight) -> bool:
+    """Whether one number everywhere is damage: not of a small table, nor of a new LoRA adapter."""
+    table = weight.op == "Gather" and weight.dims[:1] >= (FEW_ROWS,)
+    known = weight.is_multiplied or table or _is_rounded(weight)
+    lora = "lora" in f"{weight.name} {weight.reader}".lower()
+    return known and len(weight.dims) > 1 and weight.size >= SMALLEST and not lora
 
 
 def _read(weight: Weight) -> Facts:

@@ -78,6 +78,25 @@ def _open_side(job: PairedJob, side: PairedSide, announce: Announce) -> StackRun
     return StackRunner(side.stack, side.contract, sessions, job.seed, announce)
 
 
+def _cut_rows(slot: Slot, call: Call, pair: tuple[Array, Array], *, is_buffer: bool) -> tuple[Array, Array]:
+    """The rows of a cache, now and in the original, that both have and that hold tokens."""
+    mine, theirs = pair
+    at = slot.length_axis
+    if at is None or mine.ndim != theirs.ndim:
+        return pair
+    if mine.shape[at] > theirs.shape[at]:
+        # A buffer has its tokens in front, a past that is padded at its end.
+        first = 0 if is_buffer else mine.shape[at] - theirs.shape[at]
+        return np.take(mine, range(first, first + theirs.shape[at]), axis=at), theirs
+    if slot.growth == "static":
+        return mine, np.take(theirs, range(mine.shape[at]), axis=at)
+    if slot.growth == "ring" and mine.shape == theirs.shape:
+        # Rows of a ring without tokens are not written, and hold what was in the memory.
+        rows = range(min(call.past + call.new, theirs.shape[at]))
+        return np.take(mine, rows, axis=at), np.take(theirs, rows, axis=at)
+    return pair
+
+
 @dataclass
 class _Pair:
     """Both models."""
@@ -199,13 +218,7 @@ class _Pair:
             if name not in got.outputs:
                 raise _Differs(f"{name} is not returned")
             mine, theirs = self._read(slot.past, name, got), want.outputs[name].array()
-            at = slot.length_axis
-            if at is not None and mine.ndim == theirs.ndim and mine.shape[at] > theirs.shape[at]:
-                # A buffer has its tokens in front, a past that is padded at its end.
-                first = 0 if slot.past in buffers else mine.shape[at] - theirs.shape[at]
-                mine = np.take(mine, range(first, first + theirs.shape[at]), axis=at)
-            elif at is not None and slot.growth == "static" and mine.ndim == theirs.ndim:
-                theirs = np.take(theirs, range(min(mine.shape[at], theirs.shape[at])), axis=at)
+            mine, theirs = _cut_rows(slot, call, (mine, theirs), is_buffer=slot.past in buffers)
             if rounded:
                 self._compare_stored(slot, name, (mine, theirs), got)
                 continue

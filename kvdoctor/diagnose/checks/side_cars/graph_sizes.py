@@ -15,6 +15,8 @@ from kvdoctor.model.view import ELEMENT_TYPES
 
 COUNTS = {"Range", "CumSum", "Shape"}
 SHIFTS = {"Add", "Clip"}
+RECKONED = 0
+"""Stands for the rows of a table whose index is computed from the token ids."""
 RECKONS = SHIFTS | {"Sub", "Mul", "Max", "Min", "Where"}
 COSINES = {
     (CONTRIB, "GroupQueryAttention"): 7,
@@ -78,8 +80,12 @@ def positions(context: ContractContext) -> int | None:
 
 
 def token_rows(context: ContractContext) -> int | None:
-    """Rows of the smallest table that is looked up by token id; None where the graph shows none."""
-    return min(_find_tables(context)[1], default=None)
+    """Rows of the smallest table that is looked up by token id; None where the graph shows none.
+
+    None as well where the ids are reckoned with first: a table in two halves takes ids beyond the rows of each.
+    """
+    words = _find_tables(context)[1]
+    return None if RECKONED in words else min(words, default=None)
 
 
 def _find_tables(context: ContractContext) -> tuple[list[int], list[int]]:
@@ -107,7 +113,7 @@ def _find_tables(context: ContractContext) -> tuple[list[int], list[int]]:
             counted.append(table)
         elif roots & tokens:
             widths.add(table[1])
-            words.append(table[0])
+            words.append(table[0] if _roots(flow, node, set())[0] & tokens else RECKONED)
     # What is reckoned with first may be a bias by distance: one of positions is as wide as that of the words.
     found += [rows for rows, width in counted if rows >= FEW_ROWS and width in widths]
     return found, words

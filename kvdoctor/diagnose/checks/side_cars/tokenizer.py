@@ -35,18 +35,24 @@ class _Tokenizer:
     size: int
 
 
-def tokenizer(context: ContractContext) -> list[Disagreement]:
-    """The ids of a tokenizer that the graph of a decoder cannot take or return.
+def vocabulary(context: ContractContext) -> list[Disagreement]:
+    """The ordinary ids of tokenizer.json that the table of a decoder does not have.
 
     Raises:
         CannotCheck: there is a tokenizer that cannot be read.
     """
-    if not meant_for(context):
-        return []
-    found = _read(context.folder.root)
-    if found is None:
-        return []
-    return [*_compare_special(context, found), *_compare_vocabulary(context, found)]
+    found = _read(context.folder.root) if meant_for(context) else None
+    return [] if found is None else [*_compare_vocabulary(context, found)]
+
+
+def special_tokens(context: ContractContext) -> list[Disagreement]:
+    """The ids of end, start and padding, named in tokenizer_config.json, that the graph cannot take or return.
+
+    Raises:
+        CannotCheck: there is a tokenizer that cannot be read.
+    """
+    found = _read(context.folder.root) if meant_for(context) else None
+    return [] if found is None else [*_compare_special(context, found)]
 
 
 def _compare_special(context: ContractContext, found: _Tokenizer) -> Iterator[Disagreement]:
@@ -62,7 +68,8 @@ def _compare_special(context: ContractContext, found: _Tokenizer) -> Iterator[Di
     for key, count, what, so in uses:
         content, number = found.special.get(key, ("", -1))
         named = context.folder.side_cars.generation.get(f"{key}_id")
-        if count is not None and number >= count and named != number:  # else it is reported of generation_config.json
+        known = number in (named if isinstance(named, list) else [named])  # reported of generation_config.json
+        if count is not None and number >= count and not known:
             yield Disagreement(key, f"{quoted(content)} = {number}", f"{what} {count}", f"an id below {count}", so)
 
 
