@@ -271,7 +271,11 @@ def _show_verdict(page: Page, report: Report, verbosity: int) -> None:
         return
     page.line("")
     found = format_counts(report)
-    of_copy = "the copy is " if report.repair is not None and report.repair.out is not None else ""
+    of_copy = ""
+    if report.repair is not None and report.repair.out is not None:
+        of_copy = "the copy is "
+    elif report.repair is not None and report.repair.proof and not report.repair.is_planned:
+        of_copy = "no copy was written; the original is "
     seconds = report.measured.get(TOTAL_SECONDS)
     parts = (
         of_copy + name_verdict(report) + (f": {found}" if found else ""),
