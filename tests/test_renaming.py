@@ -167,7 +167,8 @@ def test_every_layout_is_read_without_names(name: str, tmp_path: Path) -> None:
     assert not any(contract.missing for contract in other.values())
 
 
-@pytest.mark.parametrize("name", sampled(TOLD, 8))
+# ONNX Runtime asks for certain names inside an operator with the whole loop.
+@pytest.mark.parametrize("name", sampled([name for name in TOLD if "-search-" not in name], 8))
 def test_no_healthy_layout_is_accused_without_names(name: str, tmp_path: Path) -> None:
     report = step_test(str(rename_text(name, tmp_path, 3)), Options(consumer="held"))
     assert report.verdict != "unhealthy", [finding.cause for finding in report.findings]

@@ -164,7 +164,7 @@ EXPERIMENTS = (
         can_walk,
         thorough=True,
         changes_feeds=True,
-        use=Use(f"up to {TOKENS:,} tokens in a state", after=("each-length", "long-past")),
+        use=Use(f"up to {TOKENS:,} tokens in a state", after=("one-token-prompt", "each-length", "long-past")),
         order=37,
     ),
     Experiment(
@@ -174,7 +174,7 @@ EXPERIMENTS = (
         applies=has_states,
         thorough=True,
         changes_feeds=True,
-        use=Use("a state that is kept and put back"),
+        use=Use("a state that is kept and put back", after=("one-token-prompt",)),
         order=26,
     ),
 )
