@@ -28,11 +28,15 @@ if TYPE_CHECKING:
 
 @record(slots=False, kw_only=True)
 class FileContext:
-    """Round `file`: one file of the folder. `weights` says that the values of its weights may be read."""
+    """Round `file`: one file of the folder.
+
+    `weights` says that the values of its weights may be read, `unrun` that the model is not run afterwards.
+    """
 
     folder: ModelFolder
     file: OnnxFile
     weights: bool = False
+    unrun: bool = False
 
     def advise_graph_repair(self, text: str) -> Advice:
         """Advice to let kvdoctor repair the graph; `text` is the alternative, as in `or export again`."""

@@ -38,7 +38,7 @@ def inspect(path: str, options: Options | None = None, check_advice: AdviceCheck
     """
     options = options or Options()
     folder = open_folder(path)
-    results, stacks = check_files(folder, options), []
+    results, stacks = check_files(folder, options, unrun=True), []
     for stack in folder.stacks:
         contract = read_contract(stack, folder.side_cars)
         facts = stack_facts(stack, contract, folder.side_cars, options.load)
@@ -53,7 +53,19 @@ def inspect(path: str, options: Options | None = None, check_advice: AdviceCheck
         if target.limits is None
     )
     results += CheckResults(not_checked=tuple(unknown))
+    results = _leave_out_repeated(results)
     return add_targets(build_report("inspect", folder, options, results, stacks), options, {})
+
+
+def _leave_out_repeated(results: CheckResults) -> CheckResults:
+    """The results without an invalid place (KV004) of which a contract that cannot be read (KV101) is the finding."""
+    unread = {finding.file: finding.subject for finding in results.findings if finding.name == "contract-unknown"}
+
+    def is_repeated(finding: Finding) -> bool:
+        alone = finding.name == "invalid-graph" and not finding.evidence
+        return alone and any(repr(name) in finding.observed for name in unread.get(finding.file, ()))
+
+    return replace(results, findings=tuple(finding for finding in results.findings if not is_repeated(finding)))
 
 
 def _predict(context: ContractContext, found: CheckResults, options: Options) -> CheckResults:
@@ -63,11 +75,12 @@ def _predict(context: ContractContext, found: CheckResults, options: Options) ->
     return predict_faults(context, found, options.selection)
 
 
-def check_files(folder: ModelFolder, options: Options) -> CheckResults:
-    """Check each file by itself, and whether there is a decoder among them."""
+def check_files(folder: ModelFolder, options: Options, unrun: bool = False) -> CheckResults:
+    """Check each file by itself, and whether there is a decoder among them; `unrun` says that no run follows."""
     found = CheckResults()
     for file in folder.files:
-        found += run_checks(FileContext(folder=folder, file=file, weights=options.weights), "file", options.selection)
+        context = FileContext(folder=folder, file=file, weights=options.weights, unrun=unrun)
+        found += run_checks(context, "file", options.selection)
     if not folder.stacks and not any(file.role == "unreadable" for file in folder.files):
         found += CheckResults(not_checked=(NotChecked(None, "*", _explain_no_stack(folder), essential=True),))
     return found

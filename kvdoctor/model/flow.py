@@ -12,7 +12,7 @@ from typing import Any
 
 from kvdoctor.model.flatten import FlatGraph, FlatNode, Flattener, FunctionKey, ScopeNames, Site
 from kvdoctor.model.proto import FunctionProto, GraphProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import constant_tensor, stable_order, subgraphs
+from kvdoctor.model.traverse import are_equal_constants, constant_tensor, stable_order, subgraphs
 from kvdoctor.model.view import GraphView
 
 MOST_NODES = 500_000
@@ -131,7 +131,7 @@ class _FlowWriter(Flattener[FlatNode]):
         made: dict[str, NodeProto] = {}
         for node in listed:
             for name in filter(None, node.output):
-                if name in made and not _are_equal_constants(made[name], node):
+                if name in made and not are_equal_constants(made[name], node):
                     self.flaws.setdefault(name, "two nodes make this value")
                 made[name] = node
         super().write_nodes(listed, site)
@@ -171,14 +171,6 @@ class _FlowWriter(Flattener[FlatNode]):
 
 
 _IDENTITY = NodeProto(op_type="Identity")
-
-
-def _are_equal_constants(one: NodeProto, other: NodeProto) -> bool:
-    """Whether two nodes are the same constant: ONNX Runtime turns both into one initializer, and loads the graph."""
-    if one.op_type != "Constant" or other.op_type != "Constant":
-        return False
-    values = [{attribute.name: attribute.SerializeToString() for attribute in node.attribute} for node in (one, other)]
-    return values[0] == values[1]
 
 
 def _listed(proto: NodeProto) -> TensorProto | None:

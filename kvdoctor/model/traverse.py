@@ -44,6 +44,14 @@ def constant_tensor(node: NodeProto) -> TensorProto | None:
     return value.t if value is not None and value.HasField("t") else None
 
 
+def are_equal_constants(one: NodeProto, other: NodeProto) -> bool:
+    """Whether two nodes are the same constant: ONNX Runtime turns both into one initializer, and loads the graph."""
+    if one.op_type != "Constant" or other.op_type != "Constant":
+        return False
+    values = [{attribute.name: attribute.SerializeToString() for attribute in node.attribute} for node in (one, other)]
+    return values[0] == values[1]
+
+
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
     """The subgraphs of a node, without those inside them."""
     for attribute in node.attribute:

@@ -1,11 +1,14 @@
 """The structure of a graph violates the ONNX specification.
 
-What it means: onnx.checker finds a graph that the standard does not allow: a value computed twice, an operator with the
-wrong number of inputs, a missing attribute. If the runtime opens the file anyway, it is a note, and only checked with
-`--thorough`; if the runtime refuses the file too, this is the reason, and an error.
+What it means: the file has a graph that the standard does not allow: a value computed twice or by nothing, an operator
+with the wrong number of inputs, a missing attribute. If the runtime refuses the file too, this is the reason, and an
+error; if it opens the file anyway, it is a note, and only checked with `--thorough`. `inspect`, which opens no file in
+a runtime, reports a suspected warning.
 
-How it is decided: onnx.checker checks the structure, with a graph input in place of each weight, and without shape
-inference, which refuses healthy merged decoders. Operators or versions unknown to the installed onnx are not reported.
+How it is decided: by the rules of ONNX that ONNX Runtime shares, at every node, so all places are listed (with `-v`, in
+JSON and on the page). A step-test asks onnx.checker too, which checks more and stops at the first place: with a graph
+input in place of each weight, and without shape inference, which refuses healthy merged decoders. Operators or versions
+that are unknown to the installed onnx, other domains and local functions are not judged.
 
 Reproduce: `python -c "import onnx; onnx.checker.check_model('MODEL')"`.
 
@@ -17,13 +20,24 @@ from typing import Any
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.checks.graph_unsorted import needs_later
-from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.diagnose.context import FileContext, RunContext
+from kvdoctor.findings import Advice, Confidence, Fault, Severity, check
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.skeleton import payload_left_out
 from kvdoctor.model.traverse import STANDARD, all_nodes, graphs_in
+from kvdoctor.model.validity import find_violations
 
 LONGEST = 300
+MOST = 100
+
+
+@check("KV004", "invalid-graph", "file")
+def invalid_graph_unrun(context: FileContext) -> Iterator[Fault]:
+    """Files of a model that is not run. Where it is, the runtime's answer decides, in the round `runs`."""
+    if context.unrun and context.file.view is not None:
+        problems = find_violations(context.file.view)
+        if problems:
+            yield _report(context.file, problems, "warning", "suspected")
 
 
 @check("KV004", "invalid-graph", "runs")
@@ -33,24 +47,53 @@ def invalid_graph(context: RunContext) -> Iterator[Fault]:
     for file in context.stack.members:
         if file.name not in refused and not context.thorough:
             continue
-        complaint = find_violation(file)
-        if complaint is None:
+        problems = list_problems(file)
+        if not problems:
             continue
         words = next(iter(refused.get(file.name, {}).values()), None)
-        yield Fault(
-            severity="error" if words else "note",
-            file=file.name,
-            subject=(file.name,),
-            where=f"file {file.name}",
-            declared="a graph that the ONNX specification allows",
-            observed=f"onnx.checker: {complaint}",
-            cause="the structure of the graph is not valid",
-            repair=Advice("re-export", "export again, without the tool that changed the graph afterwards"),
-            effects=(f"the runtime refuses the file: {words}",) if words else (),
-        )
+        effects = (f"the runtime refuses the file: {words}",) if words else ()
+        yield _report(file, problems, "error" if words else "note", "confirmed", effects)
 
 
-def find_violation(file: OnnxFile) -> str | None:
+def _report(
+    file: OnnxFile,
+    problems: tuple[str, ...],
+    severity: Severity,
+    confidence: Confidence,
+    effects: tuple[str, ...] = (),
+) -> Fault:
+    more = f"; {len(problems) - 1} more such place{'s' * (len(problems) > 2)}" if len(problems) > 1 else ""
+    listed = [_clip(problem) for problem in problems[:MOST]]
+    left = [f"and {len(problems) - MOST} more"] if len(problems) > MOST else []
+    return Fault(
+        severity=severity,
+        confidence=confidence,
+        file=file.name,
+        subject=(file.name,),
+        where=f"file {file.name}",
+        declared="a graph that the ONNX specification allows",
+        observed=f"{_clip(problems[0])}{more}",
+        cause="the structure of the graph is not valid",
+        repair=Advice("re-export", "export again, without the tool that changed the graph afterwards"),
+        effects=effects,
+        evidence=tuple(listed + left) if len(problems) > 1 else (),
+    )
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def list_problems(file: OnnxFile) -> tuple[str, ...]:
+    """What the rules and onnx.checker find in a file; empty for a valid graph, and for one that was not read."""
+    if file.view is None:
+        return ()
+    found = find_violations(file.view)
+    complaint = None if found else _ask_checker(file)
+    return found if complaint is None else (f"onnx.checker: {complaint}",)
+
+
+def _ask_checker(file: OnnxFile) -> str | None:
     """The error of onnx.checker for a file, or None. Files with unknown operators are not checked."""
     if file.view is None or any(needs_later(list(scope.graph.node)) for scope in file.view.scopes()):
         return None  # the order of nodes has a check of its own, and the runtime does not mind it
@@ -63,7 +106,7 @@ def find_violation(file: OnnxFile) -> str | None:
     try:
         onnx.checker.check_model(model)
     except (onnx.checker.ValidationError, ValueError) as error:
-        return " ".join(str(error).split())[:LONGEST]
+        return " ".join(str(error).split())
     return None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.checks._attribution import fails_where_opened
-from kvdoctor.diagnose.checks.invalid_graph import find_violation
+from kvdoctor.diagnose.checks.invalid_graph import list_problems
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, check
@@ -24,7 +24,7 @@ def session_refused(context: RunContext) -> Iterator[Fault]:
     """Files that the runtime does not open, or only at a lower level."""
     files = {file.name: file for file in context.stack.members}
     for file, errors, opens_at in context.refusals:
-        if opens_at is None and file in files and find_violation(files[file]) is not None:
+        if opens_at is None and file in files and list_problems(files[file]):
             continue  # KV004 reports the reason
         if opens_at is None and file in files and _is_reported_too_new(context, files[file]):
             continue  # KV401 to KV403 report the reason

@@ -27,6 +27,8 @@ AS_FAST = "as fast as before; step-test checks that it decodes right"
 NOT_SLOWER = "not slower where it could be compared; step-test checks that it decodes right"
 MEASURED = "measured; step-test checks that it decodes right"
 """`nothing-found` of a measured speed, with an earlier report and without."""
+NO_ERROR = "no error in the files; step-test runs decode steps"
+"""`nothing-found` of an inspection that lists warnings or notes."""
 NONE_COUNTS = "no finding in the files that counts by --fail-on; step-test runs decode steps"
 ONLY_KNOWN = "healthy but for known findings"
 
@@ -65,6 +67,8 @@ def name_verdict(report: "Report") -> str:
         return NOT_SLOWER if any(one.code == "KV503" for one in report.not_checked) else AS_FAST
     if report.verdict == "nothing-found" and any(one.severity == "error" and not one.known for one in report.findings):
         return NONE_COUNTS
+    if report.command == "inspect" and report.verdict == "nothing-found" and report.findings:
+        return NO_ERROR
     known = any(finding.known is not None for finding in report.findings)
     return ONLY_KNOWN if known and report.verdict == "healthy" else VERDICT_WORDS[report.verdict]
 

@@ -1,0 +1,141 @@
+"""Every place at which a graph breaks the rules of ONNX, from its structure alone.
+
+`onnx.checker` stops at the first place, needs the operators of onnx, and refuses graphs that every runtime opens. The
+rules here are those that ONNX Runtime shares: it does not open a graph that breaks one. Sources: IR.md of ONNX, "Names
+Within a Graph" and "Graphs", and what each operator takes and returns (`kvdoctor.model.operators`).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from kvdoctor.model.operators import OF_RUNTIME, Signature, find_signature, is_operator, newest_opset
+from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, NodeProto
+from kvdoctor.model.traverse import STANDARD, are_equal_constants, bodies_of, own_names, stable_order, values_read
+from kvdoctor.model.view import GraphView
+
+Names = frozenset[str]
+
+
+def find_violations(view: GraphView) -> tuple[str, ...]:
+    """Each violation in words, in the order of the file: graphs before the subgraphs of their nodes, functions last.
+
+    Operators of other domains and of local functions, and opsets newer than the table, are not judged.
+    """
+    local = frozenset((function.domain, function.name) for function in view.model.functions)
+    rules = _Rules(local, _standard_opset(view.model.opset_import))
+    found = list(rules.judge_graph(view.model.graph, "graph", frozenset()))
+    for function in view.model.functions:
+        found += _Rules(local, _standard_opset(function.opset_import)).judge_function(function)
+    return tuple(found)
+
+
+def _standard_opset(imports: Iterable[Any]) -> int | None:
+    """The version of the standard operators; None where none is imported, for which ONNX Runtime takes its newest."""
+    return next((int(entry.version) for entry in imports if entry.domain in STANDARD), None)
+
+
+class _Rules:
+    """The rules for a model or function. `opset` is its version of the standard operators, None where it names none."""
+
+    def __init__(self, local: frozenset[tuple[str, str]], opset: int | None) -> None:
+        self.local, self.opset = local, opset
+
+    def judge_graph(self, graph: GraphProto, path: str, outer: Names) -> Iterator[str]:
+        """The violations of a graph and of the subgraphs in it; `outer` are the values of the graphs around it."""
+        visible = outer | own_names(graph)
+        given = [value.name for value in graph.input]
+        yield from _made_twice(graph.node, given, path)
+        yield from self._judge_nodes(graph.node, path, visible)
+        for value in graph.output:
+            if value.name not in visible:
+                yield f"{path}: nothing computes the output {value.name!r}"
+
+    def judge_function(self, function: FunctionProto) -> Iterator[str]:
+        """The violations of the body of a local function."""
+        path = f"function {function.name!r}"
+        made = frozenset(name for node in function.node for name in node.output if name)
+        yield from _made_twice(function.node, function.input, path)
+        yield from self._judge_nodes(function.node, path, made | frozenset(function.input))
+        for name in function.output:
+            if name not in made and name not in function.input:
+                yield f"{path}: nothing computes the output {name!r}"
+
+    def _judge_nodes(self, nodes: Iterable[NodeProto], path: str, visible: Names) -> Iterator[str]:
+        listed = list(nodes)
+        _, cyclic = stable_order([values_read(node) for node in listed], [node.output for node in listed])
+        if cyclic:
+            yield f"{path}: {_title(listed[cyclic[0]])} needs a value that depends on its own output"
+        for node in listed:
+            place = f"{path}: {_title(node)}"
+            for name in dict.fromkeys(node.input):
+                if name and name not in visible:
+                    yield f"{place} reads {name!r}, which nothing computes"
+            yield from (f"{place} {problem}" for problem in self._judge_operator(node))
+            for attribute in node.attribute:
+                for body in bodies_of(attribute):
+                    inner = f"{node.op_type} {node.name!r}, {attribute.name}"
+                    yield from self.judge_graph(body, inner, visible)
+
+    def _judge_operator(self, node: NodeProto) -> Iterator[str]:
+        if node.domain not in STANDARD or (node.domain, node.op_type) in self.local:
+            return
+        if self.opset is None or self.opset > newest_opset():
+            return
+        signature = find_signature(node.op_type, self.opset)
+        if signature is None and node.op_type in OF_RUNTIME:
+            return
+        if signature is None and is_operator(node.op_type):
+            yield f"is an operator of later opsets than {self.opset}"
+        elif signature is None:
+            yield "is no operator of ONNX"
+        elif signature.deprecated:
+            yield f"is an operator that opset {signature.since} removed"
+        else:
+            yield from _judge_numbers(node, signature)
+            yield from _judge_attributes(node, signature)
+
+
+def _judge_numbers(node: NodeProto, signature: Signature) -> Iterator[str]:
+    """Inputs and outputs: their number, and those that may not be left out."""
+    for kind, count, (least, most) in (
+        ("input", len(node.input), signature.inputs),
+        ("output", len(node.output), signature.outputs),
+    ):
+        if count < least or (most is not None and count > most):
+            allowed = f"{least}" if least == most else f"{least} or more" if most is None else f"{least} to {most}"
+            yield f"has {count} {kind}{'s' * (count != 1)}; opset {signature.since} allows {allowed}"
+    empty = [at for at in signature.needed if at < len(node.input) and not node.input[at]]
+    for at in empty:
+        yield f"leaves out its input {at}, which is not optional"
+
+
+def _judge_attributes(node: NodeProto, signature: Signature) -> Iterator[str]:
+    """Attributes that the operator lacks, does not know, or has as another type."""
+    given: Mapping[str, AttributeProto] = {attribute.name: attribute for attribute in node.attribute}
+    for name in signature.required:
+        if name not in given:
+            yield f"lacks the attribute {name!r}"
+    for name, attribute in given.items():
+        wanted = signature.attributes.get(name)
+        if wanted is None:
+            yield f"has an attribute {name!r}, which the operator of opset {signature.since} does not have"
+        elif attribute.type and attribute.type != wanted:
+            kinds = AttributeProto.AttributeType
+            yield f"has an attribute {name!r} of type {kinds.Name(attribute.type)} in place of {kinds.Name(wanted)}"
+
+
+def _made_twice(nodes: Iterable[NodeProto], given: Iterable[str], path: str) -> Iterator[str]:
+    """Values that two nodes compute, or a node and an input."""
+    inputs = set(given)
+    made: dict[str, NodeProto] = {}
+    for node in nodes:
+        for name in filter(None, node.output):
+            if name in inputs or (name in made and not are_equal_constants(made[name], node)):
+                other = "is an input" if name in inputs else f"{_title(made[name])} computes"
+                yield f"{path}: {_title(node)} computes {name!r}, which {other}{'' if name in inputs else ' too'}"
+            made[name] = node
+
+
+def _title(node: NodeProto) -> str:
+    """The operator and the name of a node, or its first output where it has none."""
+    return f"{node.op_type} {(node.name or next(filter(None, node.output), ''))!r}"
