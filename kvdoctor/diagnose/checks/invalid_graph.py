@@ -62,7 +62,6 @@ def _report(
     confidence: Confidence,
     effects: tuple[str, ...] = (),
 ) -> Fault:
-    more = f"; {len(problems) - 1} more such place{'s' * (len(problems) > 2)}" if len(problems) > 1 else ""
     listed = [_clip(problem) for problem in problems[:MOST]]
     left = [f"and {len(problems) - MOST} more"] if len(problems) > MOST else []
     return Fault(
@@ -72,7 +71,7 @@ def _report(
         subject=(file.name,),
         where=f"file {file.name}",
         declared="a graph that the ONNX specification allows",
-        observed=f"{_clip(problems[0])}{more}",
+        observed=f"{len(problems)} places break its rules" if len(problems) > 1 else _clip(problems[0]),
         cause="the structure of the graph is not valid",
         repair=Advice("re-export", "export again, without the tool that changed the graph afterwards"),
         effects=effects,
