@@ -12,6 +12,7 @@ from support.text_fixtures import Expected, Fixture, load_all
 
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
+from kvdoctor.diagnose.predictions import UNSEEN
 from kvdoctor.findings import all_checks
 from kvdoctor.options import Options, read_options
 from kvdoctor.report import text
@@ -47,7 +48,11 @@ def fixture(request: pytest.FixtureRequest) -> Fixture:
 
 def test_inspection(fixture: Fixture, tmp_path: Path) -> None:
     options = read_options(Options, {"targets": fixture.targets, "require": fixture.require})
-    _demand(fixture.expect_inspect, inspect(str(fixture.write(tmp_path)), options))
+    report = inspect(str(fixture.write(tmp_path)), options)
+    _demand(fixture.expect_inspect, report)
+    if fixture.healthy:  # nothing is predicted that a run does not show
+        predicted = {finding.name for finding in report.findings if finding.observed.startswith(UNSEEN)}
+        assert predicted <= {expected.name for expected in fixture.expect}
 
 
 def test_steps(fixture: Fixture, tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,13 @@ def parameters() -> list[object]:
     return found
 
 
+def inspected() -> Iterator[object]:
+    """Every fault for an inspection: a few for each run of the tests, every second other one for slow ones."""
+    yield from QUICKLY_INSPECTED
+    for number, name in enumerate(name for name in FAULTS if name not in QUICKLY_INSPECTED):
+        yield pytest.param(name, marks=(MADE, pytest.mark.exhaustive) if number % 2 else MADE)
+
+
 @dataclass(frozen=True)
 class Clinic:
     """Where exports come from, and what diagnoses them."""
@@ -126,9 +133,7 @@ def test_the_document_holds_what_an_inspection_says() -> None:
     assert all(said[name].names_it(fault) for name, fault in FAULTS.items() if not fault.check)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICKLY_INSPECTED else MADE) for name in FAULTS]
-)
+@pytest.mark.parametrize("name", inspected())
 def test_an_inspection_names_what_it_named(name: str, clinic: Clinic, tmp_path: Path) -> None:
     said = without_run.read(make_table.DOCUMENT.read_text(encoding="utf-8"))[name]
     try:

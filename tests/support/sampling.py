@@ -12,7 +12,7 @@ FEW = 10
 def sampled(cases: Iterable[Any], every: int, rest: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
     """One case in `every` for all runs, the first one among them; a tuple holds the values of several parameters.
 
-    `rest` marks the others. Of slow ones beyond a few, two of three are left to all tests.
+    `rest` marks the others. Of slow ones beyond a few, those at odd places and every third are left to all tests.
     """
     known = list(cases)
     seldom = len(known) > FEW and rest == pytest.mark.slow
@@ -20,7 +20,8 @@ def sampled(cases: Iterable[Any], every: int, rest: pytest.MarkDecorator = pytes
         case
         if not index % every
         else pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=[rest, EXHAUSTIVE] if seldom and index % 3 != 1 else rest
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[rest, EXHAUSTIVE] if seldom and (index % 2 or not index % 3) else rest,
         )
         for index, case in enumerate(known)
     ]
