@@ -189,6 +189,7 @@ class ReExportOptions(RunOptions, total=False):
     attentions: Attentions | None
     cache: str | None
     cache_type: CacheType | None
+    exact_layers: "str | Iterable[int]"
     logits: LogitsRows | None
     from_: "Path | None"
     exporter: ExporterName | None

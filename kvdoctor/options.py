@@ -377,6 +377,13 @@ class ReExportChoices:
         unset="as PATH has it",
         group=REPAIR,
     )
+    exact_layers: tuple[int, ...] = option(
+        Numbers(takes="numbers of layers, as in 0,11", metavar="LAYERS"),
+        (),
+        "With --cache-type: the layers whose cache stays as it is, with commas.",
+        ("re-export",),
+        group=REPAIR,
+    )
     logits: LogitsRows | None = option(
         Choice.of(LOGITS_ROWS),
         None,

@@ -99,6 +99,42 @@ def test_other_layouts_are_stored_in_8_bits(name: str, tmp_path: Path) -> None:
     assert exit_code(api.step_test(tmp_path / "out"), "error") == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [(DECODER, "int4"), pytest.param("decoder-only-padded-head-healthy", "float16", marks=SLOW)]
+)
+def test_exact_layers_stay_as_they_are(name: str, kind: str, tmp_path: Path) -> None:
+    """The first layer is rounded and the last one is not, although its rows are computed from rounded ones."""
+    report = api.re_export(write(tmp_path / "model", name), tmp_path / "out", cache_type=kind, exact_layers="1")
+    assert not failed(report)
+    assert (exit_code(report, "error"), report.verdict) == (0, "healthy")
+    (stack,) = report.stacks
+    assert stack.contract is not None
+    types = {(slot.layer, slot.dtype) for slot in stack.contract.slots if slot.part in ("key", "value")}
+    assert types == {(0, STORED[kind]), (1, "float")}
+    scaled = {slot.layer for slot in stack.contract.slots if slot.part.endswith("-scale")}
+    assert scaled == (set() if kind == "float16" else {0})
+    assert report.repair is not None
+    (costs,) = report.repair.cache_costs
+    assert costs.exact_layers == (1,)
+    assert costs.bytes_before is not None
+    assert costs.bytes_after is not None
+    assert costs.bytes_before / 2 < costs.bytes_after < costs.bytes_before
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"exact_layers": "0"}, "give --cache-type too"),
+        ({"cache_type": "int8", "exact_layers": "2"}, "it has no layer 2; its cache has layers 0, 1"),
+        ({"cache_type": "int8", "exact_layers": "0,1"}, "leaves no layer to convert"),
+        ({"cache_type": "int8", "exact_layers": "-1"}, "it has no layer -1"),
+    ],
+)
+def test_exact_layers_that_make_no_sense_are_refused(choices: dict[str, str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        api.re_export(write(tmp_path / "model"), tmp_path / "out", **choices)
+
+
 @SLOW
 def test_a_real_export_is_stored_in_8_bits(tmp_path: Path) -> None:
     """Keys of its first step are transposed for the product and for the present apart: both are rounded."""
@@ -305,6 +341,23 @@ def test_a_copy_with_a_mistake_is_not_written(spoil: Spoil, kind: str, tmp_path:
     assert any("but for the rounding" in text and "first difference" in text for text in failed(report)), failed(report)
     assert not out.exists()
     assert exit_code(report, "error") == 1
+
+
+def rounded_again(graph: onnx.GraphProto) -> None:
+    """The keys of the last layer, which stays as it is, are returned a hundredth larger than they are attended to."""
+    node_of(graph, "present.1.key").output[0] = "attended"
+    for node in graph.node:
+        node.input[:] = ["attended" if name == "present.1.key" else name for name in node.input]
+    graph.initializer.append(onnx.numpy_helper.from_array(np.array(1.01, np.float32), "larger"))
+    graph.node.append(onnx.helper.make_node("Mul", ["attended", "larger"], ["present.1.key"]))
+
+
+def test_a_copy_that_rounds_exact_layers_is_not_written(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "model"), tmp_path / "out"
+    asked = faulty(rounded_again, cache_type="int8", exact_layers=(1,))
+    report = pipeline.re_export(RepairRequest(str(source), str(out), conversions=(asked,)), Options())
+    assert any("present.1.key, as it is read, is off by" in text for text in failed(report)), failed(report)
+    assert not out.exists()
 
 
 def test_a_pair_of_one_stack_is_left_whole(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ LARGEST_SCALE = 65504.0
 SCALE_SUFFIX = "_scale"
 """What the name of a scale has behind that of its values: `past_key_values.0.key_scale`."""
 
+STORABLE = ("self-attention", "cross-attention")
+"""The kinds of slots that hold keys and values, which can be stored in a narrower type."""
+
 Granularity = Literal["token", "channel", "head", "tensor"]
 """What shares a scale: a row (one token and head), a channel of a head over all tokens, a head, or a whole tensor."""
 

@@ -215,6 +215,7 @@ class CacheCosts:
         tokens: the positions whose logits were compared.
         costs: the ways of rounding; the first is the one that a copy has.
         sensitive_layers: the layers that cost most of it, which had better stay as they are; empty if none stands out.
+        exact_layers: the layers that stay as they are.
     """
 
     stack: str
@@ -224,6 +225,7 @@ class CacheCosts:
     tokens: int
     costs: tuple[CacheCost, ...]
     sensitive_layers: tuple[int, ...] = ()
+    exact_layers: tuple[int, ...] = ()
 
 
 @record

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from kvdoctor.choices import CacheType
 from kvdoctor.contract import CacheContract, Slot, describe
-from kvdoctor.decode.cache_types import StoredSlot, scale_name
+from kvdoctor.decode.cache_types import STORABLE, StoredSlot, scale_name
+from kvdoctor.errors import UsageError
 from kvdoctor.model.edit import fresh_name, rename_reads, replace_all, sort_nodes
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
 from kvdoctor.model.traverse import (
@@ -28,6 +29,7 @@ from kvdoctor.model.traverse import (
 )
 from kvdoctor.model.view import ELEMENT_TYPES, integers
 from kvdoctor.options import ReExportChoices
+from kvdoctor.records import record
 from kvdoctor.repair.conversions.lm_head import Scopes, describe_node, find_maker
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.conversions.row_codec import FLOAT16, STORED, Row, RowCodec, slice_shape
@@ -44,12 +46,24 @@ JOINED = 2
 SCALES = "float16, the scale of each row"
 ELEM_TYPES = {"float": 1, "float16": 10}
 FLOATS = ("float", "float16")
-KINDS = ("self-attention", "cross-attention")
 FUSED = {"GroupQueryAttention": "it takes a quantized cache itself (k_scale, v_scale, kv_cache_bit_width)"}
 """What to do instead, by operator."""
 
 
-def convert(context: RepairContext, choice: CacheType) -> Converted:
+@record
+class TypeChoice:
+    """The type, and the layers whose cache stays as it is."""
+
+    kind: CacheType
+    exact_layers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """As it is written on the command line, without the dashes in front."""
+        layers = ",".join(map(str, self.exact_layers))
+        return f"cache-type {self.kind}" + (f" --exact-layers {layers}" if layers else "")
+
+
+def convert(context: RepairContext, choice: TypeChoice) -> Converted:
     """Store the caches of a stack in another type.
 
     Raises:
@@ -63,7 +77,7 @@ def convert(context: RepairContext, choice: CacheType) -> Converted:
         model = context.model(file)
         if opset_version(model.opset_import) < LEAST_OPSET:
             context.cannot(f"{file} has opset {opset_version(model.opset_import)}, where Clip needs {LEAST_OPSET}")
-        writing = _Writer(model, file, RowCodec(model, choice, names_in(model)))
+        writing = _Writer(model, file, RowCodec(model, choice.kind, names_in(model)))
         outputs = {value.name for value in model.graph.output}
         for slot in slots:
             for name in dict.fromkeys(filter(None, (slot.present, slot.filled_by))):
@@ -75,32 +89,47 @@ def convert(context: RepairContext, choice: CacheType) -> Converted:
             replace_all(graph.value_info, [value for value in graph.value_info if value.name not in writing.stale])
             sort_nodes(graph)
         changes += forget_trace(context, file)
-    stored = tuple(StoredSlot(s.past, choice, s.axes.index("head_dim"), scales[s.past]) for s in slots)
+    stored = tuple(StoredSlot(s.past, choice.kind, s.axes.index("head_dim"), scales[s.past]) for s in slots)
     return Converted(tuple(changes), tuple(_list_rules(slots, choice)), stored=stored)
 
 
-def _choose_slots(context: RepairContext, contract: CacheContract, choice: CacheType) -> tuple[Slot, ...]:
-    """The keys and values of a contract that can be stored otherwise."""
-    slots = tuple(slot for slot in contract.slots if slot.kind in KINDS)
-    if not slots:
+def _choose_slots(context: RepairContext, contract: CacheContract, choice: TypeChoice) -> tuple[Slot, ...]:
+    """The keys and values of a contract that can be stored otherwise, without the layers that stay as they are."""
+    known = tuple(slot for slot in contract.slots if slot.kind in STORABLE)
+    if not known:
         context.cannot("it has no cache of keys and values")
+    layers = {slot.layer for slot in known if slot.layer is not None}
+    if unknown := [layer for layer in choice.exact_layers if layer not in layers]:
+        context.cannot(f"it has no layer {unknown[0]}; its cache has layers {', '.join(map(str, sorted(layers)))}")
+    slots = tuple(slot for slot in known if slot.layer not in choice.exact_layers)
+    if not slots:
+        context.cannot("--exact-layers leaves no layer to convert")
     for slot in slots:
-        if slot.dtype not in FLOATS:
-            context.cannot(f"the cache of {slot.past!r} is stored as {slot.dtype} already")
-        if choice == "float16" and slot.dtype == "float16":
-            context.cannot(f"the cache of {slot.past!r} is stored as float16 already")
-        if "head_dim" not in slot.axes:
-            context.cannot(f"which axis of {slot.past!r} is head_dim is not known")
-        if slot.filled_in == "encode":
-            context.cannot(f"the cache of {slot.past!r} is made by the encoder graph ({slot.filled_by!r})")
-        if slot.is_given:
-            context.cannot(f"no graph makes {slot.past!r}: the caller gives it once")
-        if slot.present is not None and slot.carry not in ("feed-back", "hold"):
-            context.cannot(f"the loop changes the cache of {slot.past!r} itself ({slot.carry})")
-        size = slot.size("head_dim")
-        if choice == "int4" and (size is None or size % 2):
-            context.cannot(f"int4 stores two numbers in a byte, and head_dim of {slot.past!r} is {size or 'not known'}")
+        _refuse_impossible(context, slot, choice.kind)
     return slots
+
+
+def _refuse_impossible(context: RepairContext, slot: Slot, kind: CacheType) -> None:
+    """Refuse a slot that cannot be stored in a type.
+
+    Raises:
+        CannotRepair: with the reason.
+    """
+    if slot.dtype not in FLOATS:
+        context.cannot(f"the cache of {slot.past!r} is stored as {slot.dtype} already")
+    if kind == "float16" and slot.dtype == "float16":
+        context.cannot(f"the cache of {slot.past!r} is stored as float16 already")
+    if "head_dim" not in slot.axes:
+        context.cannot(f"which axis of {slot.past!r} is head_dim is not known")
+    if slot.filled_in == "encode":
+        context.cannot(f"the cache of {slot.past!r} is made by the encoder graph ({slot.filled_by!r})")
+    if slot.is_given:
+        context.cannot(f"no graph makes {slot.past!r}: the caller gives it once")
+    if slot.present is not None and slot.carry not in ("feed-back", "hold"):
+        context.cannot(f"the loop changes the cache of {slot.past!r} itself ({slot.carry})")
+    size = slot.size("head_dim")
+    if kind == "int4" and (size is None or size % 2):
+        context.cannot(f"int4 stores two numbers in a byte, and head_dim of {slot.past!r} is {size or 'not known'}")
 
 
 @dataclass
@@ -345,11 +374,15 @@ def _describe(value: ValueInfoProto) -> str:
     return describe(ELEMENT_TYPES.get(value.type.tensor_type.elem_type, "?"), tuple(sizes))
 
 
-def _list_rules(slots: tuple[Slot, ...], choice: CacheType) -> Iterator[str]:
+def _list_rules(slots: tuple[Slot, ...], choice: TypeChoice) -> Iterator[str]:
     """What the loop must do from now on."""
-    stored = {"float16": "float16", "int8": "int8", "int4": "uint8, two numbers of 4 bits in each,"}[choice]
-    yield f"Pasts and presents are {stored} tensors: make the first past of that type, and feed each present unchanged."
-    if choice != "float16":
+    stored = {"float16": "float16", "int8": "int8", "int4": "uint8, two numbers of 4 bits in each,"}[choice.kind]
+    but = f", but for layer {', '.join(map(str, choice.exact_layers))}" if choice.exact_layers else ""
+    yield (
+        f"Pasts and presents are {stored} tensors{but}: make the first past of that type, and feed each present "
+        "unchanged."
+    )
+    if choice.kind != "float16":
         past, present = scale_name(slots[0].past), scale_name(str(slots[0].present or slots[0].filled_by))
         yield (
             f"Each has a scale beside it, float16, with one number for each row: feed {present!r} as {past!r}, and "
@@ -357,10 +390,17 @@ def _list_rules(slots: tuple[Slot, ...], choice: CacheType) -> Iterator[str]:
         )
 
 
-def _read(choices: ReExportChoices) -> CacheType | None:
-    return choices.cache_type
+def _read(choices: ReExportChoices) -> TypeChoice | None:
+    """The choice of the options.
+
+    Raises:
+        UsageError: layers without a type.
+    """
+    if choices.cache_type is None:
+        if choices.exact_layers:
+            raise UsageError("--exact-layers says which layers --cache-type leaves as they are; give --cache-type too")
+        return None
+    return TypeChoice(choices.cache_type, tuple(sorted(set(choices.exact_layers))))
 
 
-CONVERSION = GraphConversion(
-    "cache-type", order=27, read=_read, title=lambda choice: f"cache-type {choice}", convert=convert
-)
+CONVERSION = GraphConversion("cache-type", order=27, read=_read, title=str, convert=convert)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from kvdoctor.choices import CacheType
 from kvdoctor.contract import ITEM_BYTES, CacheContract, Slot
+from kvdoctor.decode.cache_types import STORABLE
 from kvdoctor.decode.messages import CacheCosted, CacheCostJob, PairedSide
 from kvdoctor.records import record
 from kvdoctor.repair.conversions.registry import Converted
@@ -51,15 +52,17 @@ def measure_costs(session: RepairSession, made: Converted, contract: CacheContra
         found = (CacheCosted("token", "token", failed=failed or "nothing was measured"),)
     written = found[0]
     kind = made.stored[0].kind
-    slots = {slot.past: slot for slot in contract.slots}
+    narrow = {one.past for one in made.stored}
+    growing = [slot for slot in contract.slots if slot.kind in STORABLE and "past" in slot.axes]
     facts = CacheCosts(
         stack,
         kind,
-        _sum(slots[one.past].bytes_per_position() for one in made.stored if "past" in slots[one.past].axes),
-        _sum(_stored_bytes(slots[one.past], kind) for one in made.stored if "past" in slots[one.past].axes),
+        _sum(slot.bytes_per_position() for slot in growing),
+        _sum(_stored_bytes(slot, kind) if slot.past in narrow else slot.bytes_per_position() for slot in growing),
         written.tokens,
         tuple(_describe(one) for one in found),
         _find_sensitive(found),
+        tuple(sorted({slot.layer for slot in growing if slot.past not in narrow and slot.layer is not None})),
     )
     drift = {past: (deviation, ROWS * off + NOISE) for past, (deviation, off) in written.drift.items()}
     return MeasuredCost(facts, LOGITS * written.allowed, drift, written.failed)

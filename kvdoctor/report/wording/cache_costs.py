@@ -41,7 +41,8 @@ def tabulate_cache_costs(found: RepairRecord, whole: bool) -> Iterator[CostTable
 def _explain(costs: CacheCosts, whole: bool) -> Iterator[str]:
     if costs.sensitive_layers:
         listed = ", ".join(map(str, costs.sensitive_layers))
-        yield f"layers that cost most of it, and had better stay as they are: {listed}"
+        option = f"--exact-layers {listed.replace(' ', '')}"
+        yield f"layers that cost most of it, and had better stay as they are: {listed} ({option})"
     if whole and costs.cache_type != "float16" and len(costs.costs) > 1:
         yield (
             "a copy has a scale for each token and head; those for a channel, head or tensor are constants here, from "
@@ -55,7 +56,8 @@ def _title(costs: CacheCosts) -> str:
         share = costs.bytes_after / costs.bytes_before
         size = f", {costs.bytes_before} -> {costs.bytes_after} bytes for each token ({share:.0%})"
     over = f"; its cost over {costs.tokens} tokens, one by one" if costs.tokens else ""
-    return f"cache of {costs.stack} as {costs.cache_type}{size}{over}"
+    exact = f" but for layer {', '.join(map(str, costs.exact_layers))}" if costs.exact_layers else ""
+    return f"cache of {costs.stack} as {costs.cache_type}{exact}{size}{over}"
 
 
 def _row(one: CacheCost, costs: CacheCosts) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvdoctor.contract import Axis, Slot
 from kvdoctor.decode.cache_rounding import find_scales, measure_drift, round_values, row_scales
-from kvdoctor.decode.cache_types import GRANULARITIES, Granularity, StoredSlot
+from kvdoctor.decode.cache_types import GRANULARITIES, STORABLE, Granularity, StoredSlot
 from kvdoctor.decode.calls import Array, NothingToRun, Past, Refused, StepFailed, TooShort, as_array
 from kvdoctor.decode.inputs import random_tokens
 from kvdoctor.decode.messages import CacheCosted, CacheCostJob
@@ -143,16 +143,24 @@ class _Measure:
         )
 
     def _measure_drift(self, store: "_Store") -> dict[str, tuple[float, float]]:
-        """How far each row is off beyond what its own rounding explains: what the layers below add."""
-        slots = {slot.past: slot for slot in self.job.side.contract.slots}
+        """How far each row is off beyond what its own rounding explains: what the layers below add.
+
+        Layers that stay as they are have no rounding of their own, and that of the layers below all the same.
+        """
+        stored = {one.past: one for one in self.job.stored}
         found = {}
-        for one in self.job.stored:
-            want, got = as_array(self.carried[one.past]), store.rounded.get(one.past)
-            if got is not None and got.shape == want.shape and want.size:
-                length = slots[one.past].length_axis or 0
+        for slot in self.job.side.contract.slots:
+            if slot.past not in stored and slot.kind not in STORABLE:
+                continue
+            if slot.past not in self.carried or slot.past not in store.carried:
+                continue
+            want, got = as_array(self.carried[slot.past]), as_array(store.carried[slot.past])
+            if got.shape == want.shape and want.size:
+                one = stored.get(slot.past)
+                scales = None if one is None else find_scales(got, one)
                 deviation = float(want.astype(np.float64).std())
-                off = measure_drift((got, want), find_scales(got, one), length, deviation)
-                found[one.past] = (deviation, off)
+                off = measure_drift((got, want), scales, slot.length_axis or 0, deviation)
+                found[slot.past] = (deviation, off)
         return found
 
 
@@ -211,11 +219,12 @@ class _Store:
     plan: Rounding
     scales: Mapping[tuple[str, Granularity], Array]
     rounded: dict[str, Array] = field(default_factory=dict)
+    carried: Past = field(default_factory=Past)
 
     def round(self, past: Past) -> Past:
         """The past as a loop that stores it in the narrower type feeds it."""
         slots = {slot.past: slot for slot in self.job.side.contract.slots}
-        stored = Past(past, past.length)
+        stored = self.carried = Past(past, past.length)
         for one in self.job.stored:
             shared = self.plan.of(slots[one.past])
             if shared is not None:

@@ -240,11 +240,11 @@ class _Pair:
         Raises:
             _Differs: they are off further.
         """
-        one = next(one for one in self.job.stored if one.past == slot.past)
+        one = next((one for one in self.job.stored if one.past == slot.past), None)
         deviation, most = self.job.drift[slot.past]
         if pair[0].shape != pair[1].shape:
             raise _Differs(f"{name}, as it is read, has shape {list(pair[0].shape)}, not {list(pair[1].shape)}")
-        scales = _find_scales(one, name, answer)
+        scales = None if one is None else _find_scales(one, name, answer)
         if scales is not None and slot.length_axis is not None:
             rows = range(pair[0].shape[slot.length_axis])
             scales = np.take(scales, rows, axis=slot.length_axis)
