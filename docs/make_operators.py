@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from onnx import AttributeProto
 from onnx.defs import OpSchema, get_all_schemas_with_history, onnx_opset_version
 
 TABLE = Path(__file__).parents[1] / "kvdoctor/model/operators.json"
@@ -28,9 +27,7 @@ def table() -> dict[str, Any]:
 
 def _entry(schema: OpSchema) -> list[Any]:
     needed = [at for at, one in enumerate(schema.inputs) if one.option == OpSchema.FormalParameterOption.Single]
-    attributes = {
-        name: AttributeProto.AttributeType.Value(one.type.name) for name, one in sorted(schema.attributes.items())
-    }
+    attributes = {name: _type_of(one) for name, one in sorted(schema.attributes.items())}
     required = sorted(name for name, one in schema.attributes.items() if one.required)
     inputs, outputs = [schema.min_input, schema.max_input], [schema.min_output, schema.max_output]
     most = [None if high == UNLIMITED else high for _, high in (inputs, outputs)]
@@ -43,6 +40,11 @@ def _entry(schema: OpSchema) -> list[Any]:
         required,
         schema.deprecated,
     ]
+
+
+def _type_of(attribute: Any) -> int:
+    """The number of `AttributeProto.AttributeType`; onnx declares no fields of it to type checkers."""
+    return int(attribute.type.value)
 
 
 def text() -> str:

@@ -27,6 +27,7 @@ from kvdoctor.decode.calls import (
 )
 from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.decode.experiments.cache_entries import growing
+from kvdoctor.decode.experiments.fixed_chunks import count_tokens, drives
 from kvdoctor.decode.feature_rows import FeatureRows
 from kvdoctor.decode.inputs import (
     encoder_feeds,
@@ -265,9 +266,12 @@ class StackDriver:
             encoder=contract.encoder_length or scenario.encoder,
             prompt=contract.frozen_past or scenario.prompt,
         )
-        if contract.new_tokens is not None:
-            scenario = replace(scenario, prompt=min(scenario.prompt, contract.new_tokens))
         limit = contract.usable_length
+        if contract.new_tokens == 1:
+            scenario = replace(scenario, prompt=1)
+        elif contract.new_tokens is not None and drives(contract) is None:
+            tokens = min([count_tokens(contract), *([limit] if limit is not None else [])])
+            return replace(scenario, prompt=contract.new_tokens, steps=tokens - contract.new_tokens + 1)
         steps = scenario.steps if limit is None else min(scenario.steps, limit - scenario.prompt)
         return replace(scenario, steps=steps)
 

@@ -79,7 +79,10 @@ def _find_undrivable(contract: CacheContract) -> Iterator[str]:
         if reason := can_be_filled(contract):
             yield reason
     elif contract.new_tokens not in (None, 1):
-        yield f"the first step takes {contract.new_tokens} new tokens only, so there is no reference run"
+        from kvdoctor.decode.experiments.fixed_chunks import drives
+
+        if reason := drives(contract):
+            yield f"the first step takes {contract.new_tokens} new tokens only, and cannot be compared: {reason}"
 
 
 def _find_types_without_feed(contract: CacheContract) -> Iterator[str]:
@@ -102,7 +105,7 @@ def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = 
     told = (finding for finding in findings if finding.name == "cached-differs" and loop is not None)
     explained = loop is not None and loop.by_rounding and any(f.where.endswith(f", {loop.experiment}") for f in told)
     names = {experiment.name for experiment in load() if experiment.judged} - {SEARCH}
-    if loop and loop.outcome == "passed" and new_tokens is not None:
+    if loop and loop.outcome == "passed" and new_tokens == 1:
         reason = (
             f"the first step takes {new_tokens} new token only, so there is no call without a cache to compare with"
         )

@@ -119,7 +119,7 @@ def takes_chunks(contract: CacheContract) -> str | None:
         return "a call with several new tokens gives the logits of the last one alone"
     ids = contract.graph("decode").port("token_ids")
     if ids is not None and ids.shape and isinstance(ids.shape[-1], int):
-        return f"a decode step takes {ids.shape[-1]} new token only"
+        return f"a decode step takes {ids.shape[-1]} new token{'s' * (ids.shape[-1] > 1)} only"
     kept = [slot for slot in contract.slots if slot.kind == "self-attention"]
     if not kept:
         return "no slot keeps tokens"

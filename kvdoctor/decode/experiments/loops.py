@@ -8,6 +8,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Loop, Past, Scenario, Value
 from kvdoctor.decode.experiments import Calls, Experiment, Use, always, several_tokens
 from kvdoctor.decode.experiments.cache_entries import growing
+from kvdoctor.decode.experiments.fixed_chunks import overlapping
 from kvdoctor.decode.experiments.one_token import each_row_alone, keep_logits, one_step
 from kvdoctor.decode.feeds import FeedBuilder
 
@@ -17,7 +18,11 @@ FEW = 3
 
 def plain(builder: FeedBuilder) -> Calls:
     """Feed every returned slot back."""
-    yield from decode_loop(builder, "plain") if builder.contract.new_tokens is None else replayed(builder)
+    tokens = builder.contract.new_tokens
+    if tokens is None:
+        yield from decode_loop(builder, "plain")
+    else:
+        yield from replayed(builder) if tokens == 1 else overlapping(builder)
 
 
 def held(builder: FeedBuilder) -> Calls:

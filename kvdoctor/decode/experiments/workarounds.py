@@ -44,7 +44,7 @@ def has_length(contract: CacheContract) -> str | None:
     """These loops go wrong by the length of the past: a buffer of fixed size shows nothing of it."""
     ids = contract.graph("decode").port("token_ids")
     if ids is not None and ids.shape and isinstance(ids.shape[-1], int):
-        return f"a decode step takes {ids.shape[-1]} new token only"
+        return f"a decode step takes {ids.shape[-1]} new token{'s' * (ids.shape[-1] > 1)} only"
     return several_tokens(contract) or grows(contract)
 
 

@@ -84,7 +84,7 @@ def cached_differs(context: RunContext) -> Iterator[Fault]:
 
 def _name_right_logits(context: RunContext) -> str:
     """What runs of other sizes are compared with."""
-    return "logits without it" if context.contract.new_tokens is None else "those of the same tokens one by one"
+    return "those of the same tokens one by one" if context.contract.new_tokens == 1 else "logits without it"
 
 
 def _judge_loop(context: RunContext, run: Run) -> Iterator[Fault]:
