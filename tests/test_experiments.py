@@ -1,6 +1,6 @@
 """Experiments driven by scripted answers: no runtime, only what the loop feeds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,18 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario
 from kvdoctor.decode.experiments import Experiment, load
 from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.inputs import plain_token_ids
 from kvdoctor.diagnose.inspection import inspect
 
 EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 128])
+def test_ids_are_in_the_vocabulary(size: int) -> None:
+    contract = replace(builder("gpt2").contract, vocabulary=size)
+    low, high = plain_token_ids(contract)
+    assert 0 <= low < high <= size
+    assert high - low >= size / 2
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def plain_token_ids(contract: CacheContract) -> tuple[int, int]:
     A padding token behaves differently: M2M100 counts positions without it, so that its cached and its uncached
     positions rightly differ from then on.
     """
-    size = max(contract.vocabulary or 16, 4)
+    size = max(contract.vocabulary or 16, 1)
     return size // 4, size - size // 4
 
 
