@@ -48,6 +48,18 @@ def test_importing_it_is_light() -> None:
     assert not loaded & {"onnx", "numpy", "rich", "click", "onnxruntime", "psutil", "kvdoctor.api"}
 
 
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_first_page_loads_nothing_heavy(option: str) -> None:
+    """Python starts in 0.02 s; what a page loads beside it decides how long a user waits (benchmarks: `start`)."""
+    program = (
+        "import sys\nsys.argv = ['kvdoctor', sys.argv[1]]\nfrom kvdoctor.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\nprint(*sys.modules)"
+    )
+    loaded = set(run("-c", program, option).stdout.splitlines()[-1].split())
+    assert "kvdoctor.cli.main" in loaded
+    assert not loaded & {"onnx", "numpy", "rich", "onnxruntime", "psutil", "kvdoctor.analysis", "kvdoctor.model"}
+
+
 PROGRAM = """
 import asyncio, code, io, os, signal, sys, threading
 import kvdoctor

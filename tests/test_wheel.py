@@ -8,6 +8,10 @@ import pytest
 from support.isolated import EXPORTS, call, find_uv, give_up
 
 ROOT = Path(__file__).parents[1]
+SMALL = 250_000_000
+"""Bytes of all that is installed: onnx and onnxruntime are most of it."""
+EXPORTERS = {"torch", "transformers", "optimum"}
+"""Packages that only the environments of exporters hold."""
 
 
 def run(*command: str | Path, code: int = 0) -> str:
@@ -24,6 +28,9 @@ def test_a_wheel_in_an_empty_environment_does_all_that_the_readme_shows(tmp_path
     run(uv, "venv", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     run(uv, "pip", "install", "--python", python, wheel)
+    installed = [path for path in (tmp_path / "venv" / "lib").rglob("*") if path.is_file() and not path.is_symlink()]
+    assert sum(path.stat().st_size for path in installed) < SMALL
+    assert not {path.name for path in (tmp_path / "venv" / "lib").glob("*/site-packages/*")} & EXPORTERS
     command = python.with_name("kvdoctor")
     model, fixed, page = tmp_path / "marian", tmp_path / "fixed", tmp_path / "report.html"
     shutil.copytree(EXPORTS / "marian-4.46.3", model)
