@@ -42,16 +42,17 @@ def combine(values: Sequence[Abstract], compute: Compute) -> Abstract:
     Raises:
         CannotRun: the shapes do not agree.
     """
-    if any(value.shape is None for value in values):
+    shapes = [value.shape for value in values if value.shape is not None]
+    if len(shapes) < len(values):
         return UNKNOWN
-    shape = broadcast_shapes([value.shape for value in values if value.shape is not None])
+    shape = broadcast_shapes(*shapes)
     numbers = [value.data for value in values if value.data is not None]
     if len(numbers) < len(values):
         return Abstract(shape)
-    exact = all(value.exact for value in values)
+    exact = all([value.exact for value in values])
     if 0 in shape:
         return Abstract(shape, np.zeros(shape, compute(*(np.ones(1, n.dtype) for n in numbers)).dtype), exact)
-    if size_of(np.broadcast_shapes(*(n.shape for n in numbers))) > MOST_ELEMENTS:
+    if size_of(shape) > MOST_ELEMENTS and size_of(np.broadcast_shapes(*(n.shape for n in numbers))) > MOST_ELEMENTS:
         return Abstract(shape)
     return Abstract(shape, np.asarray(compute(*numbers)), exact)
 
@@ -150,15 +151,17 @@ ELEMENTWISE: dict[str, Any] = {
 EXTREMES: dict[str, Compute] = {"Min": np.minimum, "Max": np.maximum, "Sum": np.add}
 
 
-def infer_elementwise(r: Reading) -> Abstract:
+def _infer_elementwise(r: Reading) -> Abstract:
     """An operator that computes element by element."""
-    values = [value if value is not None else UNKNOWN for value in r.inputs]
-    if r.node.op_type in EXTREMES:
-        found = values[0]
-        for value in values[1:]:
-            found = combine([found, value], EXTREMES[r.node.op_type])
-        return found
-    return combine(values, ELEMENTWISE[r.node.op_type])
+    return combine([value if value is not None else UNKNOWN for value in r.inputs], ELEMENTWISE[r.kind])
+
+
+def _infer_extreme(r: Reading) -> Abstract:
+    """An operator that computes element by element over any number of inputs."""
+    found, *others = [value if value is not None else UNKNOWN for value in r.inputs]
+    for value in others:
+        found = combine([found, value], EXTREMES[r.kind])
+    return found
 
 
 def _clip(r: Reading) -> Abstract:
@@ -200,7 +203,7 @@ def _cast_like(r: Reading) -> Abstract:
 
 
 def _reduce(r: Reading) -> Abstract:
-    value, kind = r.at(0), r.node.op_type
+    value, kind = r.at(0), r.kind
     axes = r.axes(1)
     shape = value.shape
     if shape is None:
@@ -279,7 +282,7 @@ def multiply(left: Abstract, right: Abstract) -> Abstract:
         return UNKNOWN
     if one[-1] != (other[-2] if len(other) > 1 else other[0]):
         raise CannotRun(f"{list(one)} and {list(other)} cannot be multiplied")
-    front = broadcast_shapes([one[:-2], other[:-2]])
+    front = broadcast_shapes(one[:-2], other[:-2])
     shape = (*front, *one[-2:-1], *(other[-1:] if len(other) > 1 else ()))
     a, b = left.data, right.data
     if a is None or b is None or min(len(one), len(other)) < 2:
@@ -289,9 +292,10 @@ def multiply(left: Abstract, right: Abstract) -> Abstract:
     inner = one[-1]
     if inner == 0:
         return Abstract(shape, np.zeros((1,) * len(shape)))
-    made = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-    if size_of(made) > MOST_ELEMENTS:
-        return Abstract(shape)
+    if size_of(shape) > MOST_ELEMENTS:
+        made = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+        if size_of(made) > MOST_ELEMENTS:
+            return Abstract(shape)
     if a.shape[-1] == 1 and b.shape[-2] == 1:
         return Abstract(shape, np.asarray(a * b, np.float64))
     sizes = (*a.shape[:-1], inner), (*b.shape[:-2], inner, b.shape[-1])
@@ -381,7 +385,7 @@ def softmax(value: Abstract, axis: int) -> Abstract:
 
 def _softmax(r: Reading) -> Abstract:
     found = softmax(r.at(0), r.number("axis", -1))
-    if r.node.op_type == "LogSoftmax" and found.data is not None:
+    if r.kind == "LogSoftmax" and found.data is not None:
         found.data = np.log(found.data)
     return found
 
@@ -394,7 +398,7 @@ def normalize(value: Abstract, centered: bool) -> Abstract:
     collapsed = data.shape[-1] != value.shape[-1]
 
     def mean(x: Array) -> Array:
-        found = np.asarray(x.mean(axis=-1, keepdims=True))
+        found = np.asarray(x.mean(axis=-1, keepdims=True)) if x.shape[-1] != 1 else x
         return blend(found) if collapsed else found
 
     off = data - mean(data) if centered else data
@@ -430,7 +434,7 @@ def _dropout(r: Reading) -> list[Abstract]:
 
 
 def _random_like(r: Reading) -> Abstract:
-    shape = r.at(0).shape if r.node.op_type != "RandomNormal" else r.listed("shape")
+    shape = r.at(0).shape if r.kind != "RandomNormal" else r.listed("shape")
     if shape is None:
         return UNKNOWN
     width = r.at(0).data
@@ -474,7 +478,7 @@ def _argmax(r: Reading) -> Abstract:
     numbers = value.numbers
     if numbers is None or not numbers.shape[axis]:
         return Abstract(shape)
-    pick = np.argmax if r.node.op_type == "ArgMax" else np.argmin
+    pick = np.argmax if r.kind == "ArgMax" else np.argmin
     turned = np.flip(numbers, axis) if r.number("select_last_index", 0) else numbers
     found = pick(turned, axis=axis)
     found = numbers.shape[axis] - 1 - found if r.number("select_last_index", 0) else found
@@ -490,7 +494,8 @@ def _nonzero(r: Reading) -> Abstract:
 
 
 COMPUTING: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {
-    **dict.fromkeys((*ELEMENTWISE, *EXTREMES), infer_elementwise),
+    **dict.fromkeys(ELEMENTWISE, _infer_elementwise),
+    **dict.fromkeys(EXTREMES, _infer_extreme),
     **dict.fromkeys(
         ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceSumSquare"), _reduce
     ),

@@ -11,7 +11,7 @@ from kvdoctor.analysis.abstract_run.reading import Reading
 from kvdoctor.analysis.abstract_run.shaping import SHAPING
 from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, read_tensor
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto
-from kvdoctor.model.traverse import STANDARD, constant_tensor
+from kvdoctor.model.traverse import STANDARD, constant_tensor, nodes_in
 
 CONTRIB = "com.microsoft"
 Rule = Callable[[Reading], Abstract | list[Abstract]]
@@ -51,8 +51,13 @@ class AbstractGraph:
     model: ModelProto
     names: frozenset[str]
     budget: Budget
+    random_used: bool = field(init=False)
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     prepared: "dict[int, _Prepared]" = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Find out whether equal calls may have different answers."""
+        self.random_used = any(node.op_type in RANDOM for node in nodes_in(self.model.graph.node))
 
     def run(self, feeds: Mapping[str, Abstract]) -> dict[str, Abstract]:
         """The outputs for some feeds.
@@ -75,8 +80,8 @@ class AbstractGraph:
         for name, value in prepared.constants.items():
             values.setdefault(name, value)
         for reading, rule in prepared.nodes:
-            made = self._branch(reading.node, values, prepared) if rule is None else self._apply(reading, rule, values)
-            values.update(zip(reading.node.output, made, strict=False))
+            made = self._branch(reading, values, prepared) if rule is None else self._apply(reading, rule, values)
+            values.update(zip(reading.outputs, made, strict=False))
         return values
 
     def _prepare(self, graph: GraphProto, outer: Mapping[str, Abstract]) -> "_Prepared":
@@ -84,16 +89,16 @@ class AbstractGraph:
         known = {t.name: read_tensor(t, self._key(t.name, t.data_type, t.dims)) for t in graph.initializer}
         found, fed = _Prepared(graph, known), {value.name for value in graph.input}
         for node in graph.node:
-            reading = Reading(node, [], self.random, {one.name: one for one in node.attribute})
-            if node.op_type == "Constant":
-                known[node.output[0]] = self._constant(node, reading)
+            reading = Reading(node, [], self.random)
+            if reading.kind == "Constant":
+                known[reading.outputs[0]] = self._constant(node, reading)
                 continue
             rule = _find_rule(node)
-            given = [name for name in node.input if name]
+            given = [name for name in reading.names if name]
             settled = all((name in known or name in outer) and name not in fed for name in given)
-            if rule is not None and settled and given and node.op_type not in RANDOM:
+            if rule is not None and settled and given and reading.kind not in RANDOM:
                 here = {name: known.get(name) or outer[name] for name in given}
-                known.update(zip(node.output, self._apply(reading, rule, here), strict=False))
+                known.update(zip(reading.outputs, self._apply(reading, rule, here), strict=False))
                 continue
             found.nodes.append((reading, rule if rule is not None or _is_branch(node) else _return_unknown))
         return found
@@ -103,17 +108,18 @@ class AbstractGraph:
         return name if name in self.names else f"{kind} {sorted(dims)}"
 
     def _apply(self, reading: Reading, rule: Rule, values: Mapping[str, Abstract]) -> list[Abstract]:
-        node = reading.node
-        reading.inputs = [values.get(name, UNKNOWN) if name else None for name in node.input]
+        outputs = reading.outputs
+        reading.inputs = [values.get(name, UNKNOWN) if name else None for name in reading.names]
         try:
             found = rule(reading)
         except CannotRun as reason:
-            raise CannotRun(reason.words, node.name or next(iter(node.output), ""), node.op_type) from None
+            name = reading.node.name or next(iter(outputs), "")
+            raise CannotRun(reason.words, name, reading.kind) from None
         except ANY_NUMPY:
             found = UNKNOWN
         found = [found] if isinstance(found, Abstract) else found
-        self.budget.spend(sum(value.data.size for value in found if value.data is not None))
-        return [*found, *[UNKNOWN] * (len(node.output) - len(found))]
+        self.budget.spend(sum([value.data.size for value in found if value.data is not None]))
+        return found if len(found) >= len(outputs) else [*found, *[UNKNOWN] * (len(outputs) - len(found))]
 
     def _constant(self, node: NodeProto, reading: Reading) -> Abstract:
         tensor = constant_tensor(node)
@@ -127,15 +133,15 @@ class AbstractGraph:
             return exactly(np.array(reading.real("value_float", 0), np.float32))
         return UNKNOWN
 
-    def _branch(self, node: NodeProto, values: dict[str, Abstract], prepared: "_Prepared") -> list[Abstract]:
+    def _branch(self, reading: Reading, values: dict[str, Abstract], prepared: "_Prepared") -> list[Abstract]:
         self.budget.spend()
-        condition = values.get(node.input[0], UNKNOWN).numbers if node.input else None
+        condition = values.get(reading.names[0], UNKNOWN).numbers if reading.names else None
         if condition is None or condition.size != 1:
-            return [UNKNOWN] * len(node.output)
+            return [UNKNOWN] * len(reading.outputs)
         wanted = "then_branch" if bool(condition.all()) else "else_branch"
-        body = next((one.g for one in node.attribute if one.name == wanted), None)
+        body = next((one.g for one in reading.node.attribute if one.name == wanted), None)
         if body is None:
-            return [UNKNOWN] * len(node.output)
+            return [UNKNOWN] * len(reading.outputs)
         inner = self._compute(body, dict(values), prepared.constants)
         return [inner.get(value.name, UNKNOWN) for value in body.output]
 

@@ -14,12 +14,25 @@ IRRELEVANT = 64
 
 @dataclass(eq=False, slots=True)
 class Reading:
-    """A node, the values of its inputs, and the random numbers of the run."""
+    """A node, the values of its inputs, and the random numbers of the run.
+
+    `kind`, `names` and `outputs` are the operator, its inputs and its outputs. `read` has the integers of inputs with the
+    values that they were read from: those of constants are read once for all runs.
+    """
 
     node: NodeProto
     inputs: list[Abstract | None]
     random: np.random.Generator
-    attributes: dict[str, AttributeProto] = field(default_factory=dict)
+    attributes: dict[str, AttributeProto] = field(init=False)
+    kind: str = field(init=False)
+    names: tuple[str, ...] = field(init=False)
+    outputs: tuple[str, ...] = field(init=False)
+    read: dict[int, tuple[Abstract, tuple[int, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Take out of the protobuf what every run asks for."""
+        self.attributes = {one.name: one for one in self.node.attribute}
+        self.kind, self.names, self.outputs = self.node.op_type, tuple(self.node.input), tuple(self.node.output)
 
     def at(self, index: int) -> Abstract:
         """The value of an input; unknown where there is none."""
@@ -58,10 +71,16 @@ class Reading:
         """The exact integers of an input, or of the attribute that older operators have in its place."""
         if attribute and attribute in self.attributes:
             return self.listed(attribute)
-        found = self.at(index).numbers
+        value = self.at(index)
+        known = self.read.get(index)
+        if known is not None and known[0] is value:
+            return known[1]
+        found = value.numbers
         if found is None or found.ndim > 1 or found.size > IRRELEVANT:
             return None
-        return [int(number) for number in found.ravel()]
+        made = tuple(map(int, found.ravel().tolist()))
+        self.read[index] = value, made
+        return made
 
     def axes(self, index: int) -> Sequence[int] | None:
         """The axes of an input or attribute."""

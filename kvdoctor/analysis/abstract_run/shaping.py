@@ -1,6 +1,8 @@
 """Operators that move, cut, join and pick elements, in an abstract run."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import isfinite
 
 import numpy as np
 
@@ -20,6 +22,12 @@ from kvdoctor.decode.calls import Array
 
 ENDLESS = 1 << 40
 
+ROUNDING, RELATIVE_ROUNDING = 1e-12, 1e-9
+"""Numbers that differ by less are equal."""
+
+PLANS = 4096
+"""Answers about shapes alone that are kept: the layers of a decoder ask the same."""
+
 
 def reshape_value(value: Abstract, target: tuple[int, ...]) -> Abstract:
     """The value in another shape of as many elements; collapsed axes stay collapsed where that is possible."""
@@ -28,6 +36,18 @@ def reshape_value(value: Abstract, target: tuple[int, ...]) -> Abstract:
         return Abstract(target, key=value.key)
     if 0 in shape:
         return Abstract(target, np.zeros(target, data.dtype), value.exact)
+    spread, sizes = _plan_reshape(shape, data.shape, target)
+    if size_of(spread) > MOST_ELEMENTS:
+        return Abstract(target)
+    found = (data if data.shape == spread else np.broadcast_to(data, spread)).reshape(sizes)
+    return Abstract(target, found if value.exact or target == shape else _fold(found), value.exact, value.key)
+
+
+@lru_cache(PLANS)
+def _plan_reshape(
+    shape: tuple[int, ...], held: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape that numbers of the shape `held` are repeated to, and the one that they then have in the target."""
     parts: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(shape) or j < len(target):
@@ -44,42 +64,56 @@ def reshape_value(value: Abstract, target: tuple[int, ...]) -> Abstract:
                 right *= target[j]
                 j += 1
         parts.append((mine, theirs))
-    spread, sizes = list(data.shape), list[int]()
+    spread, sizes = list(held), list[int]()
     for mine, theirs in parts:
-        if all(data.shape[k] == 1 for k in mine):
+        if all(held[k] == 1 for k in mine):
             sizes += [1] * len(theirs)
             continue
         for k in mine:
             spread[k] = shape[k]
         sizes += [target[k] for k in theirs]
-    if size_of(spread) > MOST_ELEMENTS:
-        return Abstract(target)
-    found = np.broadcast_to(data, spread).reshape(sizes)
-    return Abstract(target, found if value.exact or target == shape else _fold(found), value.exact, value.key)
+    return tuple(spread), tuple(sizes)
 
 
 def _fold(data: Array) -> Array:
     """Numbers with the axes collapsed again along which all are equal, as those of heads that were joined to rows."""
     for axis, size in enumerate(data.shape):
-        if size > 1:
+        # Most differ in the first two numbers already, which is found out faster than whether all are equal.
+        if size > 1 and not _differ(data.item(0), data.item(size_of(data.shape[axis + 1 :]))):
             first = data[(slice(None),) * axis + (slice(0, 1),)]
             data = first if _are_equal(first, data) else data
     return data
 
 
+def _differ(one: float, other: float) -> bool:
+    """Whether two finite numbers differ by more than rounding."""
+    return abs(one - other) > ROUNDING + RELATIVE_ROUNDING * abs(other) and isfinite(one) and isfinite(other)
+
+
 def _are_equal(one: Array, other: Array) -> bool:
     """Whether numbers are the same but for rounding."""
-    return bool(np.allclose(one, other, rtol=1e-9, atol=1e-12, equal_nan=True))
+    if (one == other).all():
+        return True
+    return bool(np.allclose(one, other, rtol=RELATIVE_ROUNDING, atol=ROUNDING, equal_nan=True))
 
 
 def _reshape(r: Reading) -> Abstract:
     target, shape = r.ints(1), r.at(0).shape
     if target is None:
         return UNKNOWN
-    sizes = list(target)
-    zero = r.number("allowzero", 0)
     if shape is None:
-        return unknown(sizes) if min(sizes, default=1) > 0 else UNKNOWN
+        return unknown(target) if min(target, default=1) > 0 else UNKNOWN
+    return reshape_value(r.at(0), _find_target(shape, tuple(target), bool(r.number("allowzero", 0))))
+
+
+@lru_cache(PLANS)
+def _find_target(shape: tuple[int, ...], target: tuple[int, ...], zero: bool) -> tuple[int, ...]:
+    """The sizes that a Reshape makes of a shape; with `zero` a size of 0 is none that is copied.
+
+    Raises:
+        CannotRun: there are not as many elements.
+    """
+    sizes = list(target)
     for at, size in enumerate(sizes):
         if size == 0 and not zero:
             if at >= len(shape):
@@ -93,7 +127,7 @@ def _reshape(r: Reading) -> Abstract:
         sizes[sizes.index(-1)] = count // rest
     if size_of(sizes) != count:
         raise CannotRun(f"{list(shape)} cannot be reshaped to {list(target)}")
-    return reshape_value(r.at(0), tuple(sizes))
+    return tuple(sizes)
 
 
 def _flatten(r: Reading) -> Abstract:
@@ -149,7 +183,8 @@ def _transpose(r: Reading) -> Abstract:
     return Abstract(shape, value.data.transpose(order), value.exact, key)
 
 
-def broadcast_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+@lru_cache(PLANS)
+def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a broadcast.
 
     Raises:
@@ -168,7 +203,7 @@ def _expand(r: Reading) -> Abstract:
     value, target = r.at(0), r.ints(1)
     if value.shape is None or target is None:
         return UNKNOWN
-    shape = broadcast_shapes([value.shape, tuple(target)])
+    shape = broadcast_shapes(value.shape, tuple(target))
     return _padded(value, shape)
 
 
@@ -193,7 +228,8 @@ def _tile(r: Reading) -> Abstract:
     return Abstract(shape, np.tile(value.data, here), value.exact)
 
 
-def _join_shapes(shapes: Sequence[tuple[int, ...]], axis: int) -> tuple[tuple[int, ...], int]:
+@lru_cache(PLANS)
+def _join_shapes(shapes: tuple[tuple[int, ...], ...], axis: int) -> tuple[tuple[int, ...], int]:
     """The shape of values behind each other, and the axis counted from the front.
 
     Raises:
@@ -217,7 +253,7 @@ def join(values: Sequence[Abstract], axis: int) -> Abstract:
     """
     if any(value.shape is None for value in values):
         return UNKNOWN
-    shapes = [value.shape for value in values if value.shape is not None]
+    shapes = tuple(value.shape for value in values if value.shape is not None)
     total, axis = _join_shapes(shapes, axis)
     known = [(v, v.data) for v in values if v.data is not None and v.shape is not None and v.shape[axis]]
     if len(known) < sum(1 for shape in shapes if shape[axis]):

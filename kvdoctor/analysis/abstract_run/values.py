@@ -1,5 +1,6 @@
 """Values of an abstract run: true shapes, with numbers in which feature axes are collapsed."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,9 +65,10 @@ class Abstract:
     @property
     def numbers(self) -> Array | None:
         """The exact numbers in the true shape, if they are known."""
-        if not self.exact or self.data is None or self.shape is None or size_of(self.shape) > MOST_ELEMENTS:
+        data, shape = self.data, self.shape
+        if not self.exact or data is None or shape is None or size_of(shape) > MOST_ELEMENTS:
             return None
-        return np.broadcast_to(self.data, self.shape)
+        return data if data.shape == shape else np.broadcast_to(data, shape)
 
 
 UNKNOWN = Abstract(None)
@@ -74,10 +76,7 @@ UNKNOWN = Abstract(None)
 
 def size_of(shape: Iterable[int]) -> int:
     """The number of elements."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    return math.prod(shape)
 
 
 def exactly(array: Any) -> Abstract:
