@@ -233,7 +233,7 @@ def read_contracts(path: "Path") -> "Report":
     """
     from kvdoctor.diagnose.inspection import inspect
 
-    return inspect(os.fspath(path), Options(select=("unreadable",)))
+    return inspect(os.fspath(path), Options(select=("unreadable",)), predicts=False)
 
 
 def step_test(path: "Path", **options: "Unpack[StepTestOptions]") -> "Report":

@@ -1,5 +1,6 @@
 """`kvdoctor inspect`, `step-test` and `contract`: they read one model, or run it."""
 
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -31,6 +32,9 @@ def inspect(path: str, **given: Any) -> NoReturn:
     """
     from kvdoctor import api
 
+    # Predictions compute with a few numbers at a time: to start threads for products of large matrices would take a
+    # tenth of the processor time. No process is started here that would inherit it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     output = read_output(given)
     finish(api.inspect(path, policy=chosen_policy(given), **given_options()), output)
 

@@ -30,8 +30,10 @@ AdviceCheck = Callable[[ContractContext, tuple[Finding, ...], Options, "Runtime 
 """Corrects the advice of a stack's findings where a repair of the graph would decline; may be given no runtime."""
 
 
-def inspect(path: str, options: Options | None = None, check_advice: AdviceCheck | None = None) -> Report:
-    """Read a model without its weights and without a runtime.
+def inspect(
+    path: str, options: Options | None = None, check_advice: AdviceCheck | None = None, *, predicts: bool = True
+) -> Report:
+    """Read a model without its weights and without a runtime; with `predicts` also what runs of it would show.
 
     Raises:
         UsageError: there is nothing at the path.
@@ -45,7 +47,8 @@ def inspect(path: str, options: Options | None = None, check_advice: AdviceCheck
         stacks.append(replace(facts, devices=find_limits(contract, stack.members)))
         context = extend_context(build_context(folder, stack, contract, options), TargetContext)
         found = run_checks(context, "contract", options.selection) + run_checks(context, "targets", options.selection)
-        found += _predict(context, found, options)
+        if predicts:
+            found += _predict(context, found, options)
         results += correct_advice(found, context, check_advice, options, None)
     unknown = (
         NotChecked(None, "KV401-KV403", f"{target.words} is newer than the measured releases; step-test can run it")

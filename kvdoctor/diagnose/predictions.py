@@ -9,11 +9,10 @@ from dataclasses import replace
 
 from kvdoctor.analysis.contract_reader import add_observed_sizes
 from kvdoctor.decode.runs import Run
-from kvdoctor.diagnose.abstract_runs import run_abstractly
 from kvdoctor.diagnose.context import ContractContext, RunContext, extend_context
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
-from kvdoctor.findings import Finding, NotChecked, Selection
+from kvdoctor.findings import Finding, NotChecked, Selection, checks_of
 
 NOT_PREDICTED = ("cache-not-faster", "empty-tensor-hazard", "session-refused", "worker-died", "cached-branch-first")
 """Checks about time, memory or the runtime, which an abstract run does not have."""
@@ -26,13 +25,18 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
 
     Nothing where the contract has an error already: one fault is one finding.
     """
+    if not _takes_any(selection):
+        return CheckResults()
     contract = context.contract
     if contract.no_decoder is not None or contract.frozen_past is not None:
         return CheckResults()
-    if next(find_unmet_preconditions(context.stack, contract), None) is not None:
-        return CheckResults()
     if any(finding.severity == "error" for finding in found.findings):
         return CheckResults()
+    if next(find_unmet_preconditions(context.stack, contract), None) is not None:
+        return CheckResults()
+    # Loaded here, with numpy: where nothing is run, as of a model with a faulty contract, the start takes half as long.
+    from kvdoctor.diagnose.abstract_runs import run_abstractly
+
     try:
         runs = run_abstractly(context)
     except Exception as error:  # an error of kvdoctor here must not cost what the files show
@@ -46,6 +50,13 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
     predicted = run_checks(asked, "runs", selection).findings
     wanted = [f for f in predicted if f.severity != "note" and f.name not in NOT_PREDICTED and f.code not in known]
     return CheckResults(tuple(_weaken(finding, runs) for finding in wanted))
+
+
+def _takes_any(selection: Selection) -> bool:
+    """Whether a check that can be predicted is selected."""
+    if not selection.select and not selection.ignore:
+        return True
+    return any(selection.takes(one.code, one.name) for one in checks_of("runs") if one.name not in NOT_PREDICTED)
 
 
 def _weaken(finding: Finding, runs: tuple[Run, ...]) -> Finding:

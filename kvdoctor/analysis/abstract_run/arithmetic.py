@@ -5,13 +5,15 @@ all that it holds. `blend` stands for the mean: what is normalized by it stays b
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from kvdoctor.analysis.abstract_run.reading import Reading
-from kvdoctor.analysis.abstract_run.shaping import broadcast_shapes
+from kvdoctor.analysis.abstract_run.shaping import PLANS, broadcast_shapes, plan_broadcast
 from kvdoctor.analysis.abstract_run.values import (
+    IS_EXACT,
     MOST_ELEMENTS,
     UNKNOWN,
     Abstract,
@@ -45,14 +47,14 @@ def combine(values: Sequence[Abstract], compute: Compute) -> Abstract:
     shapes = [value.shape for value in values if value.shape is not None]
     if len(shapes) < len(values):
         return UNKNOWN
-    shape = broadcast_shapes(*shapes)
+    shape, count = plan_broadcast(*shapes)
     numbers = [value.data for value in values if value.data is not None]
     if len(numbers) < len(values):
         return Abstract(shape)
-    exact = all([value.exact for value in values])
-    if 0 in shape:
+    exact = all(map(IS_EXACT, values))
+    if not count:
         return Abstract(shape, np.zeros(shape, compute(*(np.ones(1, n.dtype) for n in numbers)).dtype), exact)
-    if size_of(shape) > MOST_ELEMENTS and size_of(np.broadcast_shapes(*(n.shape for n in numbers))) > MOST_ELEMENTS:
+    if count > MOST_ELEMENTS and size_of(np.broadcast_shapes(*(n.shape for n in numbers))) > MOST_ELEMENTS:
         return Abstract(shape)
     return Abstract(shape, np.asarray(compute(*numbers)), exact)
 
@@ -280,19 +282,16 @@ def multiply(left: Abstract, right: Abstract) -> Abstract:
     one, other = left.shape, right.shape
     if one is None or other is None or not one or not other:
         return UNKNOWN
-    if one[-1] != (other[-2] if len(other) > 1 else other[0]):
-        raise CannotRun(f"{list(one)} and {list(other)} cannot be multiplied")
-    front = broadcast_shapes(one[:-2], other[:-2])
-    shape = (*front, *one[-2:-1], *(other[-1:] if len(other) > 1 else ()))
+    shape, count = _plan_product(one, other)
     a, b = left.data, right.data
     if a is None or b is None or min(len(one), len(other)) < 2:
         return Abstract(shape)
-    if 0 in shape:
+    if not count:
         return Abstract(shape, np.zeros(shape))
     inner = one[-1]
     if inner == 0:
         return Abstract(shape, np.zeros((1,) * len(shape)))
-    if size_of(shape) > MOST_ELEMENTS:
+    if count > MOST_ELEMENTS:
         made = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
         if size_of(made) > MOST_ELEMENTS:
             return Abstract(shape)
@@ -306,6 +305,20 @@ def multiply(left: Abstract, right: Abstract) -> Abstract:
     )
     # A weight that is one number would multiply every feature alike, and a normalized vector sums to nothing.
     return Abstract(shape, product)
+
+
+@lru_cache(PLANS)
+def _plan_product(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The shape of a product of matrices, and its number of elements.
+
+    Raises:
+        CannotRun: the inner sizes differ.
+    """
+    if one[-1] != (other[-2] if len(other) > 1 else other[0]):
+        raise CannotRun(f"{list(one)} and {list(other)} cannot be multiplied")
+    front = broadcast_shapes(one[:-2], other[:-2])
+    shape = (*front, *one[-2:-1], *(other[-1:] if len(other) > 1 else ()))
+    return shape, size_of(shape)
 
 
 def _matmul(r: Reading) -> Abstract:

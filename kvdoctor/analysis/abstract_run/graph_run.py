@@ -80,8 +80,10 @@ class AbstractGraph:
         for name, value in prepared.constants.items():
             values.setdefault(name, value)
         for reading, rule in prepared.nodes:
-            made = self._branch(reading, values, prepared) if rule is None else self._apply(reading, rule, values)
-            values.update(zip(reading.outputs, made, strict=False))
+            if rule is None:
+                values.update(zip(reading.outputs, self._branch(reading, values, prepared), strict=False))
+            else:
+                self._apply(reading, rule, values, values)
         return values
 
     def _prepare(self, graph: GraphProto, outer: Mapping[str, Abstract]) -> "_Prepared":
@@ -98,7 +100,7 @@ class AbstractGraph:
             settled = all((name in known or name in outer) and name not in fed for name in given)
             if rule is not None and settled and given and reading.kind not in RANDOM:
                 here = {name: known.get(name) or outer[name] for name in given}
-                known.update(zip(reading.outputs, self._apply(reading, rule, here), strict=False))
+                self._apply(reading, rule, here, known)
                 continue
             found.nodes.append((reading, rule if rule is not None or _is_branch(node) else _return_unknown))
         return found
@@ -107,7 +109,8 @@ class AbstractGraph:
         """The name of a weight, or its type and sizes where another body of the stack may have another name for it."""
         return name if name in self.names else f"{kind} {sorted(dims)}"
 
-    def _apply(self, reading: Reading, rule: Rule, values: Mapping[str, Abstract]) -> list[Abstract]:
+    def _apply(self, reading: Reading, rule: Rule, values: Mapping[str, Abstract], into: dict[str, Abstract]) -> None:
+        """Compute a node, and put its outputs into a dictionary by their names."""
         outputs = reading.outputs
         reading.inputs = [values.get(name, UNKNOWN) if name else None for name in reading.names]
         try:
@@ -117,9 +120,13 @@ class AbstractGraph:
             raise CannotRun(reason.words, name, reading.kind) from None
         except ANY_NUMPY:
             found = UNKNOWN
+        if isinstance(found, Abstract) and len(outputs) == 1:
+            self.budget.spend(found.data.size if found.data is not None else 0)
+            into[outputs[0]] = found
+            return
         found = [found] if isinstance(found, Abstract) else found
-        self.budget.spend(sum([value.data.size for value in found if value.data is not None]))
-        return found if len(found) >= len(outputs) else [*found, *[UNKNOWN] * (len(outputs) - len(found))]
+        self.budget.spend(sum(value.data.size for value in found if value.data is not None))
+        into.update(zip(outputs, [*found, *[UNKNOWN] * (len(outputs) - len(found))], strict=False))
 
     def _constant(self, node: NodeProto, reading: Reading) -> Abstract:
         tensor = constant_tensor(node)

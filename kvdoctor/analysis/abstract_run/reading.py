@@ -16,8 +16,8 @@ IRRELEVANT = 64
 class Reading:
     """A node, the values of its inputs, and the random numbers of the run.
 
-    `kind`, `names` and `outputs` are the operator, its inputs and its outputs. `read` has the integers of inputs with the
-    values that they were read from: those of constants are read once for all runs.
+    `kind`, `names` and `outputs` are the operator, its inputs and its outputs. `read` has the integers of inputs with
+    the values that they were read from, `parsed` those of attributes: constants are read once for all runs.
     """
 
     node: NodeProto
@@ -28,6 +28,7 @@ class Reading:
     names: tuple[str, ...] = field(init=False)
     outputs: tuple[str, ...] = field(init=False)
     read: dict[int, tuple[Abstract, tuple[int, ...]]] = field(default_factory=dict)
+    parsed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Take out of the protobuf what every run asks for."""
@@ -49,7 +50,7 @@ class Reading:
 
     def number(self, name: str, otherwise: int) -> int:
         """An attribute that is an integer."""
-        return int(self.attributes[name].i) if name in self.attributes else otherwise
+        return self._parse(name)[0] if name in self.attributes else otherwise
 
     def real(self, name: str, otherwise: float) -> float:
         """An attribute that is a float."""
@@ -61,7 +62,15 @@ class Reading:
 
     def listed(self, name: str) -> tuple[int, ...] | None:
         """An attribute that is a list of integers."""
-        return tuple(int(n) for n in self.attributes[name].ints) if name in self.attributes else None
+        return self._parse(name)[1:] if name in self.attributes else None
+
+    def _parse(self, name: str) -> tuple[int, ...]:
+        """An attribute as an integer, and behind it as a list of integers."""
+        found = self.parsed.get(name)
+        if found is None:
+            attribute = self.attributes[name]
+            found = self.parsed[name] = (int(attribute.i), *map(int, attribute.ints))
+        return found
 
     def tensor(self, name: str) -> Abstract | None:
         """An attribute that is a tensor."""

@@ -184,6 +184,16 @@ def _transpose(r: Reading) -> Abstract:
 
 
 @lru_cache(PLANS)
+def plan_broadcast(*shapes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The shape of a broadcast, and its number of elements.
+
+    Raises:
+        CannotRun: two sizes do not agree.
+    """
+    found = broadcast_shapes(*shapes)
+    return found, size_of(found)
+
+
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a broadcast.
 
@@ -203,7 +213,7 @@ def _expand(r: Reading) -> Abstract:
     value, target = r.at(0), r.ints(1)
     if value.shape is None or target is None:
         return UNKNOWN
-    shape = broadcast_shapes(value.shape, tuple(target))
+    shape, _ = plan_broadcast(value.shape, tuple(target))
     return _padded(value, shape)
 
 
@@ -251,12 +261,12 @@ def join(values: Sequence[Abstract], axis: int) -> Abstract:
     Raises:
         CannotRun: another axis differs.
     """
-    if any(value.shape is None for value in values):
+    shapes = tuple([value.shape for value in values if value.shape is not None])
+    if len(shapes) < len(values):
         return UNKNOWN
-    shapes = tuple(value.shape for value in values if value.shape is not None)
     total, axis = _join_shapes(shapes, axis)
     known = [(v, v.data) for v in values if v.data is not None and v.shape is not None and v.shape[axis]]
-    if len(known) < sum(1 for shape in shapes if shape[axis]):
+    if len(known) < sum([1 for shape in shapes if shape[axis]]):
         return Abstract(total)
     if 0 in total or not known:
         return Abstract(total, np.zeros(total), all(value.exact for value in values))
@@ -266,13 +276,13 @@ def join(values: Sequence[Abstract], axis: int) -> Abstract:
     if not exact and all(data.shape[axis] == 1 and (v.shape or ())[axis] > 1 for v, data in known):
         parts = [data * number_for(f"part {at} of {len(known)}") for at, (_, data) in enumerate(known)]
         return Abstract(total, sum(parts[1:], parts[0]))
-    sizes = [max(sizes) for sizes in zip(*(data.shape for _, data in known), strict=True)]
+    sizes = tuple(map(max, zip(*[data.shape for _, data in known], strict=True)))
     pieces = []
     for value, data in known:
-        wide = [(value.shape or ())[axis] if at == axis else size for at, size in enumerate(sizes)]
+        wide = (*sizes[:axis], (value.shape or ())[axis], *sizes[axis + 1 :])
         if size_of(wide) > MOST_ELEMENTS:
             return Abstract(total)
-        pieces.append(np.broadcast_to(data, wide))
+        pieces.append(data if data.shape == wide else np.broadcast_to(data, wide))
     return Abstract(total, np.concatenate(pieces, axis=axis), exact)
 
 
@@ -298,21 +308,21 @@ def _cut(value: Abstract, axis: int, part: slice) -> Abstract:
     shape = value.shape or ()
     axis %= len(shape)
     picked = range(shape[axis])[part]
-    size = tuple(len(picked) if at == axis else each for at, each in enumerate(shape))
+    size = (*shape[:axis], len(picked), *shape[axis + 1 :])
     rows = bool(value.key) and not value.exact and shape[axis] > 1 and axis < len(shape) - 1
     if size == shape and part.step == 1 and not rows:
         return value
-    return _pick(value, axis, np.array(picked, np.int64), size, f"{picked.start}:{picked.step}")
+    return _pick(value, axis, picked, size)
 
 
-def _pick(value: Abstract, axis: int, picked: Array, shape: tuple[int, ...], what: str) -> Abstract:
+def _pick(value: Abstract, axis: int, picked: range, shape: tuple[int, ...]) -> Abstract:
     """Elements of an axis in a given order; of a collapsed axis another number stands for each choice."""
     if value.data is None:
         return Abstract(shape, key="")
     if 0 in shape:
         return Abstract(shape, np.zeros(shape, value.data.dtype), value.exact)
     if value.data.shape[axis] == (value.shape or ())[axis]:
-        data = np.take(value.data, picked, axis=axis)
+        data = np.take(value.data, np.array(picked, np.int64), axis=axis)
         return Abstract(shape, data, value.exact)
     if value.exact:
         return Abstract(shape, value.data, exact=True)
@@ -322,8 +332,8 @@ def _pick(value: Abstract, axis: int, picked: Array, shape: tuple[int, ...], wha
             return Abstract(shape)
         wide = [1] * len(shape)
         wide[axis] = len(picked)
-        return Abstract(shape, value.data * numbers_for(value.key, picked).reshape(wide))
-    return Abstract(shape, value.data * number_for(what))
+        return Abstract(shape, value.data * numbers_for(value.key, np.array(picked, np.int64)).reshape(wide))
+    return Abstract(shape, value.data * number_for(f"{picked.start}:{picked.step}"))
 
 
 def _gather(r: Reading) -> Abstract:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 from zlib import crc32
 
@@ -73,6 +75,8 @@ class Abstract:
 
 UNKNOWN = Abstract(None)
 
+IS_EXACT = attrgetter("exact")
+
 
 def size_of(shape: Iterable[int]) -> int:
     """The number of elements."""
@@ -98,6 +102,7 @@ def collapse(array: Array, keep: Sequence[bool]) -> Abstract:
     return Abstract(array.shape, np.asarray(array[place], np.float64))
 
 
+@lru_cache(4096)
 def number_for(key: str) -> float:
     """A number between 0.5 and 1.5, or its negative, that stands for a weight."""
     seed = crc32(key.encode())
