@@ -1,9 +1,8 @@
 """Frozen dataclasses: `@record` defines them quickly, `to_plain` and `from_plain` turn them into JSON values and back.
 
 A command defines 150 to 250 classes before it reads a model. `dataclass` compiles six functions for each (0.36 ms),
-which took a third of the time of an `inspect`; records share five of them, and `__init__` is compiled with the first
-instance: half of the classes have none. In all else they are dataclasses: `replace`, `fields` and `field` of the
-standard library apply.
+which took a third of the time of an `inspect`; records share the three for equality, hash and text. In all else they
+are dataclasses: `replace`, `fields` and `field` of the standard library apply.
 
 Standard library only: the worker uses this module in environments that hold nothing but onnxruntime and numpy, which is
 why it is not one of the libraries that do the same (msgspec, by which the gate reads what it kept; pydantic, cattrs).
@@ -53,59 +52,10 @@ def record(cls: Any = None, *, slots: bool = True, kw_only: bool = False) -> Any
 
 def _make_record(cls: Any, slots: bool, kw_only: bool) -> Any:
     cls.__eq__, cls.__hash__, cls.__repr__ = _are_equal, _make_hash, _make_text
-    cls.__setattr__, cls.__delattr__ = _refuse_to_set, _refuse_to_delete
-    made: Any = dataclasses.dataclass(init=False, eq=False, repr=False, slots=slots, kw_only=kw_only)(cls)
+    made: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False, slots=slots, kw_only=kw_only)(cls)
     compared = (one.name for one in dataclasses.fields(made) if one.compare)
     made.__compared__ = attrgetter("__class__", *compared)
-    if slots:
-        made.__getstate__, made.__setstate__ = _get_state, _set_state
-
-    def first_init(self: Any, /, *values: Any, **named: Any) -> None:
-        made.__init__ = _write_init(made)
-        made.__init__(self, *values, **named)
-
-    made.__init__ = first_init
     return made
-
-
-def _write_init(cls: Any) -> Any:
-    """The `__init__` that `dataclass(frozen=True)` compiles."""
-    scope: dict[str, Any] = {"_put": object.__setattr__, "_unset": dataclasses.MISSING}
-    parameters: dict[bool, list[str]] = {False: ["self"], True: []}
-    lines = []
-    for one in dataclasses.fields(cls):
-        value, default = one.name, ""
-        if one.default_factory is not dataclasses.MISSING:
-            scope[f"_make_{one.name}"] = one.default_factory
-            value, default = f"_make_{one.name}() if {one.name} is _unset else {one.name}", "=_unset"
-        elif one.default is not dataclasses.MISSING:
-            scope[f"_default_{one.name}"] = one.default
-            default = f"=_default_{one.name}"
-        parameters[bool(one.kw_only)].append(one.name + default)
-        lines.append(f" _put(self, {one.name!r}, {value})")
-    if hasattr(cls, "__post_init__"):
-        lines.append(" self.__post_init__()")
-    given = ", ".join([*parameters[False], *(["*", *parameters[True]] if parameters[True] else [])])
-    exec("\n".join([f"def __init__({given}):", *lines, " return"]), scope)  # noqa: S102 - as dataclasses does it
-    scope["__init__"].__qualname__ = f"{cls.__qualname__}.__init__"
-    return scope["__init__"]
-
-
-def _refuse_to_set(one: Any, name: str, _value: Any) -> None:
-    raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r} of {type(one).__name__}")
-
-
-def _refuse_to_delete(one: Any, name: str) -> None:
-    raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r} of {type(one).__name__}")
-
-
-def _get_state(one: Any) -> list[Any]:
-    return [getattr(one, each.name) for each in dataclasses.fields(one)]
-
-
-def _set_state(one: Any, state: list[Any]) -> None:
-    for each, value in zip(dataclasses.fields(one), state, strict=True):
-        object.__setattr__(one, each.name, value)
 
 
 def _are_equal(one: Any, other: Any) -> Any:
