@@ -1,0 +1,140 @@
+"""Moves what computes the cross-attention cache from the graph of the first step into the encoder.
+
+Exporters read the batch size for it from the tokens. The encoder has none, so there it is read from its own states.
+"""
+
+from kvdoctor.model.edit import fresh_name, keep_only, prune, rename_all, replace_all
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
+from kvdoctor.model.traverse import all_nodes, find_attribute, names_in, needed_for, own_names, producers, readers
+from kvdoctor.model.view import GraphView, integers
+from kvdoctor.repair.layouts.merging import unite_functions, unite_opsets
+from kvdoctor.repair.layouts.naming import first_of
+from kvdoctor.repair.layouts.registry import DoesNotFit
+
+
+def return_from_encoder(encoder: ModelProto, first: ModelProto, states: tuple[str, str], caches: list[str]) -> None:
+    """Let an encoder return caches as well, which the graph of the first step computes from encoder states.
+
+    `states` are their names in the encoder and in the first step, which is not changed.
+
+    Raises:
+        DoesNotFit: a cache is computed from more than the states.
+        UsageError: the two graphs use different opsets, or functions of one name that differ.
+    """
+    made = ModelProto()
+    made.CopyFrom(first)
+    graph = made.graph
+    replace_all(graph.output, [value for value in graph.output if value.name in caches])
+    _read_batch_from(states[1], made)
+    prune(made)
+    strange = [value.name for value in graph.input if value.name != states[1]]
+    if strange:
+        raise DoesNotFit(
+            f"its cross-attention cache is computed from {first_of(strange)} and not from the encoder states alone"
+        )
+    known = names_in(encoder) | names_in(made)
+    rename_all(encoder.graph, {name: fresh_name(name, known) for name in sorted(own_names(encoder.graph) & {*caches})})
+    taken = names_in(encoder)
+    clashing = sorted((own_names(graph) & taken) - {states[1]})
+    rename_all(graph, {name: fresh_name(name, known) for name in clashing} | {states[1]: states[0]})
+    for node in all_nodes(made):
+        if node.name in taken:
+            node.name = fresh_name(node.name, known)
+    unite_opsets(encoder, made)
+    unite_functions(encoder, made)
+    encoder.ir_version = max(encoder.ir_version, made.ir_version)
+    whole = encoder.graph
+    for mine, theirs in (
+        (whole.node, graph.node),
+        (whole.initializer, graph.initializer),
+        (whole.sparse_initializer, graph.sparse_initializer),
+        (whole.quantization_annotation, graph.quantization_annotation),
+        (whole.value_info, [value for value in graph.value_info if value.name != states[0]]),
+        (whole.output, graph.output),
+    ):
+        mine.extend(theirs)
+
+
+def _read_batch_from(states: str, model: ModelProto) -> None:
+    """Let the sizes that caches take from other values than the states be the batch size of the states.
+
+    Raises:
+        DoesNotFit: another size than the first one is taken.
+    """
+    graph = model.graph
+    sizes = {name for node in graph.node if node.op_type == "Shape" for name in node.output}
+    behind = needed_for(graph, [value.name for value in graph.output], without=sizes)
+    for node in graph.node:
+        if node.op_type != "Shape" or behind.isdisjoint(node.output):
+            continue
+        needed = needed_for(graph, [node.input[0]])
+        others = [value.name for value in graph.input if value.name in needed and value.name != states]
+        if others and not _takes_batch(model, node):
+            raise DoesNotFit(
+                f"the node {node.name!r} reads a length from {first_of(others)} for the cross-attention cache, and the "
+                "encoder does not take it"
+            )
+        if others:
+            node.input[0] = states
+
+
+def _takes_batch(model: ModelProto, node: NodeProto) -> bool:
+    """Whether nothing but the first size is taken of a Shape."""
+    start, end = (find_attribute(node, name) for name in ("start", "end"))
+    if end is not None:
+        return end.i == 1 and (start is None or start.i == 0)
+    view = GraphView(model)
+
+    def takes_first(reader: NodeProto) -> bool:
+        if reader.op_type == "Slice":
+            numbers = [view.main.constant(name) for name in reader.input[1:4] if name]
+            return [integers(one) if one is not None else None for one in numbers] in ([(0,), (1,)], [(0,), (1,), (0,)])
+        index = view.main.constant(reader.input[1]) if reader.op_type == "Gather" else None
+        return index is not None and integers(index) == (0,)
+
+    return start is None and all(takes_first(reader) for reader, _ in readers(model.graph).get(node.output[0], ()))
+
+
+def take_as_inputs(first: ModelProto, states: str, caches: dict[str, ValueInfoProto]) -> None:
+    """Let the graph of the first step take its cross-attention cache; `caches` are the inputs by the present's name.
+
+    The attention often reads what the present is a transposition of: that is transposed back.
+
+    Raises:
+        DoesNotFit: the graph needs the encoder states for more.
+    """
+    graph, known = first.graph, names_in(first)
+    keep_only(graph.output, lambda value: value.name not in caches)
+    for present, given in caches.items():
+        graph.input.append(given)
+        _replace(graph, present, given.name, known)
+    prune(first)
+    graph.ClearField("value_info")  # the lengths of some are those of the states
+    if any(value.name == states for value in graph.input):
+        reading = [node.name or node.op_type for node in graph.node if states in node.input]
+        raise DoesNotFit(f"the first step takes more of the encoder states than the cross-attention cache: {reading}")
+
+
+def _replace(graph: GraphProto, present: str, given: str, known: set[str]) -> None:
+    """Let a value be another one, and what it is a transposition of be that one transposed back."""
+    made, name = producers(graph), present
+    added = [NodeProto(op_type="Identity", name=fresh_name(f"{present}.given", known), input=[given], output=[present])]
+    while True:
+        node = made[name]
+        node.output[:] = [fresh_name("unused", known) if output == name else output for output in node.output]
+        order = find_attribute(node, "perm")
+        if node.op_type not in ("Identity", "Transpose") or node.input[0] not in made:
+            break
+        if node.op_type == "Transpose" and order is None:
+            break
+        inner = node.input[0]
+        back = NodeProto(op_type=node.op_type, name=fresh_name(f"{inner}.back", known), input=[name], output=[inner])
+        if order is not None:
+            back.attribute.add(name="perm", type=order.type, ints=_invert([*order.ints]))
+        added.append(back)
+        name = inner
+    replace_all(graph.node, [*added, *graph.node])
+
+
+def _invert(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
