@@ -92,7 +92,9 @@ def _takes_batch(model: ModelProto, node: NodeProto) -> bool:
         index = view.main.constant(reader.input[1]) if reader.op_type == "Gather" else None
         return index is not None and integers(index) == (0,)
 
-    return start is None and all(takes_first(reader) for reader, _ in readers(model.graph).get(node.output[0], ()))
+    return (start is None or start.i == 0) and all(
+        takes_first(reader) for reader, _ in readers(model.graph).get(node.output[0], ())
+    )
 
 
 def take_as_inputs(first: ModelProto, states: str, caches: dict[str, ValueInfoProto]) -> None:

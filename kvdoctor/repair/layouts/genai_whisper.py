@@ -69,27 +69,28 @@ def refuse(stack: StackFiles, contract: CacheContract) -> str | None:
 
 def _refuse_features(contract: CacheContract) -> str | None:
     """Why an encoder cannot be fed the features that onnxruntime-genai makes of sound."""
-    graph = contract.graph("encode")
-    for port in graph.inputs:
-        if port.role != "encoder_input" or port.dtype not in FLOATS:
-            return (
-                f"it has an encoder that takes {port.name!r} ({port.dtype}): of encoder-decoders {CONSUMER} runs "
-                "Whisper, whose encoder takes features of sound alone"
-            )
-        frames = port.shape[2] if port.shape is not None and len(port.shape) == 3 else None
-        if not isinstance(frames, int):
-            return (
-                f"its encoder does not declare how many frames {port.name!r} has: {CONSUMER} feeds a Whisper "
-                f"[batch, mel bins, {FRAMES}]"
-            )
-        if frames != FRAMES:
-            return (
-                f"its encoder takes {frames} frames, and {CONSUMER} pads and cuts every recording to 30 seconds, "
-                f"{FRAMES} frames: max_source_positions of the checkpoint must be {FRAMES // 2}"
-            )
-    if len(graph.inputs) != 1 or _states(contract).shape is None or _width(contract) is None:
-        return "the width of its encoder states is not declared"
-    return None
+    port, *more = contract.graph("encode").inputs
+    if port.role != "encoder_input" or port.dtype not in FLOATS:
+        return (
+            f"it has an encoder that takes {port.name!r} ({port.dtype}): of encoder-decoders {CONSUMER} runs Whisper, "
+            "whose encoder takes features of sound"
+        )
+    if more:
+        return (
+            f"its encoder takes {more[0].name!r} as well, and {CONSUMER} feeds the encoder of a Whisper features alone"
+        )
+    frames = port.shape[2] if port.shape is not None and len(port.shape) == 3 else None
+    if not isinstance(frames, int):
+        return (
+            f"its encoder does not declare how many frames {port.name!r} has: {CONSUMER} feeds a Whisper "
+            f"[batch, mel bins, {FRAMES}]"
+        )
+    if frames != FRAMES:
+        return (
+            f"its encoder takes {frames} frames, and {CONSUMER} pads and cuts every recording to 30 seconds, {FRAMES} "
+            f"frames: max_source_positions of the checkpoint must be {FRAMES // 2}"
+        )
+    return None if _width(contract) is not None else "the width of its encoder states is not declared"
 
 
 def _states(contract: CacheContract) -> Port:
@@ -184,27 +185,26 @@ def _name_half(half: ModelProto, contract: CacheContract, later: bool) -> dict[s
     Raises:
         DoesNotFit: it takes an input that has no such name.
     """
-    graph, names, caches = contract.graph("decode" if later else "prefill"), PortNames(), dict[str, str]()
-    for port in (*graph.inputs, *graph.outputs):
-        if port.role in ("token_ids", "encoder_states"):
-            names.inputs[port.name] = TOKENS if port.role == "token_ids" else STATES
-        elif port.role == "logits":
-            names.outputs[port.name] = LOGITS
+    graph, caches = contract.graph("decode" if later else "prefill"), dict[str, str]()
+    roles = {"token_ids": TOKENS, "logits": LOGITS} | ({} if later else {"encoder_states": STATES})
+    names = PortNames(
+        {port.name: roles[port.role] for port in graph.inputs if port.role in roles},
+        {port.name: roles[port.role] for port in graph.outputs if port.role in roles},
+    )
     for kind, word in (("self-attention", "self"), ("cross-attention", "cross")):
-        slots = sort_slots(contract.of_kind(kind))
-        for index, slot in enumerate(slots):
+        for index, slot in enumerate(sort_slots(contract.of_kind(kind))):
             past, present = (f"{side}_{slot.part}_{word}_{index // 2}" for side in ("past", "present"))
+            if kind == "cross-attention":
+                caches[present] = past
             if later:
                 names.inputs[slot.past] = past
-            returned = slot.present if later else slot.filled_by
-            if word == "cross":
-                caches[present] = past
-            if returned is not None and not (later and word == "cross"):
-                names.outputs[returned] = present
+            if not later or kind == "self-attention":
+                names.outputs[str(slot.present if later else slot.filled_by)] = present
     rename_as(half, names)
     known = {*names.inputs.values()}
     if strange := [value.name for value in half.graph.input if value.name not in known]:
-        raise DoesNotFit(f"it takes {first_of(strange)}, which {CONSUMER} does not feed")
+        step = "later steps take" if later else "the first step takes"
+        raise DoesNotFit(f"{step} {first_of(strange)}, which {CONSUMER} does not feed to the decoder of a Whisper")
     return caches
 
 
