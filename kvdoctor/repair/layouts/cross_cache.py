@@ -4,12 +4,17 @@ Exporters read the batch size for it from the tokens. The encoder has none, so t
 """
 
 from kvdoctor.model.edit import fresh_name, keep_only, prune, rename_all, replace_all
-from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from kvdoctor.model.traverse import all_nodes, find_attribute, names_in, needed_for, own_names, producers, readers
 from kvdoctor.model.view import GraphView, integers
 from kvdoctor.repair.layouts.merging import unite_functions, unite_opsets
 from kvdoctor.repair.layouts.naming import first_of
 from kvdoctor.repair.layouts.registry import DoesNotFit
+
+NARROWER = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+"""Element types whose values are the same after a cast to float32 and back."""
+KEEPING_TYPE = {"Identity": 1, "Transpose": 1, "Reshape": 1, "Squeeze": 1, "Unsqueeze": 1, "Add": 2, "MatMul": 2}
+"""Operators, and how many of their inputs have the type of their output."""
 
 
 def return_from_encoder(encoder: ModelProto, first: ModelProto, states: tuple[str, str], caches: list[str]) -> None:
@@ -100,7 +105,7 @@ def _takes_batch(model: ModelProto, node: NodeProto) -> bool:
 def take_as_inputs(first: ModelProto, states: str, caches: dict[str, ValueInfoProto]) -> None:
     """Let the graph of the first step take its cross-attention cache; `caches` are the inputs by the present's name.
 
-    The attention often reads what the present is a transposition of: that is transposed back.
+    The attention often reads what the present is a transposition of, or has before a cast: that is computed back.
 
     Raises:
         DoesNotFit: the graph needs the encoder states for more.
@@ -118,24 +123,53 @@ def take_as_inputs(first: ModelProto, states: str, caches: dict[str, ValueInfoPr
 
 
 def _replace(graph: GraphProto, present: str, given: str, known: set[str]) -> None:
-    """Let a value be another one, and what it is a transposition of be that one transposed back."""
+    """Let a value be another one, and what it is a transposition or a wider type of be made from that one."""
     made, name = producers(graph), present
     added = [NodeProto(op_type="Identity", name=fresh_name(f"{present}.given", known), input=[given], output=[present])]
     while True:
         node = made[name]
+        back = _undo(graph, node, fresh_name(f"{name}.back", known))
         node.output[:] = [fresh_name("unused", known) if output == name else output for output in node.output]
-        order = find_attribute(node, "perm")
-        if node.op_type not in ("Identity", "Transpose") or node.input[0] not in made:
+        if back is None or back.output[0] not in made:
             break
-        if node.op_type == "Transpose" and order is None:
-            break
-        inner = node.input[0]
-        back = NodeProto(op_type=node.op_type, name=fresh_name(f"{inner}.back", known), input=[name], output=[inner])
-        if order is not None:
-            back.attribute.add(name="perm", type=order.type, ints=_invert([*order.ints]))
         added.append(back)
-        name = inner
+        name = back.output[0]
     replace_all(graph.node, [*added, *graph.node])
+
+
+def _undo(graph: GraphProto, node: NodeProto, name: str) -> NodeProto | None:
+    """A node that makes the input of another one from its output, the same to the bit; None if there is none."""
+    back = NodeProto(op_type=node.op_type, name=name, input=node.output, output=node.input[:1])
+    if node.op_type == "Identity":
+        return back
+    if node.op_type == "Transpose" and (order := find_attribute(node, "perm")) is not None:
+        back.attribute.add(name="perm", type=order.type, ints=_invert([*order.ints]))
+        return back
+    if node.op_type == "Cast" and (to := find_attribute(node, "to")) is not None and to.i == TensorProto.FLOAT:
+        narrow = _find_type(graph, node.input[0])
+        if narrow in NARROWER:
+            back.attribute.add(name="to", type=to.type, i=narrow)
+            return back
+    return None
+
+
+def _find_type(graph: GraphProto, name: str) -> int | None:
+    """The element type of a value, read off a weight or a Cast from which it is computed without a change of type."""
+    weights, made = {tensor.name: tensor.data_type for tensor in graph.initializer}, producers(graph)
+    waiting, seen = [name], set[str]()
+    while waiting:
+        name = waiting.pop()
+        node = made.get(name)
+        if name in weights:
+            return int(weights[name])
+        if node is None or name in seen:
+            continue
+        seen.add(name)
+        if node.op_type == "Cast" and (to := find_attribute(node, "to")) is not None:
+            return int(to.i)
+        if node.op_type in KEEPING_TYPE:
+            waiting += node.input[: KEEPING_TYPE[node.op_type]]
+    return None
 
 
 def _invert(order: list[int]) -> list[int]:

@@ -136,6 +136,8 @@ def _refuse_caches(own: tuple[Slot, ...], crossed: tuple[Slot, ...], contract: C
     features = contract.graph("encode").inputs[0]
     if not features.dtype == _states(contract).dtype == one.dtype:
         return f"its features, encoder states and caches differ in type, and {CONSUMER} feeds one"
+    if any(slot.growth != "grow" for slot in own):
+        return f"the cache {one.past!r} is a buffer, whose length does not tell the first step from later ones"
     strange = next((slot for slot in crossed if slot.filled_by is None or slot.filled_in != "prefill"), None)
     return None if strange is None else f"the first step does not compute {strange.past!r}"
 
@@ -212,9 +214,10 @@ def _declare_lengths(graph: GraphProto) -> None:
     """Declare what follows from the number of frames: the encoder halves it."""
     rows = next(iter(graph.input)).type.tensor_type.shape.dim[0]
     for value in graph.output:
-        dims = value.type.tensor_type.shape.dim
-        dims[0].CopyFrom(rows)
-        dims[1 if value.name == HIDDEN else 2].CopyFrom(TensorShapeProto.Dimension(dim_value=FRAMES // 2))
+        dims, axis = value.type.tensor_type.shape.dim, 1 if value.name == HIDDEN else CROSS_AXES.index("encoder")
+        if len(dims) > axis:
+            dims[0].CopyFrom(rows)
+            dims[axis].CopyFrom(TensorShapeProto.Dimension(dim_value=FRAMES // 2))
 
 
 def _choose_by_past(model: ModelProto, past: str) -> None:
