@@ -263,5 +263,6 @@ def _configure(source: LayoutSource, made: ConvertedModels) -> None:
     if not any((folder / PROCESSOR).is_file() for folder in (source.root, configs.folder)):
         made.notes.append(
             f"no {PROCESSOR} lies beside the model: {CONSUMER} generates from features without one, and needs it and "
-            "the tokenizer of the checkpoint in the folder to read sound; its model builder writes one"
+            "the tokenizer of the checkpoint in the folder to read sound; kvdoctor re-export --from CHECKPOINT "
+            "--exporter genai writes both"
         )
