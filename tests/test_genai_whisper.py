@@ -102,6 +102,24 @@ def test_what_another_value_of_the_encoder_is_called_does_not_matter(tmp_path: P
     onnx.checker.check_model(stripped(convert(folder).models["encoder.onnx"]))
 
 
+def test_axes_get_readable_names_where_they_are_asked_for(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", "pair")
+
+    def blur(graph: onnx.GraphProto) -> None:
+        for value in (*graph.input, *graph.output):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param and "+" not in dim.dim_param:
+                    dim.dim_param = f"s{len(dim.dim_param)}"
+
+    for file in FILES["pair"]:
+        change(folder / file, blur)
+    decoder = convert(folder, replace(GENAI, readable=True)).models["decoder.onnx"]
+    shapes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in decoder.graph.input}
+    assert shapes["input_ids"] == ["batch_size", "decoder_sequence_length"]
+    assert shapes["past_key_self_0"] == ["batch_size", 4, "past_decoder_sequence_length", 8]
+    assert shapes["past_value_cross_1"] == ["batch_size", 4, "encoder_sequence_length", 8]
+
+
 @pytest.mark.parametrize("frames", [60, 2998])
 def test_an_encoder_of_another_length_is_refused(frames: int, tmp_path: Path) -> None:
     folder = write(tmp_path / "m", frames=frames)

@@ -156,7 +156,7 @@ def _read(file: Path, names: tuple[str, ...], config: dict[str, Any]) -> Iterato
             if UNDECIDED in tokens:
                 tokens = tokens[: tokens.index(UNDECIDED)]
             logits = kept[f"{name}:logits"][: len(tokens)]
-            features = kept.get(f"{name}:features")
+            features = kept[f"{name}:features"] if f"{name}:features" in kept.files else None
             yield name, Generated(prompt, tokens, logits, tuple(ends), room, features)
 
 

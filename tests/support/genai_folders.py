@@ -22,14 +22,14 @@ from support.isolated import give_up
 GENAI = LayoutRequest("genai")
 
 
-def convert(folder: Path) -> ConvertedModels:
+def convert(folder: Path, request: LayoutRequest = GENAI) -> ConvertedModels:
     """The models and the configuration of a folder in the new layout, in memory."""
-    refuse_impossible_layout(str(folder), GENAI)
+    refuse_impossible_layout(str(folder), request)
     opened = open_folder(str(folder))
     contracts: dict[str, CacheContract | None] = {
         stack.name: read_contract(stack, opened.side_cars) for stack in opened.stacks
     }
-    (one,) = convert_stacks(opened, contracts, GENAI)
+    (one,) = convert_stacks(opened, contracts, request)
     return one.made
 
 

@@ -26,7 +26,15 @@ from kvdoctor.repair.layouts.genai_limits import (
     sort_slots,
 )
 from kvdoctor.repair.layouts.merging import SWITCH, MergePlan, merge
-from kvdoctor.repair.layouts.naming import PortNames, first_of, rename_as, rename_ports, sort_ports
+from kvdoctor.repair.layouts.naming import (
+    PortNames,
+    axis_names,
+    first_of,
+    name_axes,
+    rename_as,
+    rename_ports,
+    sort_ports,
+)
 from kvdoctor.repair.layouts.optimum import INSIDE
 from kvdoctor.repair.layouts.pair import split_halves
 from kvdoctor.repair.layouts.registry import ConvertedModels, DoesNotFit, LayoutSource
@@ -144,7 +152,7 @@ def _refuse_caches(own: tuple[Slot, ...], crossed: tuple[Slot, ...], contract: C
 
 def make(source: LayoutSource) -> ConvertedModels:
     """The encoder and the decoder, and the configuration that names their inputs and outputs."""
-    contract, stack = source.contract, source.stack
+    contract, stack, words = source.contract, source.stack, axis_names(source.contract)
     encoder, (first, later) = source.model("encoder"), _read_halves(source)
     files = source.new_name(ENCODER), source.new_name(DECODER)
     made = ConvertedModels({}, tuple(file.name for file in stack.files.values()), limit=INSIDE, encoder=files[0])
@@ -165,6 +173,9 @@ def make(source: LayoutSource) -> ConvertedModels:
         raise DoesNotFit(f"only one of its two graphs returns {first_of(plan.dropped)}")
     _choose_by_past(decoder, "past_key_self_0")
     sort_ports(decoder.graph.input, [TOKENS])
+    if source.readable:
+        for graph in (encoder.graph, decoder.graph):
+            name_axes(graph, {value.name: _axes(value.name) for value in (*graph.input, *graph.output)}, words)
     made.models |= {files[0]: encoder, files[1]: decoder}
     _configure(source, made)
     old = " and ".join(file.name for role, file in stack.files.items() if role != "encoder")
@@ -208,6 +219,16 @@ def _name_half(half: ModelProto, contract: CacheContract, later: bool) -> dict[s
         step = "later steps take" if later else "the first step takes"
         raise DoesNotFit(f"{step} {first_of(strange)}, which {CONSUMER} does not feed to the decoder of a Whisper")
     return caches
+
+
+def _axes(name: str) -> tuple[Axis, ...]:
+    """The axes of an input or output, by its new name."""
+    known: dict[str, tuple[Axis, ...]] = {TOKENS: ("batch", "new"), LOGITS: ("batch", "new", "vocabulary")}
+    known |= {FEATURES: ("batch", "fixed", "fixed"), HIDDEN: ("batch", "encoder", "hidden")}
+    if name in known:
+        return known[name]
+    length: Axis = "encoder" if "_cross_" in name else "past" if name.startswith("past") else "total"
+    return tuple(length if axis == "past" else axis for axis in SLOT_AXES)
 
 
 def _declare_lengths(graph: GraphProto) -> None:
