@@ -119,7 +119,9 @@ def take_as_inputs(first: ModelProto, states: str, caches: dict[str, ValueInfoPr
     graph.ClearField("value_info")  # the lengths of some are those of the states
     if any(value.name == states for value in graph.input):
         reading = [node.name or node.op_type for node in graph.node if states in node.input]
-        raise DoesNotFit(f"the first step takes more of the encoder states than the cross-attention cache: {reading}")
+        raise DoesNotFit(
+            f"the first step takes more of the encoder states than the cross-attention cache, in {first_of(reading)}"
+        )
 
 
 def _replace(graph: GraphProto, present: str, given: str, known: set[str]) -> None:
