@@ -9,25 +9,21 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from support.genai_folders import GENAI, config_of, convert, failures, named, ports, re_export, require_runtime
 from support.isolated import EXPORTS, give_up, kvdoctor
 from support.text_fixtures import load_all
 
-from kvdoctor.analysis.contract_reader import read_contract
-from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.contract import CacheContract
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
 from kvdoctor.repair import pipeline
-from kvdoctor.repair.convert_layout import convert_stacks, refuse_impossible_layout
-from kvdoctor.repair.generation_proof import NEEDS, SCRIPT
+from kvdoctor.repair.convert_layout import refuse_impossible_layout
+from kvdoctor.repair.generation_proof import NEEDS
 from kvdoctor.repair.layouts import genai
 from kvdoctor.repair.layouts.registry import ConvertedModels, LayoutSource
 from kvdoctor.repair.request import LayoutRequest, RepairRequest
-from kvdoctor.report.document import Report, exit_code
-from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptProcess
+from kvdoctor.report.document import exit_code
 
 FIXTURES = load_all()
-GENAI = LayoutRequest("genai")
 CONTEXT = {"max_position_embeddings": 40}
 
 
@@ -38,31 +34,6 @@ def write(folder: Path, name: str, config: Any = CONTEXT, generation: Any = {"eo
     for file, content in (("config.json", config), ("generation_config.json", generation)):
         (folder / file).write_text(content if isinstance(content, str) else json.dumps(content))
     return folder
-
-
-def convert(folder: Path) -> ConvertedModels:
-    """The models and the configuration of a folder in the new layout, in memory."""
-    refuse_impossible_layout(str(folder), GENAI)
-    opened = open_folder(str(folder))
-    contracts: dict[str, CacheContract | None] = {
-        stack.name: read_contract(stack, opened.side_cars) for stack in opened.stacks
-    }
-    (one,) = convert_stacks(opened, contracts, GENAI)
-    return one.made
-
-
-def config_of(made: ConvertedModels) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(made.texts["genai_config.json"])
-    return found
-
-
-def ports(model: onnx.ModelProto) -> tuple[set[str], set[str]]:
-    return {value.name for value in model.graph.input}, {value.name for value in model.graph.output}
-
-
-def named(entries: dict[str, str], layers: int) -> set[str]:
-    """The names that a part of the configuration stands for."""
-    return {name.replace("%d", str(layer)) for name in entries.values() for layer in range(layers)}
 
 
 @pytest.mark.parametrize(("name", "kv_heads"), [("gpt2", 4), ("llama-gqa", 2)])
@@ -256,27 +227,9 @@ def test_without_onnxruntime_genai_nothing_is_written(tmp_path: Path, monkeypatc
     assert not any("--keep-unproved" in note for note in report.notes)
 
 
-def re_export(folder: Path, out: Path, offline: bool = False) -> Report:
-    return pipeline.re_export(RepairRequest(str(folder), str(out), layout=GENAI), Options(offline=offline))
-
-
-def failures(report: Report) -> list[str]:
-    assert report.repair is not None
-    return [f"{entry.claim}: {entry.detail}" for entry in report.repair.proof if not entry.holds]
-
-
 @pytest.fixture(scope="module")
 def _runtime() -> None:
-    """An environment with onnxruntime-genai; without one the test is skipped."""
-    script = ScriptProcess(SCRIPT, {"model": "", "prompts": [], "counts": [], "out": ""}, NEEDS, False)
-    try:
-        script.ask({})
-    except EnvironmentUnavailable as reason:
-        give_up(str(reason))
-    except Exception:  # noqa: S110 - it ran, and refused the empty path
-        pass
-    finally:
-        script.stop()
+    require_runtime()
 
 
 @pytest.mark.slow

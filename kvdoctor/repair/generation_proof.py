@@ -1,7 +1,8 @@
 """The proof of a folder for onnxruntime-genai: that runtime generates the tokens of kvdoctor's own loop.
 
-It runs in a Python of its own (runtime/environments.py). The prompts have several lengths. Where two tokens are equally
-likely but for rounding, either may follow, so that no token after that is compared.
+It runs in a Python of its own (runtime/environments.py). An encoder is fed the same features in both. The prompts have
+several lengths. Where two tokens are equally likely but for rounding, either may follow, so that no token after that is
+compared.
 """
 
 import json
@@ -36,7 +37,8 @@ SEEDS = 4
 class Generated:
     """What the loop of kvdoctor generates from a prompt: the tokens to compare, and the logits of each.
 
-    `ends` are the tokens that end a text; `fits` is how many tokens the context has room for.
+    `ends` are the tokens that end a text; `fits` is how many tokens the context has room for; `features` is what the
+    encoder was fed.
     """
 
     prompt: tuple[int, ...]
@@ -44,6 +46,7 @@ class Generated:
     logits: "np.ndarray[Any, Any]"
     ends: tuple[int, ...]
     fits: int
+    features: "np.ndarray[Any, Any] | None" = None
 
     @property
     def ended(self) -> bool:
@@ -88,7 +91,7 @@ def prove_generation(session: RepairSession, stack: str, source: Source) -> Iter
         yield Proof(stack, claim, False, f"no {LEAST} tokens to compare: {reason}")
         return
     try:
-        answer = _ask(session, wanted)
+        answer = _ask(session, wanted, config)
     except EnvironmentUnavailable as error:
         yield Proof(stack, claim, False, f"could not be proved, onnxruntime-genai is not available: {error}")
         return
@@ -152,11 +155,13 @@ def _read(file: Path, names: tuple[str, ...], config: dict[str, Any]) -> Iterato
             tokens = tokens[:stop]
             if UNDECIDED in tokens:
                 tokens = tokens[: tokens.index(UNDECIDED)]
-            yield name, Generated(prompt, tokens, kept[f"{name}:logits"][: len(tokens)], tuple(ends), room)
+            logits = kept[f"{name}:logits"][: len(tokens)]
+            features = kept[f"{name}:features"] if f"{name}:features" in kept.files else None
+            yield name, Generated(prompt, tokens, logits, tuple(ends), room, features)
 
 
-def _ask(session: RepairSession, wanted: list[Generated]) -> _Answer:
-    """Let onnxruntime-genai generate from the prompts.
+def _ask(session: RepairSession, wanted: list[Generated], config: dict[str, Any]) -> _Answer:
+    """Let onnxruntime-genai generate from the prompts, and from the features that the source was fed.
 
     Raises:
         EnvironmentUnavailable: there is no Python that has it.
@@ -169,6 +174,13 @@ def _ask(session: RepairSession, wanted: list[Generated]) -> _Answer:
         "counts": [len(one.tokens) for one in wanted],
         "out": str(out),
     }
+    given = {str(number): one.features for number, one in enumerate(wanted) if one.features is not None}
+    if given:
+        import numpy as np
+
+        features = session.scratch / "genai-features.npz"
+        np.savez(features, **given)  # type: ignore[arg-type, unused-ignore]
+        asked |= {"features": str(features), "features_as": config["encoder"]["inputs"]["audio_features"]}
     script = ScriptProcess(SCRIPT, asked, NEEDS, session.options.offline)
     try:
         answer = script.wait()

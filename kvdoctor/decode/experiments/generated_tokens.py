@@ -1,4 +1,7 @@
-"""The tokens that a model generates from prompts of several lengths: what another runtime must generate as well."""
+"""The tokens that a model generates from prompts of several lengths: what another runtime must generate as well.
+
+An encoder is fed the same features for it, which are kept with the tokens.
+"""
 
 from typing import Any
 
@@ -20,12 +23,15 @@ COUNT = 12
 def kept(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
     """The prompt int64[n], the chosen tokens int64[steps], the decided ones, and float[steps, vocabulary].
 
-    `decided` has UNDECIDED in place of a token that another one comes as close to as rounding.
+    `decided` has UNDECIDED in place of a token that another one comes as close to as rounding. `features` is what the
+    encoder was fed, where it takes one input.
     """
     if not logits:
         return {}
     rows = np.stack([step[0, -1] for step in logits])
     found: dict[str, Any] = {"prompt": builder.tokens[0, : builder.scenario.prompt], "logits": rows}
+    if len(builder.encoded.fed) == 1:
+        found["features"] = next(iter(builder.encoded.fed.values()))
     return found | {"tokens": rows.argmax(-1), "decided": decide(rows, builder.tolerance.fails)}
 
 

@@ -1,26 +1,40 @@
-"""Genai: a decoder as model.onnx with the genai_config.json that onnxruntime-genai reads, and the tokenizer's files.
+"""Genai: the graphs and the genai_config.json that onnxruntime-genai reads, and the tokenizer's files.
 
-Requires: a decoder without an encoder, whose graph for later steps takes any number of tokens and an empty past; keys
-and values of one size, layer by layer, that grow or are one buffer; token ids, and of masks and positions those that
-onnxruntime-genai feeds; the token that ends a text, and the context, in the configs beside the model.
-Ensures: one graph. Its names are declared in genai_config.json where one pattern names all layers, else they become
-those of onnxruntime-genai. The copy generates the same tokens in onnxruntime-genai itself.
+Requires: Whisper (`genai_whisper`), or a decoder without an encoder, whose graph for later steps takes any number of
+tokens and an empty past; keys and values of one size, layer by layer, that grow or are one buffer; token ids, and of
+masks and positions those that onnxruntime-genai feeds; the token that ends a text, and the context, in the configs
+beside the model.
+Ensures: of a decoder one graph, model.onnx, whose names are declared in genai_config.json where one pattern names all
+layers, else they become those of onnxruntime-genai. The copy generates the same tokens in onnxruntime-genai itself.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
 
 from kvdoctor.analysis.stacks import StackFiles
-from kvdoctor.contract import CacheContract, Port, Role, Slot
+from kvdoctor.contract import CacheContract, Role
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.records import record
+from kvdoctor.repair.layouts import genai_whisper
 from kvdoctor.repair.layouts.genai_config import (
+    DECODER,
     DEFAULTS,
+    INPUTS,
     NAME,
     Configs,
+    GraphEntries,
     find_missing,
     list_settings,
     write_config,
+)
+from kvdoctor.repair.layouts.genai_limits import (
+    CONSUMER,
+    INTEGERS,
+    SLOT_AXES,
+    refuse_logits,
+    refuse_slots,
+    size_of_axis,
+    sort_slots,
 )
 from kvdoctor.repair.layouts.naming import (
     SINGLE,
@@ -36,13 +50,9 @@ from kvdoctor.repair.layouts.pair import split_halves
 from kvdoctor.repair.layouts.registry import ConvertedModels, DoesNotFit, Layout, LayoutSource
 from kvdoctor.report.repair_record import Change
 
-CONSUMER = "onnxruntime-genai"
 FED: dict[Role, str] = {"token_ids": "input_ids", "attention_mask": "attention_mask", "position_ids": "position_ids"}
 """Inputs that onnxruntime-genai feeds, by role, and their entries in genai_config.json."""
 AXES = {"token_ids": ("batch", "new"), "attention_mask": ("batch", "total"), "position_ids": ("batch", "new")}
-INTEGERS = ("int32", "int64")
-FLOATS = ("float", "float16", "bfloat16")
-SLOT_AXES = ("batch", "kv_heads", "past", "head_dim")
 MOST_LETTERS = 63
 """Letters of a name that is made from a pattern. Source: ComposeKeyValueName in src/models/kv_cache.cpp."""
 
@@ -67,20 +77,17 @@ def refuse(stack: StackFiles, contract: CacheContract) -> str | None:
     root = stack.main.path.parents[len(Path(stack.main.name).parts) - 1]
     if (root / NAME).is_file():
         return f"its folder already has a {NAME}, which `kvdoctor step-test` compares with the graph"
+    configs = Configs.beside(root)
+    if _has_encoder(contract):
+        return genai_whisper.refuse(stack, contract) or find_missing(configs, contract)
     if stack.kind not in ("decoder-only", "pair", "merged"):
         return f"it is no decoder that one graph can serve ({stack.kind})"
-    reasons = (_refuse_encoder, _refuse_inputs, _refuse_lengths, _refuse_slots, _refuse_logits)
-    found = next((reason for find in reasons if (reason := find(contract)) is not None), None)
-    return found or find_missing(Configs.beside(root), contract)
+    found = _refuse_inputs(contract) or _refuse_lengths(contract) or refuse_slots(contract.slots)
+    return found or refuse_logits(contract) or find_missing(configs, contract)
 
 
-def _refuse_encoder(contract: CacheContract) -> str | None:
-    if contract.has_encoder_states or contract.of_kind("cross-attention") or "encode" in contract.phases:
-        return (
-            f"it has an encoder, and this layout is for decoders alone; of encoder-decoders {CONSUMER} runs Whisper, "
-            "which kvdoctor re-export --from CHECKPOINT --exporter genai exports for it"
-        )
-    return None
+def _has_encoder(contract: CacheContract) -> bool:
+    return contract.has_encoder_states or bool(contract.of_kind("cross-attention")) or "encode" in contract.phases
 
 
 def _refuse_inputs(contract: CacheContract) -> str | None:
@@ -111,61 +118,12 @@ def _refuse_lengths(contract: CacheContract) -> str | None:
     if contract.fixed_batch not in (None, 1):
         return f"it takes {contract.fixed_batch} sequences at once and no other number"
     for port in contract.graph("decode").inputs:
-        size = _size(port, "new")
+        size = size_of_axis(port, "new")
         if size is not None:
             return f"it takes {size} new token{'s' * (size > 1)} at a time, and {CONSUMER} feeds a prompt in one call"
-        size = _size(port, "past") or _size(port, "total")
+        size = size_of_axis(port, "past") or size_of_axis(port, "total")
         if size is not None:
             return f"its input {port.name!r} has the fixed length {size}, and {CONSUMER} feeds one that grows"
-    return None
-
-
-def _size(port: Port, axis: str) -> int | None:
-    if port.shape is None or axis not in port.axes:
-        return None
-    size = port.shape[[*port.axes].index(axis)]
-    return size if isinstance(size, int) else None
-
-
-def _refuse_slots(contract: CacheContract) -> str | None:
-    first = contract.slots[0]
-    sizes = first.size("kv_heads"), first.size("head_dim")
-    for slot in contract.slots:
-        where = f"the cache {slot.past!r}"
-        if slot.kind != "self-attention" or slot.part not in ("key", "value") or slot.layer is None:
-            what = slot.kind if slot.kind != "self-attention" else f"{slot.part} of {_whose(slot)}"
-            return f"{where} is a {what}: this layout is for one key and one value in each layer"
-        if slot.growth not in ("grow", "shared") or slot.trimmed:
-            how = "cut to a window" if slot.trimmed else slot.growth
-            return f"{where} neither grows with each step nor is one buffer for past and present ({how})"
-        if slot.axes != SLOT_AXES:
-            return f"the axes of {slot.past!r} are {', '.join(slot.axes)}: {CONSUMER} feeds {', '.join(SLOT_AXES)}"
-        if slot.present is None:
-            return f"{where} is not returned"
-        if slot.dtype not in FLOATS or slot.dtype != first.dtype:
-            return f"{where} is {slot.dtype}, where {CONSUMER} feeds one type of {', '.join(FLOATS)} to all layers"
-        own = slot.size("kv_heads"), slot.size("head_dim")
-        if None in own:
-            return f"the number of heads or the head size of {slot.past!r} is not known"
-        if own != sizes:
-            mine, others = ("x".join(map(str, pair)) for pair in (own, sizes))
-            return f"{where} has {mine} heads x head size, {first.past!r} {others}: {CONSUMER} takes one size"
-    keys, values = ([slot.layer for slot in contract.slots if slot.part == part] for part in ("key", "value"))
-    if sorted(map(str, keys)) != sorted(map(str, values)) or len({*keys}) != len(keys):
-        return "its layers do not each have one key and one value"
-    return None
-
-
-def _whose(slot: Slot) -> str:
-    return "all layers" if slot.layer is None else f"layer {slot.layer}"
-
-
-def _refuse_logits(contract: CacheContract) -> str | None:
-    port = contract.graph("decode").port("logits")
-    if port is None:
-        return "it returns no logits"
-    if port.dtype not in FLOATS or (port.shape is not None and len(port.shape) != 3):
-        return f"its logits {port.name!r} are {port.dtype} with {len(port.shape or ())} axes, and {CONSUMER} reads 3"
     return None
 
 
@@ -179,7 +137,7 @@ class GenaiNames:
 
 def choose_names(contract: CacheContract) -> GenaiNames:
     """The names stay if one pattern names each kind of cache in all layers; else all become the usual ones."""
-    graph, slots = contract.graph("decode"), sort_slots(contract)
+    graph, slots = contract.graph("decode"), sort_slots(contract.slots)
     caches = {
         "past_key_names": [slot.past for slot in slots if slot.part == "key"],
         "past_value_names": [slot.past for slot in slots if slot.part == "value"],
@@ -202,13 +160,8 @@ def choose_names(contract: CacheContract) -> GenaiNames:
         for layer, old in enumerate(olds):
             side[old] = entries[entry].replace("%d", str(layer))
             total = tuple("total" if axis == "past" else axis for axis in SLOT_AXES)
-            names.axes[side[old]] = total if entry.startswith("present") else SLOT_AXES  # type: ignore[assignment]
+            names.axes[side[old]] = total if entry.startswith("present") else SLOT_AXES
     return GenaiNames(names, entries)
-
-
-def sort_slots(contract: CacheContract) -> list[Slot]:
-    """The slots layer by layer, the key before the value."""
-    return sorted(contract.slots, key=lambda slot: (slot.layer or 0, slot.part == "value"))
 
 
 def find_pattern(names: list[str]) -> str | None:
@@ -223,7 +176,11 @@ def find_pattern(names: list[str]) -> str | None:
 
 
 def make(source: LayoutSource) -> ConvertedModels:
-    """One graph, and the configuration that names its inputs and outputs."""
+    """The graphs, and the configuration that names their inputs and outputs."""
+    return (genai_whisper.make if _has_encoder(source.contract) else _make_decoder)(source)
+
+
+def _make_decoder(source: LayoutSource) -> ConvertedModels:
     model, contract = _read_graph(source), source.contract
     made = ConvertedModels({}, tuple(_decoder_files(source)), limit=INSIDE)
     names, file = choose_names(contract), source.new_name(SINGLE)
@@ -234,14 +191,16 @@ def make(source: LayoutSource) -> ConvertedModels:
     if source.readable:
         name_axes(model.graph, names.ports.axes, axis_names(contract))
     configs = Configs.beside(source.root)
-    settings = list_settings(configs, contract, sort_slots(contract))
+    settings = list_settings(configs, contract, sort_slots(contract.slots), DECODER)
     made.changes += [Change(NAME, one.key, "", f"{one.value} ({one.because})") for one in settings]
     both = {**names.ports.inputs, **names.ports.outputs}
     for name in before:
         if both.get(name) != name:
             made.changes.append(Change(source.stack.main.name, "inputs and outputs", name, both.get(name, "left out")))
     made.models[file] = model
-    made.texts[NAME] = write_config(file, settings, names.entries)
+    inputs = {key: name for key, name in names.entries.items() if key in INPUTS}
+    outputs = {key: name for key, name in names.entries.items() if key not in INPUTS}
+    made.texts[NAME] = write_config({"decoder": GraphEntries(file, inputs, outputs)}, settings)
     if not has_tokenizer(source.root, configs.folder):
         made.notes.append(
             f"no tokenizer lies beside the model: {CONSUMER} generates from token ids without one, and needs "
@@ -273,10 +232,10 @@ def _decoder_files(source: LayoutSource) -> Iterable[str]:
 
 LAYOUT = Layout(
     "genai",
-    f"model.onnx and genai_config.json for {CONSUMER}, proved by generating with it",
-    (SINGLE,),
+    f"the graphs and genai_config.json for {CONSUMER}, proved by generating with it",
+    (SINGLE, genai_whisper.ENCODER, genai_whisper.DECODER),
     refuse,
     make,
     consumer=CONSUMER,
-    beside=TOKENIZER,
+    beside=(*TOKENIZER, genai_whisper.PROCESSOR),
 )

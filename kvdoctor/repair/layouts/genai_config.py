@@ -16,8 +16,6 @@ from kvdoctor.model.files import side_car_folder
 from kvdoctor.records import record
 
 NAME = "genai_config.json"
-TYPE = "decoder"
-"""The type of a decoder without rules of its own; a family's name would ask for the graph that the builder makes."""
 MOST_TOKENS_OF_END = 64
 """Tokens that end a text, in a config that can be believed."""
 
@@ -47,6 +45,10 @@ class Setting:
     key: str
     value: Any
     because: str
+
+
+DECODER = Setting("model.type", "decoder", "a decoder without rules of its own")
+"""The type of most decoders: a family's name would ask for the graph that the builder makes."""
 
 
 @record
@@ -105,15 +107,20 @@ def read_vocabulary(contract: CacheContract) -> int | None:
     return size if is_count(size) else contract.vocabulary
 
 
-def list_settings(configs: Configs, contract: CacheContract, slots: list[Slot]) -> list[Setting]:
-    """The values of the file other than names, where `find_missing` said that nothing is missing."""
+def list_settings(
+    configs: Configs, contract: CacheContract, slots: list[Slot], family: Setting, more: tuple[Setting, ...] = ()
+) -> list[Setting]:
+    """The values of the file other than names, where `find_missing` said that nothing is missing.
+
+    `slots` are those of the self-attention, `family` is the type, and `more` are values that only this family has.
+    """
     vocabulary = read_vocabulary(contract) or 0
     end, file = configs.read_ids("eos_token_id", vocabulary) or ([], "")
     shared = all(slot.growth == "shared" for slot in slots)
     buffer = "every cache may be one buffer for past and present" if shared else "a step returns a longer cache"
     graph = "the graph"
     found = [
-        Setting("model.type", TYPE, "a decoder without rules of its own"),
+        family,
         Setting("model.vocab_size", vocabulary, graph),
         Setting("model.context_length", contract.context_limit, "the config of the model"),
         Setting("model.eos_token_id", end[0] if len(end) == 1 else end, file),
@@ -131,10 +138,11 @@ def list_settings(configs: Configs, contract: CacheContract, slots: list[Slot]) 
     part = decoder_config(configs.config)
     for key, names in NOT_READ.items():
         size = next((part[name] for name in names if is_count(part.get(name))), None)
-        if size is not None:
+        if size is not None and f"model.decoder.{key}" not in {one.key for one in more}:
             found.append(Setting(f"model.decoder.{key}", size, "config.json"))
     return [
         *found,
+        *more,
         Setting("search.max_length", contract.context_limit, "the context"),
         Setting("search.do_sample", False, "greedy, unless a program asks for more"),
         Setting("search.num_beams", 1, "greedy, unless a program asks for more"),
@@ -142,14 +150,23 @@ def list_settings(configs: Configs, contract: CacheContract, slots: list[Slot]) 
     ]
 
 
-def write_config(file: str, settings: list[Setting], names: dict[str, str]) -> str:
-    """The text of the file; `file` is the graph, relative to it, and `names` are those of its inputs and outputs."""
-    inputs = {key: name for key, name in names.items() if key in INPUTS}
-    outputs = {key: name for key, name in names.items() if key not in INPUTS}
-    decoder: dict[str, Any] = {"filename": file, "inputs": inputs, "outputs": outputs}
-    parts: dict[str, dict[str, Any]] = {"model": {}, "model.decoder": decoder, "search": {}}
+@record
+class GraphEntries:
+    """What the file says of one graph: its own file, relative to this one, and the names of its inputs and outputs."""
+
+    file: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+
+def write_config(graphs: dict[str, GraphEntries], settings: list[Setting]) -> str:
+    """The text of the file; the graphs by the part of the model that they are."""
+    model: dict[str, Any] = {}
+    search: dict[str, Any] = {}
+    named = {p: {"filename": one.file, "inputs": one.inputs, "outputs": one.outputs} for p, one in graphs.items()}
+    parts = {"model": model, "search": search} | {f"model.{part}": entries for part, entries in named.items()}
     for one in settings:
         part, _, key = one.key.rpartition(".")
         parts[part][key] = one.value
-    whole = {"model": parts["model"] | {"decoder": decoder}, "search": parts["search"]}
+    whole = {"model": model | named, "search": search}
     return json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -57,9 +57,9 @@ def merge(first: ModelProto, later: ModelProto, work: MergePlan) -> ModelProto:
     model = ModelProto()
     model.CopyFrom(first)
     model.ClearField("graph")
-    _unite_opsets(model, later)
+    unite_opsets(model, later)
     model.ir_version = max(first.ir_version, later.ir_version, 4)
-    _unite_functions(model, later)
+    unite_functions(model, later)
     _unite_outputs(first, later, work)
     for half in (first, later):
         prune(half)
@@ -100,7 +100,12 @@ def _build_merged(
     return model
 
 
-def _unite_opsets(model: ModelProto, later: ModelProto) -> None:
+def unite_opsets(model: ModelProto, later: ModelProto) -> None:
+    """Let a model import the opsets of another one as well.
+
+    Raises:
+        UsageError: the two use different versions.
+    """
     known = {normalize_domain(entry.domain): entry.version for entry in model.opset_import}
     for entry in later.opset_import:
         version = known.setdefault(normalize_domain(entry.domain), entry.version)
@@ -113,7 +118,12 @@ def _unite_opsets(model: ModelProto, later: ModelProto) -> None:
             model.opset_import.add(domain=entry.domain, version=entry.version)
 
 
-def _unite_functions(model: ModelProto, later: ModelProto) -> None:
+def unite_functions(model: ModelProto, later: ModelProto) -> None:
+    """Let a model have the functions of another one as well.
+
+    Raises:
+        UsageError: the two define different ones of one name.
+    """
     known = {(f.domain, f.name, getattr(f, "overload", "")): f for f in model.functions}
     for function in later.functions:
         key = function.domain, function.name, getattr(function, "overload", "")

@@ -139,7 +139,7 @@ def _compute_pasts(known: set[str], contract: CacheContract) -> Iterator[NodePro
     shape, rows = (fresh_name(f"first_step.{word}", known) for word in ("ids_shape", "rows"))
     yield NodeProto(op_type="Shape", name=shape, input=[port.name], output=[shape])
     at = fresh_name("first_step.batch_axis", known)
-    yield _constant(at, [port.axes.index("batch")])
+    yield integer_constant(at, [port.axes.index("batch")])
     yield NodeProto(op_type="Gather", name=rows, input=[shape, at], output=[rows])
     for slot in contract.slots:
         parts = []
@@ -151,13 +151,13 @@ def _compute_pasts(known: set[str], contract: CacheContract) -> Iterator[NodePro
                 continue
             if axis == "batch_heads":
                 heads = fresh_name(f"{slot.past}.heads", known)
-                yield _constant(heads, [contract.heads or 1])
+                yield integer_constant(heads, [contract.heads or 1])
                 yield NodeProto(op_type="Mul", name=part, input=[rows, heads], output=[part])
             else:
-                yield _constant(part, [0 if axis == "past" else int(size) if isinstance(size, int) else 1])
+                yield integer_constant(part, [0 if axis == "past" else int(size) if isinstance(size, int) else 1])
             parts.append(part)
         sizes = fresh_name(f"{slot.past}.sizes", known)
-        yield _join(sizes, parts) if parts else _constant(sizes, [])
+        yield _join(sizes, parts) if parts else integer_constant(sizes, [])
         yield _zeros(slot, sizes, fresh_name(f"{slot.past}.empty", known))
 
 
@@ -176,7 +176,8 @@ def _zeros(slot: Slot, sizes: str, name: str) -> NodeProto:
     return node
 
 
-def _constant(name: str, numbers: list[int]) -> NodeProto:
+def integer_constant(name: str, numbers: list[int]) -> NodeProto:
+    """A node that gives int64[n]."""
     node = NodeProto(op_type="Constant", name=name, output=[name])
     data = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
     node.attribute.add(

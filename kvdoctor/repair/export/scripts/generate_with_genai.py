@@ -2,8 +2,9 @@
 
 The only argument is a JSON object: `model`, the folder with genai_config.json; `prompts`, lists of token ids; `counts`,
 how many tokens to generate from each; `out`, an .npz file to leave the logits in, `logits.N` float[tokens, vocabulary]
-of prompt N. Each line of standard output is a JSON object: the versions of the libraries, then `tokens`, a list for
-each prompt, which ends early with a token that ends a text, or `failed` with the reason.
+of prompt N; for a model with an encoder `features`, an .npz file with what it is fed for prompt N as `N`, and
+`features_as`, the name of that input. Each line of standard output is a JSON object: the versions of the libraries,
+then `tokens`, a list for each prompt, which ends early with a token that ends a text, or `failed` with the reason.
 """
 
 import json
@@ -17,11 +18,13 @@ import onnxruntime_genai as og
 MOST_WORDS = 400
 
 
-def generate(model: Any, prompt: list[int], count: int) -> tuple[list[int], Any]:
-    """The tokens behind a prompt, and the row of logits that each was chosen from."""
+def generate(model: Any, prompt: list[int], count: int, given: dict[str, Any]) -> tuple[list[int], Any]:
+    """The tokens behind a prompt, and the row of logits that each was chosen from; `given` are inputs by name."""
     parameters = og.GeneratorParams(model)
     parameters.set_search_options(do_sample=False, num_beams=1, max_length=len(prompt) + count)
     generator = og.Generator(model, parameters)
+    for name, value in given.items():
+        generator.set_model_input(name, value)
     generator.append_tokens(np.array([prompt], dtype=np.int32))
     tokens: list[int] = []
     rows = []
@@ -42,7 +45,9 @@ def main() -> None:
         og.disable_telemetry_events()
     try:
         model = og.Model(asked["model"])
-        done = [generate(model, *request) for request in zip(asked["prompts"], asked["counts"], strict=True)]
+        features = np.load(asked["features"]) if "features" in asked else {}
+        given = [{asked["features_as"]: features[str(n)]} if features else {} for n in range(len(asked["prompts"]))]
+        done = [generate(model, *request) for request in zip(asked["prompts"], asked["counts"], given, strict=True)]
         np.savez(asked["out"], **{f"logits.{number}": rows for number, (_, rows) in enumerate(done)})
     except Exception as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"

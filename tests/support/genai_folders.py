@@ -1,0 +1,69 @@
+"""What the tests of `--layout genai` share: conversions in memory and on disk, and the runtime that proves them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.contract import CacheContract
+from kvdoctor.options import Options
+from kvdoctor.repair import pipeline
+from kvdoctor.repair.convert_layout import convert_stacks, refuse_impossible_layout
+from kvdoctor.repair.generation_proof import NEEDS, SCRIPT
+from kvdoctor.repair.layouts.registry import ConvertedModels
+from kvdoctor.repair.request import LayoutRequest, RepairRequest
+from kvdoctor.report.document import Report
+from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptProcess
+from support.isolated import give_up
+
+GENAI = LayoutRequest("genai")
+
+
+def convert(folder: Path, request: LayoutRequest = GENAI) -> ConvertedModels:
+    """The models and the configuration of a folder in the new layout, in memory."""
+    refuse_impossible_layout(str(folder), request)
+    opened = open_folder(str(folder))
+    contracts: dict[str, CacheContract | None] = {
+        stack.name: read_contract(stack, opened.side_cars) for stack in opened.stacks
+    }
+    (one,) = convert_stacks(opened, contracts, request)
+    return one.made
+
+
+def config_of(made: ConvertedModels) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(made.texts["genai_config.json"])
+    return found
+
+
+def ports(model: onnx.ModelProto) -> tuple[set[str], set[str]]:
+    return {value.name for value in model.graph.input}, {value.name for value in model.graph.output}
+
+
+def named(entries: dict[str, str], layers: int) -> set[str]:
+    """The names that a part of the configuration stands for."""
+    return {name.replace("%d", str(layer)) for name in entries.values() for layer in range(layers)}
+
+
+def re_export(folder: Path, out: Path, offline: bool = False) -> Report:
+    return pipeline.re_export(RepairRequest(str(folder), str(out), layout=GENAI), Options(offline=offline))
+
+
+def failures(report: Report) -> list[str]:
+    assert report.repair is not None
+    return [f"{entry.claim}: {entry.detail}" for entry in report.repair.proof if not entry.holds]
+
+
+def require_runtime() -> None:
+    """Makes an environment with onnxruntime-genai; without one the test is skipped."""
+    script = ScriptProcess(SCRIPT, {"model": "", "prompts": [], "counts": [], "out": ""}, NEEDS, False)
+    try:
+        script.ask({})
+    except EnvironmentUnavailable as reason:
+        give_up(str(reason))
+    except Exception:  # noqa: S110 - it ran, and refused the empty path
+        pass
+    finally:
+        script.stop()
