@@ -25,7 +25,8 @@ def measure(path: Path, release: str | None) -> dict[str, Any]:
         The exit code and verdict of the step-test, and each stack with its state: healthy, repaired, refused (no
         repair), or not checked. The warnings of a repaired stack are those of the copy.
     """
-    target = [] if release is None else ["--target", f"onnxruntime=={release}"]
+    # A target may need the network once: its environment is made where it does not exist yet.
+    target = ["--offline"] if release is None else ["--target", f"onnxruntime=={release}"]
     code, diagnosed = _run(path, "step-test", path.name, "--no-config", *target)
     cell: dict[str, Any] = {"exit": code, "verdict": diagnosed["verdict"]}
     repaired = None
@@ -39,7 +40,7 @@ def measure(path: Path, release: str | None) -> dict[str, Any]:
 
 def _run(path: Path, command: str, *arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the report of one command, run beside the export."""
-    line = [sys.executable, "-m", "kvdoctor", command, *arguments, "--offline", "--format", "json"]
+    line = [sys.executable, "-m", "kvdoctor", command, *arguments, "--format", "json"]
     done = subprocess.run(
         line, cwd=path.parent, check=False, capture_output=True, encoding="utf-8", timeout=MOST_SECONDS
     )
