@@ -167,6 +167,9 @@ class Cause:
     evidence: str
 
 
+ONLY_THOROUGH = "only with --thorough"
+"""The reason of a run that was skipped since nobody asked for what takes long."""
+
 REFERENCE_CHANGES = "without a cache, the logits of the first tokens change with the number of tokens"
 """Why a run was skipped that has no reference run to be judged by."""
 

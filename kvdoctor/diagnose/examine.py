@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.analysis.contract_reader import add_observed_sizes
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.messages import ExperimentJob
-from kvdoctor.decode.runs import PAGED_LOOP, REPLAY, Node, Run
+from kvdoctor.decode.runs import ONLY_THOROUGH, PAGED_LOOP, REPLAY, Node, Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.float32_rerun import rerun_in_float32
 from kvdoctor.diagnose.lengths import find_ring, list_thresholds, list_unvisited
@@ -168,7 +168,7 @@ def _is_wanted(experiment: "Experiment", options: Options) -> bool:
 def _skip(stack: str, experiment: "Experiment", options: Options, runtime: Runtime) -> Run:
     """The entry of an experiment that nobody asked for in the list of runs."""
     target = f"onnxruntime=={runtime.versions.get('onnxruntime', '?')}"
-    reason = f"only with --{'reference' if experiment.on_request else 'thorough'}"
+    reason = "only with --reference" if experiment.on_request else ONLY_THOROUGH
     return Run(stack, experiment.name, target, options.provider, "all", "skipped", reason=reason)
 
 

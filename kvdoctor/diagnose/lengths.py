@@ -7,7 +7,7 @@ from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.analysis.thresholds import Threshold, find_thresholds, writes_around
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.decode.experiments.each_length import FAR_LENGTH
-from kvdoctor.decode.runs import REFERENCE_CHANGES, Run
+from kvdoctor.decode.runs import ONLY_THOROUGH, REFERENCE_CHANGES, Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import NotChecked
 
@@ -59,7 +59,8 @@ def list_unvisited(context: ContractContext) -> Iterator[NotChecked]:
     more = f" and {len(left) - MOST_LISTED} more" if len(left) > MOST_LISTED else ""
     reason = f"every past up to {walked} tokens was run, and none beyond {longest}; thresholds of the graph beyond: "
     far = context.find_run("far-thresholds")
-    longer = f"; --thorough visits those up to {FAR_LENGTH}" if far is None or far.outcome == "skipped" else ""
+    tried = far is not None and (far.outcome != "skipped" or far.reason != ONLY_THOROUGH)
+    longer = "" if tried else f"; --thorough visits those up to {FAR_LENGTH}"
     yield NotChecked(context.stack.name, "KV308", f"{reason}{listed}{more}{longer}")
 
 

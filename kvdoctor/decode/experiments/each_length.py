@@ -123,7 +123,10 @@ def _each_threshold(
         start = max(length - BEFORE, 1)
         sizes = replace(builder.scenario, prompt=start, steps=length + BEHIND - start + 1)
         near = replace(builder, scenario=sizes, tokens=builder.tokens[:, :0])
-        stop = yield from longest_sequence(near, start, length + BEHIND)
+        try:
+            stop = yield from longest_sequence(near, start, length + BEHIND)
+        except NothingToRun:
+            break  # no sequence is so long, nor as long as the larger ones: the smaller ones are visited all the same
         if stop > start and (near.contract.last_logits_only or (yield from _holds_up_to(near, start, stop))):
             found.append((near, start, stop))
     if not found:

@@ -1,0 +1,62 @@
+"""Lengths that a graph compares with: a number that no sequence reaches hides no other one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from support.isolated import FIXTURES, kvdoctor
+
+RIGHT = FIXTURES / "from_scratch" / "right.onnx"
+"""A decoder with 64 positions; its past length is the value `/Gather_output_0`."""
+LENGTH = "/Gather_output_0"
+CONCAT = "/blocks.1/attn/Concat_3"
+
+
+def write(path: Path, *thresholds: int, cleared: bool) -> Path:
+    """Write a copy that compares its past with numbers: from these on the new keys of layer 1 are zero, or kept."""
+    model = onnx.load(RIGHT)
+    concat = next(node for node in model.graph.node if node.name == CONCAT)
+    at = list(model.graph.node).index(concat)
+    before, below = [], None
+    for number in thresholds:
+        model.graph.initializer.append(numpy_helper.from_array(np.array(number, np.int64), f"limit_{number}"))
+        before.append(helper.make_node("Less", [LENGTH, f"limit_{number}"], [f"below_{number}"], f"below_{number}"))
+        if below is not None:
+            before.append(helper.make_node("And", [below, f"below_{number}"], [f"all_{number}"]))
+        below = f"below_{number}" if below is None else f"all_{number}"
+    before.append(helper.make_node("Cast", [below], ["number"], to=onnx.TensorProto.FLOAT))
+    # The factor is the number itself, 0 or 1, or the larger of it and 1, which changes nothing.
+    model.graph.initializer.append(numpy_helper.from_array(np.array(0 if cleared else 1, np.float32), "least"))
+    before.append(helper.make_node("Max", ["number", "least"], ["factor"]))
+    before.append(helper.make_node("Mul", [concat.input[1], "factor"], ["new_keys"]))
+    concat.input[1] = "new_keys"
+    for node in reversed(before):
+        model.graph.node.insert(at, node)
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("thresholds", [(50,), (50, 100)])
+def test_a_fault_behind_a_length_is_found_beside_one_that_no_sequence_reaches(
+    thresholds: tuple[int, ...], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "model.onnx", *thresholds, cleared=True)
+    done = kvdoctor("step-test", path, "--format", "json")
+    assert [each["name"] for each in json.loads(done.stdout)["findings"] if each["severity"] == "error"] == [
+        "wrong-at-lengths"
+    ]
+    assert done.returncode == 1
+
+
+def test_the_same_comparison_without_a_fault_is_healthy_and_what_is_out_of_reach_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.onnx", 50, 100, cleared=False)
+    document = json.loads(kvdoctor("step-test", path, "--format", "json").stdout)
+    assert document["verdict"] == "healthy"
+    runs = {run["experiment"]: run["outcome"] for run in document["runs"]}
+    assert runs["near-thresholds"] == "passed"
+    assert [each["reason"].count("100 (Less") for each in document["not_checked"]] == [1]
+    thorough = json.loads(kvdoctor("step-test", path, "--format", "json", "--thorough").stdout)
+    assert not any("--thorough" in each["reason"] for each in thorough["not_checked"])
