@@ -124,7 +124,7 @@ def read_golden(path: str) -> Golden:
         return Golden(path, model, runtime, _get(head, "seed", int), stacks)
     except ValueError as error:
         raise UsageError(
-            f"{path!r} holds no golden numbers of this version of kvdoctor: {error}; `kvdoctor record` writes them"
+            f"{path!r} holds no golden numbers that can be read: {error}; `kvdoctor record` writes them anew"
         ) from None
 
 
