@@ -2,10 +2,13 @@
 
 import filecmp
 import json
+import shutil
 from pathlib import Path
 
 import make_loops
+import onnx
 import pytest
+from onnx import TensorProto, helper
 from support import embedding_models, text_fixtures
 from support.isolated import EXPORTS
 from support.loop_programs import assert_decodes
@@ -67,6 +70,29 @@ def test_an_embedding_graph_is_run_before_each_call(language: str, layout: str, 
     files = [json.loads(line)["file"] for line in trace.read_text("utf-8").splitlines()]
     assert files == [plan.embed.file, plan.decode.file] * 5
     assert_a_trace_is_accepted(model, trace, steps=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "language",
+    [
+        pytest.param(name, marks=() if name in ("javascript", "go", "cpp") else pytest.mark.exhaustive)
+        for name in COMPILED
+    ],
+)
+def test_padding_is_counted_in_no_row_of_positions(language: str, tmp_path: Path) -> None:
+    """Qwen2-VL takes `position_ids` int64[3, batch, new]: the sequences are not its first axis."""
+    folder = shutil.copytree(EXPORTS / "gpt2", tmp_path / "model")
+    model = onnx.load(folder / "model.onnx")
+    for node in model.graph.node:
+        node.input[:] = ["first_row" if name == "position_ids" else name for name in node.input]
+    (port,) = (port for port in model.graph.input if port.name == "position_ids")
+    sizes = [size.dim_param for size in port.type.tensor_type.shape.dim]
+    port.CopyFrom(helper.make_tensor_value_info(port.name, TensorProto.INT64, [3, *sizes]))
+    model.graph.initializer.append(helper.make_tensor("first", TensorProto.INT64, [], [0]))
+    model.graph.node.insert(0, helper.make_node("Gather", ["position_ids", "first"], ["first_row"], axis=0))
+    onnx.save(model, folder / "model.onnx")
+    assert_decodes(language, folder)
 
 
 @pytest.mark.parametrize(("language", "model"), make_loops.examples())

@@ -177,7 +177,7 @@ Ort::Value positions(const Shape& shape, std::int64_t past, std::span<const std:
   const std::size_t rows = elements(shape) / static_cast<std::size_t>(std::max<std::int64_t>(columns, 1));
   std::vector<std::int64_t> entries;
   for (std::size_t row = 0; row < rows; ++row) {
-    const std::int64_t padded = padding.empty() ? 0 : padding[row * padding.size() / rows];
+    const std::int64_t padded = padding.empty() ? 0 : padding[row % padding.size()];
     for (std::int64_t column = 0; column < columns; ++column) {
       entries.push_back(std::max<std::int64_t>(past + column - padded, 0));
     }

@@ -408,7 +408,7 @@ public sealed class Decoder : IDisposable
         long[] entries = new long[Count(shape)];
         for (int i = 0; i < entries.Length; i++)
         {
-            long padded = padding.Length == 0 ? 0 : padding[(long)i * padding.Length / entries.Length];
+            long padded = padding.Length == 0 ? 0 : padding[i / shape[^1] % padding.Length];
             entries[i] = Math.Max(past + (i % shape[^1]) - padded, 0);
         }
 

@@ -597,7 +597,7 @@ function mask(shape, padding) {
  * @returns {Tensor}
  */
 function positions(shape, past, padding) {
-  return filled(shape, (column, row) => Math.max(past + column - padding[row], 0));
+  return filled(shape, (column, row) => Math.max(past + column - padding[row % padding.length], 0));
 }
 
 /**

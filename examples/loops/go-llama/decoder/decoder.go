@@ -615,7 +615,7 @@ func positions(shape []int64, past int64, padding []int64) array[int64] {
 	for i := range made.data {
 		made.data[i] = past + int64(i)%columns
 		if padding != nil {
-			made.data[i] = max(made.data[i]-padding[int64(i)/columns], 0)
+			made.data[i] = max(made.data[i]-padding[int64(i)/columns%int64(len(padding))], 0)
 		}
 	}
 	return made

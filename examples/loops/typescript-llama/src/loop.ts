@@ -471,7 +471,7 @@ function mask(shape: readonly number[], padding: readonly number[]): Tensor {
 
 /** The positions of the new tokens; padding on the left is not counted. */
 function positions(shape: readonly number[], past: number, padding: readonly number[]): Tensor {
-  return filled(shape, (column, row) => Math.max(past + column - padding[row], 0));
+  return filled(shape, (column, row) => Math.max(past + column - padding[row % padding.length], 0));
 }
 
 /** A new tensor with the chosen rows of an axis. */

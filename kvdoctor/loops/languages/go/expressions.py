@@ -76,7 +76,8 @@ def put(one: Input, pads: bool = False) -> str:
 def _array(one: Input, pads: bool) -> str:
     kind = go_type(one.dtype)
     sizes = shape(one.dims)
-    padding = ", d.padding" if pads and one.dims[:1] == ("batch",) else ", nil" if pads else ""
+    by_sequence = one.dims[:1] == ("batch",) or (one.rule == "positions" and "batch" in one.dims)
+    padding = ", d.padding" if pads and by_sequence else ", nil" if pads else ""
     match one.rule:
         case "tokens":
             flat = "tokens.flat()" if len(one.dims) == 1 else "tokens"

@@ -174,8 +174,14 @@ def _statements(call: CallPlan, plan: LoopPlan) -> list[str]:
     lines: list[str] = []
     for name, one in zip(_locals(made), made, strict=True):
         if one.rule != "encoder-input":
-            lines += statements_of(name, one, plan)
+            lines += _without_shadow(name, statements_of(name, one, plan))
     return lines if encodes else [*_sizes("\n".join(lines), plan), *lines]
+
+
+def _without_shadow(local: str, lines: list[str]) -> list[str]:
+    """The lines of a second variable of one rule: the first one hides the function that has its name."""
+    function = re.sub(r"_\d+$", "", local)
+    return lines if function == local else [re.sub(rf"\b{function}\(", f"self::{function}(", line) for line in lines]
 
 
 def _locals(made: Iterable[Input]) -> list[str]:

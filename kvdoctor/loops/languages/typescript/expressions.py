@@ -132,7 +132,8 @@ def value(one: Input, plan: LoopPlan) -> str:
     """The tensor of an input, from the local variables of the method that makes it."""
     kind, sizes = literal(element_type(one.dtype)), shape(one.dims)
     made = f"{kind}, {sizes}" if len(made_types(plan)) > 1 else sizes
-    padding = ", this.#padding" * plan.pads
+    # One row stands for all sequences: their padding cannot be told in it.
+    padding = (", this.#padding" if "batch" in one.dims else ", [0]") if plan.pads else ""
     match one.rule:
         case "tokens":
             sizes = "[batch * count]" if len(one.dims) == 1 else "[batch, count]"
