@@ -38,7 +38,7 @@ small { display: block; color: var(--quiet); overflow-wrap: break-word; }
 b { font-weight: 600; }
 .healthy b { color: var(--good); } .repaired b { color: var(--fixed); } .refused b { color: var(--bad); }
 .not-checked b { color: var(--open); } .not-exportable b, .not-run b { color: var(--quiet); }
-@media (max-width: 760px) {
+@media (max-width: 960px) {
   input { width: 100%; } form label { width: 100%; }
   table, tbody, tr, th, td { display: block; width: 100%; } thead { display: none; }
   tr { border: 1px solid var(--line); border-radius: .4rem; margin: .6rem 0; padding: .3rem 0; }
