@@ -316,7 +316,21 @@ CAUSE = (
         Shown("step-test TEXT/operator-unsupported --target onnxruntime==1.16.3 --offline", "KV403", code=1),
         Shown("step-test TEXT/cached-differs-rounded", "in a float32 copy"),
     ),
-    no("Lead from a node to the module or line of the model's source", "the name of the node is all that is given"),
+    yes(
+        "Lead from a node to the module or line of the model's source",
+        Shown(
+            "step-test TEXT/mask-not-offset-dynamo",
+            "model.layers.1.self_attn (LlamaAttention), llama/modeling_llama.py:257 forward",
+            code=1,
+        ),
+        Shown(
+            f"step-test {MARIAN}",
+            at="findings.0.sources.0.module",
+            value="model.decoder.layers.0.encoder_attn",
+            code=1,
+        ),
+        Tested("tests/zoo/test_zoo.py", "test_a_fault_in_a_dynamo_export_leads_to_the_line_of_the_model"),
+    ),
     yes(
         "Find the optimization level that breaks a model, and the single pass",
         Shown("step-test TEXT/non-finite-half-mask", "right with the pass ConstantFolding disabled", code=1),
