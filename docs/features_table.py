@@ -316,7 +316,21 @@ CAUSE = (
         Shown("step-test TEXT/operator-unsupported --target onnxruntime==1.16.3 --offline", "KV403", code=1),
         Shown("step-test TEXT/cached-differs-rounded", "in a float32 copy"),
     ),
-    no("Lead from a node to the module or line of the model's source", "the name of the node is all that is given"),
+    yes(
+        "Lead from a node to the module or line of the model's source",
+        Shown(
+            "step-test TEXT/mask-not-offset-dynamo",
+            "model.layers.1.self_attn (LlamaAttention), llama/modeling_llama.py:257 forward",
+            code=1,
+        ),
+        Shown(
+            f"step-test {MARIAN}",
+            at="findings.0.sources.0.module",
+            value="model.decoder.layers.0.encoder_attn",
+            code=1,
+        ),
+        Tested("tests/zoo/test_zoo.py", "test_a_fault_in_a_dynamo_export_leads_to_the_line_of_the_model"),
+    ),
     yes(
         "Find the optimization level that breaks a model, and the single pass",
         Shown("step-test TEXT/non-finite-half-mask", "right with the pass ConstantFolding disabled", code=1),
@@ -345,10 +359,11 @@ REPAIR = (
         "Rename inputs and outputs to what a runtime expects",
         Shown(f"re-export {BY_HAND}/right-anonymous.onnx --layout optimum -o OUT", "x0 → input_ids"),
     ),
-    partly(
+    yes(
         "Change opset and IR version, also of large files",
-        "they are lowered for a target, not raised",
         Shown(f"re-export {GPT2} --opset 17 -o OUT", "healthy"),
+        Shown(f"re-export {GPT2} --opset 21 -o OUT", at="repair.proved", value=True),
+        Tested("tests/test_raising.py", "test_weights_of_three_gigabytes_are_not_read"),
     ),
     yes(
         "Accept a repair only if steps and logits are right afterwards",
@@ -405,7 +420,12 @@ TARGETS = (
         Tested("tests/test_required_contract.py", "test_a_model_that_breaks_its_contract_fails"),
         Shown(f"diff {MARIAN} {GPT2} --static", "contract broken: the stack merged", code=1),
     ),
-    no("Check the metadata proposed for inference (onnx/onnx#8184)", "the proposal is not read"),
+    no(
+        "Check the metadata proposed for inference (onnx/onnx#8184)",
+        "left on purpose: the proposal has no released form. Its implementations, onnx-genai and mobius, keep it in a "
+        "file `inference_metadata.yaml` whose fields they still replace (the names of ports in `model.io`, later "
+        "`pipeline.workflow` alone). Configs that have a form are compared with the graph (KV020)",
+    ),
 )
 REPORTS = (
     yes("Report as JSON", Shown(f"step-test {GPT2}", at="schema", value="kvdoctor/report/1")),

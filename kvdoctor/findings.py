@@ -84,6 +84,7 @@ class Fault:
     `effects` are consequences, which are not reported as faults of their own; `evidence` is what the location of the
     fault showed. `use` is the documented use that does not work: for a user who requires it the fault is an error.
     `apart` separates faults of one check with the same subject, by an experiment or a target (see fingerprints above).
+    `nodes` are the nodes that it names, each by its name in the graph, or by the first value that it makes.
     """
 
     severity: Severity
@@ -99,6 +100,21 @@ class Fault:
     use: Required | None = None
     evidence: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+@record
+class NodeSource:
+    """Where a node comes from in the source of the model that was exported, as far as the exporter left it.
+
+    `module` is the dotted path of its PyTorch module, empty for the model itself, `kind` the class of that module, and
+    `line` the line of Python: `llama/modeling_llama.py:245 forward`. Each is None where it is not known.
+    """
+
+    node: str
+    module: str | None
+    kind: str | None
+    line: str | None
 
 
 @record
@@ -129,7 +145,8 @@ class Issue:
 class Finding:
     """A fault with the code and name of its check, the stack and the file.
 
-    `issues` are public issues of other projects that may be its cause. `known` is set where the baseline of a gate
+    `sources` are where the nodes that it names come from in the source of the model. `issues` are public issues of
+    other projects that may be its cause. `known` is set where the baseline of a gate
     contains the finding: it is reported, and does not count.
     """
 
@@ -149,6 +166,7 @@ class Finding:
     fingerprint: str = ""
     use: Required | None = None
     evidence: tuple[str, ...] = ()
+    sources: tuple[NodeSource, ...] = ()
     issues: tuple[Issue, ...] = ()
     known: KnownFinding | None = None
 

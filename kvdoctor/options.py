@@ -343,11 +343,11 @@ class ReExportChoices:
         ("re-export",),
         group=REPAIR,
     )
-    ir_version: int | None = option(Whole.of(4), None, "Lower the IR version to N.", ("re-export",), group=REPAIR)
+    ir_version: int | None = option(Whole.of(4), None, "Change the IR version to N.", ("re-export",), group=REPAIR)
     opset: int | None = option(
         Whole.of(7, 40),
         None,
-        "Lower the opset to N; with --from, export with it.",
+        "Change the opset to N; with --from, export with it.",
         ("re-export",),
         unset="the opset of PATH",
         group=REPAIR,

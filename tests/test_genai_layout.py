@@ -210,7 +210,7 @@ def test_it_is_never_written_unproved_nor_changed_after_its_proof(tmp_path: Path
     folder = str(write(tmp_path / "m", "decoder-only-healthy"))
     with pytest.raises(UsageError, match="never written unproved"):
         refuse_impossible_layout(folder, GENAI, keep_unproved=True)
-    with pytest.raises(UsageError, match="lower the model first"):
+    with pytest.raises(UsageError, match="change the versions first"):
         refuse_impossible_layout(folder, replace(GENAI, opset=17))
 
 

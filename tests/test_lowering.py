@@ -14,7 +14,7 @@ from support.text_fixtures import compile_text, load_all
 from kvdoctor.decode.messages import LimitsMeasured, MeasureJob
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.options import Options
-from kvdoctor.repair.lowering.limits import CannotLower, VersionLimit, find_oldest_ir, limit_for_targets
+from kvdoctor.repair.lowering.limits import CannotChangeVersion, VersionLimit, find_oldest_ir, limit_for_targets
 from kvdoctor.repair.lowering.lower import lower_model
 from kvdoctor.runtime import targets
 from kvdoctor.runtime.client import Runtime
@@ -91,7 +91,7 @@ def test_what_has_no_older_form_is_named_and_nothing_is_changed(line: str, to: i
     text = f"""<ir_version: 10, opset_import: ["": 24]>
     decoder (float[b, 8] x, int64[2] s) => (y) <float[8] w = {{1, 1, 1, 1, 1, 1, 1, 1}}> {{ [n] {line} }}"""
     model, before = compile_text(text), compile_text(text)
-    with pytest.raises(CannotLower) as refusal:
+    with pytest.raises(CannotChangeVersion) as refusal:
         lower_model(model, VersionLimit(ir=8, opset=to), "model.onnx")
     assert block in str(refusal.value)
     assert f"--opset {to}" in str(refusal.value)
@@ -102,7 +102,7 @@ def test_a_type_that_the_older_operator_does_not_take_blocks_it() -> None:
     text = """<ir_version: 10, opset_import: ["": 16]>
     decoder (bfloat16[b, 8] x) => (bfloat16[b, 8] y) { y = Where (c, x, x) c = Constant <value = bool[1] {1}> () }"""
     model = compile_text(text.replace("y = Where (c, x, x) ", "").replace("() }", "() y = Where (c, x, x) }"))
-    with pytest.raises(CannotLower, match="Where of opset 16"):
+    with pytest.raises(CannotChangeVersion, match="Where of opset 16"):
         lower_model(model, VersionLimit(opset=15), "model.onnx")
 
 
@@ -116,7 +116,7 @@ def test_an_element_type_needs_its_ir_version(kind: str, version: int) -> None:
     tensor = TensorProto(name="w", data_type=TensorProto.DataType.Value(kind), dims=[4], raw_data=b"\0\0\0\0")
     model.graph.initializer.append(tensor)
     assert find_oldest_ir(model) == (version, f"{kind} (weight w)")
-    with pytest.raises(CannotLower, match=f"{kind}.*needs IR version {version}"):
+    with pytest.raises(CannotChangeVersion, match=f"{kind}.*needs IR version {version}"):
         lower_model(model, VersionLimit(ir=version - 1), "model.onnx")
     lower_model(model, VersionLimit(ir=version), "model.onnx")
     assert model.ir_version == version
@@ -133,7 +133,7 @@ def test_functions_are_lowered_with_the_model() -> None:
     model = compile_text(text)
     lower_model(model, VersionLimit(ir=8, opset=13), "model.onnx")
     assert [entry.version for entry in model.functions[0].opset_import] == [13]
-    with pytest.raises(CannotLower, match="function mean needs IR version 8"):
+    with pytest.raises(CannotChangeVersion, match="function mean needs IR version 8"):
         lower_model(model, VersionLimit(ir=7), "model.onnx")
 
 
@@ -159,7 +159,7 @@ def test_what_says_nothing_is_left_out_for_a_runtime_that_does_not_know_it() -> 
 
 def test_what_says_something_is_kept_and_named() -> None:
     model = gqa(softcap=30.0)
-    with pytest.raises(CannotLower, match="attribute softcap of com"):
+    with pytest.raises(CannotChangeVersion, match="attribute softcap of com"):
         lower_model(model, limit_for_targets(parse_targets(["onnxruntime==1.18.1"])), "model.onnx")
     assert model == gqa(softcap=30.0)
 

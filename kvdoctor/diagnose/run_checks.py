@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 from kvdoctor.diagnose.context import ContractContext, FileContext
+from kvdoctor.diagnose.node_source import find_sources
 from kvdoctor.findings import (
     CannotCheck,
     Check,
     Fault,
     Finding,
     FindingOrigin,
+    NodeSource,
     NotChecked,
     Round,
     Selection,
@@ -72,7 +74,8 @@ def _run_check(one: Check, when: Round, context: Context) -> CheckResults:
         for found in one.functions[when](context):
             fault = _name_stage(found, context)
             counted = replace(fault, severity="error") if fault.use in required else fault
-            findings.append(make_finding(one, counted, _find_origin(fault, context)))
+            origin = _find_origin(fault, context)
+            findings.append(replace(make_finding(one, counted, origin), sources=_find_sources(fault, origin)))
     except CannotCheck as reason:
         skipped = (NotChecked(stack, one.code, str(reason)),)
     except Exception as error:  # one broken check must not hide what the others found
@@ -89,6 +92,13 @@ def _name_stage(fault: Fault, context: Context) -> Fault:
     stages = context.stack.stages
     own = (stage.file for stage in stages if subject in {*stage.inputs.values(), *stage.outputs.values()})
     return replace(fault, file=next(own, stages[-1].file))
+
+
+def _find_sources(fault: Fault, origin: FindingOrigin) -> tuple[NodeSource, ...]:
+    """Where the nodes that a fault names come from: looked for in its own file first."""
+    files = (origin.file, *origin.files) if fault.nodes else ()
+    views = {id(file.view): file.view for file in files if file is not None and file.view is not None}
+    return find_sources(fault.nodes, views.values())
 
 
 def _find_origin(fault: Fault, context: Context) -> FindingOrigin:

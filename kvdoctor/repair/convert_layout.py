@@ -33,8 +33,7 @@ from kvdoctor.repair.layouts.registry import (
     load,
     new_name,
 )
-from kvdoctor.repair.lowering.limits import VersionLimit, exceeds
-from kvdoctor.repair.lowering.lower import lower_model
+from kvdoctor.repair.lowering.raising import change_versions
 from kvdoctor.repair.proof import SplitEncoder, equal, prove, prove_loops, prove_split_encoder
 from kvdoctor.repair.rediagnose import diagnose_copy
 from kvdoctor.repair.request import LayoutRequest
@@ -89,8 +88,10 @@ def refuse_impossible_layout(path: str, request: LayoutRequest, keep_unproved: b
     layout = _find_layout(request)
     if layout is None:
         return
-    if layout.consumer and request.lowers:
-        raise UsageError(f"lower the model first, and give the copy the layout {layout.name!r}: it is proved as it is")
+    if layout.consumer and request.has_versions:
+        raise UsageError(
+            f"change the versions first, and give the copy the layout {layout.name!r}: it is proved as it is"
+        )
     if keep_unproved and is_always_proved(request):
         raise UsageError(f"--keep-unproved: the layout {layout.name!r} is never written unproved")
     folder = open_folder(path)
@@ -248,28 +249,30 @@ def name_axes_readably(folder: ModelFolder, contracts: dict[str, CacheContract |
     return changes
 
 
-LOWERED = Conversion("lowered", "IR version and opset are lowered to the numbers asked for.")
+VERSIONS = Conversion("versions", "IR version and opset are lowered or raised to the numbers asked for, node by node.")
 
 
-def lower_copy(folder: ModelFolder, want: VersionLimit) -> list[Applied]:
-    """Lower the files of every stack, in place in the copy; gives the changes.
+def change_versions_of_copy(folder: ModelFolder, request: LayoutRequest) -> list[Applied]:
+    """Give the files of every stack the versions asked for, in place in the copy; gives the changes.
 
     Raises:
-        CannotLower: something that a model uses needs more.
+        CannotChangeVersion: something that a model uses has no form there.
         OSError: a file cannot be written.
     """
     done, applied = set[str](), []
     for stack in folder.stacks:
         changes: list[Change] = []
         for file in stack.files.values():
-            if file.name in done or file.view is None or not exceeds(file.view, want):
+            if file.name in done or file.view is None:
                 continue
             done.add(file.name)
             model = read_skeleton(file.path, located=True).model
-            changes += lower_model(model, want, file.name)
-            write_model(model, file.path, file.path)
+            made = change_versions(model, request.ir_version, request.opset, file.name)
+            if made:
+                write_model(model, file.path, file.path)
+            changes += made
         if changes:
-            applied.append(Applied(stack.name, LOWERED, tuple(changes)))
+            applied.append(Applied(stack.name, VERSIONS, tuple(changes)))
     return applied
 
 
@@ -285,7 +288,7 @@ def apply_layout(
 
     Raises:
         UsageError: no stack can have the layout, or no axis is left to rename.
-        CannotLower: the model needs a newer IR version or opset.
+        CannotChangeVersion: the model has no form of the IR version or opset.
     """
     if not request.is_asked or (outcome.applied and not outcome.holds):
         return outcome
@@ -293,7 +296,7 @@ def apply_layout(
         outcome = _convert(session, request, outcome, ready)
     elif request.readable:
         outcome = _rename_axes(session, outcome)
-    return _lower(session, request, outcome) if request.lowers else outcome
+    return _change_versions(session, request, outcome) if request.has_versions else outcome
 
 
 def _convert(
@@ -336,10 +339,10 @@ def _rename_axes(session: RepairSession, outcome: Outcome) -> Outcome:
     return outcome.extended(after, applied, prove(applied, outcome.after, after, {}))
 
 
-def _lower(session: RepairSession, request: LayoutRequest, outcome: Outcome) -> Outcome:
+def _change_versions(session: RepairSession, request: LayoutRequest, outcome: Outcome) -> Outcome:
     """The copy with the IR version and opset that are asked for."""
     model = session.model if request.layout is None else "."
-    applied = lower_copy(session.open_copy(model), VersionLimit(request.ir_version, request.opset))
+    applied = change_versions_of_copy(session.open_copy(model), request)
     if not applied:
         return outcome
     after = diagnose_copy(session, model)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @record
 class LayoutRequest:
-    """The form of the copy: a layout by name, readable names of axes, the largest IR version and opset."""
+    """The form of the copy: a layout by name, readable names of axes, an IR version and an opset."""
 
     layout: str | None = None
     readable: bool = False
@@ -21,10 +21,10 @@ class LayoutRequest:
     @property
     def is_asked(self) -> bool:
         """Whether anything is asked for."""
-        return self.layout is not None or self.readable or self.lowers
+        return self.layout is not None or self.readable or self.has_versions
 
     @property
-    def lowers(self) -> bool:
+    def has_versions(self) -> bool:
         """Whether an IR version or an opset is asked for by number."""
         return self.ir_version is not None or self.opset is not None
 

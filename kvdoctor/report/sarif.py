@@ -129,12 +129,15 @@ def _base(path: str) -> dict[str, str]:
 
 
 def _logical(finding: Finding, most: int) -> Iterator[dict[str, str]]:
-    """The location in the graph, then the values and nodes of the finding, each after its file."""
+    """The location in the graph, the values and nodes of the finding, each after its file, and PyTorch modules."""
     file = _text(finding.file or "")
     names = dict.fromkeys([(finding.where, "member"), *((name, "variable") for name in finding.subject)])
     for name, kind in list(names)[:most]:
         short = _text(name)
         yield {"name": short, "fullyQualifiedName": f"{file}/{short}" if file else short, "kind": kind}
+    modules = dict.fromkeys(source.module for source in finding.sources if source.module)
+    for name in list(modules)[: max(0, most - len(names))]:
+        yield {"name": _text(name), "fullyQualifiedName": _text(name), "kind": "module"}
 
 
 def _invocation(reports: list[Report], left_out: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from kvdoctor.report.text_page import STYLES, Page
 from kvdoctor.report.wording.alike import FindingGroup, format_places
 from kvdoctor.report.wording.cache_lengths import CacheTable
 from kvdoctor.report.wording.deciding import list_fixes, name_cause
-from kvdoctor.report.wording.finding import format_name, known_reason
+from kvdoctor.report.wording.finding import format_name, known_reason, list_sources
 
 MARKS = {"error": "\u2717", "warning": "!", "note": "\u00b7"}
 LONGEST_FACT, LONGEST_CAUSE = 180, 240
@@ -51,6 +51,9 @@ def _list_labels(finding: Finding) -> Iterator[tuple[str, str]]:
     yield "observed", cut(finding.observed, LONGEST_FACT)
     label, text = name_cause(finding)
     yield label, cut(text, LONGEST[label])
+    # A name such as /model/layers.0/mlp/Mul says the module itself.
+    if any(source.line or source.kind for source in finding.sources):
+        yield from (("module", cut(text, LONGEST_FACT)) for text in list_sources(finding))
     if finding.confidence == "suspected":
         yield "certainty", "suspected, not confirmed by a run"
     for label, text in list_fixes(finding):

@@ -12,6 +12,7 @@ A fixture begins with comment lines:
     # platform: MACHINE                 the only machine it is meant for
     # option: thorough                  the step test is thorough
     # require: USE                      a use that must work
+    # metadata: NODE KEY VALUE          metadata of the nodes of that name; VALUE is a text as JSON writes it
     # target: SPEC                      a target, of which nothing but the table of limits is there
 
 A fixture whose name ends in `healthy` has no fault; a use that its layout does not allow may still be a warning.
@@ -20,6 +21,7 @@ A value declared as `w_...` in the list after the outputs becomes a weight of no
 fixture and its twin hold the same weights; `w_x__again` is a copy of `w_x`.
 """
 
+import json
 import re
 import zlib
 from dataclasses import dataclass
@@ -33,7 +35,8 @@ from onnx.numpy_helper import from_array
 FOLDER = Path(__file__).parents[2] / "fixtures" / "text"
 FILE = re.compile(r"^# file: (\S+)$", re.MULTILINE)
 DIRECTIVE = re.compile(
-    r"^# (?P<key>twin|platform|option|require|trace|target|expect(?:-inspect|-not-checked)?): (?P<value>.+?)\s*$",
+    r"^# (?P<key>twin|platform|option|require|trace|target|metadata|expect(?:-inspect|-not-checked)?): "
+    r"(?P<value>.+?)\s*$",
     re.MULTILINE,
 )
 SPREAD = 0.5
@@ -67,6 +70,7 @@ class Fixture:
     trace: str | None
     targets: tuple[str, ...] = ()
     require: tuple[str, ...] = ()
+    metadata: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -79,7 +83,12 @@ class Fixture:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".onnx":
-                path.write_bytes(compile_text(text).SerializeToString(deterministic=True))
+                model = compile_text(text)
+                for named, key, value in self.metadata:
+                    for node in model.graph.node:
+                        if node.name == named:
+                            node.metadata_props.add(key=key, value=value)
+                path.write_bytes(model.SerializeToString(deterministic=True))
             else:
                 path.write_text(text, encoding="utf-8")
         return folder
@@ -120,12 +129,18 @@ def read(path: Path) -> Fixture:
         trace=directives.get("trace", [None])[0],
         targets=tuple(directives.get("target", ())),
         require=tuple(directives.get("require", ())),
+        metadata=tuple(_metadata(line) for line in directives.get("metadata", ())),
     )
 
 
 def load_all() -> dict[str, Fixture]:
     """Every fixture by name."""
     return {path.stem: read(path) for path in sorted(FOLDER.glob("*.onnxtxt"))}
+
+
+def _metadata(line: str) -> tuple[str, str, str]:
+    node, key, value = line.split(maxsplit=2)
+    return node, key, json.loads(value)
 
 
 def _expected(lines: list[str]) -> tuple[Expected, ...]:

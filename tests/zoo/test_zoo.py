@@ -4,12 +4,15 @@ The sample runs with the other tests. The whole zoo needs isolated environments 
 the zoo alone.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import genai_exports
 import genai_table
 import make_docs
+import numpy as np
+import onnx
 import optimum_exports
 import optimum_table
 import pytest
@@ -19,11 +22,13 @@ import variants
 import variants_table
 from diagnosis import diagnose
 from making import Maker
+from onnx.numpy_helper import from_array
 from row import CONSUMERS, Row
 from support.isolated import give_up
 from support.sampling import EXHAUSTIVE, sampled
 from tables import ROWS, SAMPLE
 
+from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.options import Options
 from kvdoctor.repair.pipeline import re_export
 from kvdoctor.repair.request import RepairRequest
@@ -107,6 +112,33 @@ def test_a_merged_decoder_passes_the_plain_loop_when_repaired(row: Row, maker: M
     loop = next(r for r in report.runs if (r.stack, r.experiment) == ("merged", "plain-loop"))
     assert loop.outcome in (("passed", "ambiguous", "inconclusive") if row.noisy else ("passed",))
     assert report.verdict != "unhealthy"
+
+
+@pytest.mark.slow
+def test_a_fault_in_a_dynamo_export_leads_to_the_line_of_the_model(
+    maker: Maker, runtime: Runtime, tmp_path: Path
+) -> None:
+    row = next(row for row in ROWS if (row.architecture, row.variant) == ("llama-dynamo", "exported"))
+    made = maker.make(row)
+    if made.obstacle:
+        give_up(made.obstacle)
+    model = onnx.load(made.folder / "model.onnx")
+    attention = "'model.layers.1.self_attn', 'scaled_dot_product_attention"
+    baked = next(
+        node
+        for node in model.graph.node
+        if node.op_type == "Reshape" and any(attention in entry.value for entry in node.metadata_props)
+    )
+    model.graph.initializer.append(from_array(np.array([-1, 8, 8]), "sample_sizes"))
+    baked.input[1] = "sample_sizes"
+    onnx.save(model, tmp_path / "model.onnx")
+
+    error = step_test(str(tmp_path), Options(), runtime).findings[0]
+
+    (source,) = error.sources
+    assert (source.node, source.module, source.kind) == (baked.name, "model.layers.1.self_attn", "LlamaAttention")
+    assert source.line is not None
+    assert re.fullmatch(r"llama/modeling_llama\.py:\d+ forward", source.line)
 
 
 def test_every_row_is_another_export() -> None:

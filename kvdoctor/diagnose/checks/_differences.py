@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import Run, Step
 from kvdoctor.decode.tolerances import find_tolerance
-from kvdoctor.diagnose.checks._faults import describe_location, find_undeclared_size
+from kvdoctor.diagnose.checks._faults import describe_location, find_undeclared_size, list_nodes
 from kvdoctor.diagnose.checks.step_fails import SHORT_STATE
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, Severity
@@ -37,6 +37,7 @@ def build_difference(context: RunContext, run: Run, severity: Severity, cause: s
         cause=cause + (f": {mismatch}" if mismatch else ""),
         repair=SHORT_STATE if mismatch else EXPORT_AGAIN,
         evidence=describe_location(run),
+        nodes=list_nodes(run),
     )
 
 

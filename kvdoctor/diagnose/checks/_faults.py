@@ -85,6 +85,7 @@ def build_fault(
         repair=context.advise_graph_repair(f"or {text.advice}") if text.on_graph else Advice("re-export", text.advice),
         effects=effects,
         evidence=describe_location(located),
+        nodes=list_nodes(located),
     )
 
 
@@ -111,6 +112,13 @@ def name_node(place: FaultLocation) -> str | None:
         return None
     inside = f" in {place.scope}" if place.scope else ""
     return f'{place.node.op} "{place.node.name}"{inside}'
+
+
+def list_nodes(run: Run | None) -> tuple[str, ...]:
+    """The node at which a run fails or first differs, as `Fault.nodes` has it."""
+    located = run.location.node if run is not None and run.location is not None else None
+    node = located or (run.node if run is not None else None)
+    return (node.name,) if node is not None and node.name else ()
 
 
 def describe_location(run: Run | None) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ operator Attention 23; ONNX Runtime, docs/ContribOperators.md, GroupQueryAttenti
 from collections.abc import Iterator, Sequence
 
 from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.diagnose.node_source import name_of
 from kvdoctor.findings import Fault, Severity, check
 from kvdoctor.model.cache_operators import CachePorts, ports_of
 from kvdoctor.model.proto import NodeProto
@@ -45,6 +46,7 @@ def attention_cache_half_wired(context: ContractContext) -> Iterator[Fault]:
                 cause=f"{node.op_type} is not completely connected to its cache",
                 repair=context.advise_graph_repair(f"or {advice}"),
                 effects=follows,
+                nodes=tuple(map(name_of, wrong)),
             )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from kvdoctor.contract import describe
 from kvdoctor.decode.runs import Run
+from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Fault, check
 from kvdoctor.report.wording.units import shorten_names
@@ -69,4 +70,5 @@ def _fails(context: ContractContext, run: Run, presents: tuple[str, ...]) -> Fau
             "or delete value_info from the graph and rename the axes of the present outputs"
         ),
         effects=(f"step {run.failed_step} fails",),
+        nodes=list_nodes(run),
     )

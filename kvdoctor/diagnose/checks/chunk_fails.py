@@ -11,7 +11,7 @@ Repair: export again with sample inputs of several new tokens on a past; until t
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.diagnose.checks._faults import CauseText, build_fault
+from kvdoctor.diagnose.checks._faults import CauseText, build_fault, list_nodes
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Fault, check
 
@@ -31,4 +31,5 @@ def chunk_fails(context: RunContext) -> Iterator[Fault]:
         return
     fault = build_fault(context, run, WORDS, "warning")
     place = f'{run.node.op} "{run.node.name}"' if run.node else fault.where
-    yield replace(fault, use="chunked-prefill", where=place, observed=f"chunk, step {run.failed_step}: {run.error}")
+    observed = f"chunk, step {run.failed_step}: {run.error}"
+    yield replace(fault, use="chunked-prefill", where=place, observed=observed, nodes=list_nodes(run) or fault.nodes)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses
-from kvdoctor.diagnose.checks._faults import CauseText, build_fault
+from kvdoctor.diagnose.checks._faults import CauseText, build_fault, list_nodes
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Fault, check
@@ -68,4 +68,5 @@ def context_limit_fails(context: RunContext) -> Iterator[Fault]:
             fault = build_fault(context, run, words, use.severity)
             place = f'{run.node.op} "{run.node.name}"' if run.node else fault.where
             observed = f"step {run.failed_step}: {run.error}" if run.error else fault.observed
-            yield replace(fault, where=place, observed=observed, use=use.required)
+            nodes = list_nodes(run) or fault.nodes
+            yield replace(fault, where=place, observed=observed, use=use.required, nodes=nodes)

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 
 from kvdoctor.contract import Slot, describe
 from kvdoctor.decode.runs import Run
+from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Fault, check
 from kvdoctor.report.wording.units import shorten_names
@@ -47,6 +48,7 @@ def cross_cache_emptied(context: ContractContext) -> Iterator[Fault]:
         repair=context.advise_graph_repair(REPAIR),
         effects=tuple(_list_effects(context)),
         evidence=tuple(_list_evidence(context, slot, names)),
+        nodes=list_nodes(plain),
     )
 
 

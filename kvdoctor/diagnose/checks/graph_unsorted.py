@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvdoctor.diagnose.context import FileContext
+from kvdoctor.diagnose.node_source import name_of
 from kvdoctor.findings import Fault, check
 from kvdoctor.model.edit import node_order
 from kvdoctor.model.proto import NodeProto
@@ -50,6 +51,7 @@ def graph_unsorted(context: FileContext) -> Iterator[Fault]:
             observed=f"{title} {observed}",
             cause=cause,
             repair=context.advise_graph_repair(f"or {advice}, or export again without the tool that changed the graph"),
+            nodes=(str(shared) if early is None else name_of(early[0]),),
         )
         return
 

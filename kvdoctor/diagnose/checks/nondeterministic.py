@@ -63,6 +63,7 @@ def dropout_left_on(context: ContractContext) -> Iterator[Fault]:
                 observed="its input training_mode is the constant true",
                 cause="a dropout is active: a runtime that does not remove it drops other values in each call",
                 repair=Advice("re-export", WORDS.advice),
+                nodes=names,
             )
 
 

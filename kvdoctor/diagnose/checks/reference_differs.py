@@ -19,7 +19,7 @@ Repair: export again from that checkpoint with a current exporter; if it is the 
 from collections.abc import Iterator
 
 from kvdoctor.decode.runs import Run
-from kvdoctor.diagnose.checks._faults import name_node
+from kvdoctor.diagnose.checks._faults import list_nodes, name_node
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, CannotCheck, Fault, check
 from kvdoctor.report.wording.parts import describe_parts
@@ -51,6 +51,7 @@ def reference_differs(context: RunContext) -> Iterator[Fault]:
         + (", with the cache only" if _differs_with_cache_only(run) else ""),
         repair=EXPORT_AGAIN,
         evidence=tuple(_describe_place(run)),
+        nodes=list_nodes(run),
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.checks._attribution import fails_where_opened
+from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.checks.invalid_graph import list_problems
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import RunContext
@@ -33,6 +34,7 @@ def session_refused(context: RunContext) -> Iterator[Fault]:
             levels.setdefault(error, []).append(level)
         text = "; ".join(f"level {', '.join(names)}: {error}" for error, names in levels.items())
         effects: tuple[str, ...] = ()
+        nodes: tuple[str, ...] = ()
         if opens_at is None:
             cause = "the runtime refuses the file at every optimization level"
             advice = Advice(
@@ -43,6 +45,7 @@ def session_refused(context: RunContext) -> Iterator[Fault]:
             advice = Advice("re-export", "export again, without the tool that changed the graph afterwards")
             run = context.checked_loop
             place = f' in {run.node.op} "{run.node.name}"' if run and run.node else ""
+            nodes = list_nodes(run)
             effects = (f"opened at level {opens_at!r}, step {run.failed_step if run else '?'} fails{place}",)
         else:
             cause = f"an optimization of the runtime fails on the file; level {opens_at!r} opens it"
@@ -57,6 +60,7 @@ def session_refused(context: RunContext) -> Iterator[Fault]:
             cause=cause,
             repair=advice,
             effects=effects,
+            nodes=nodes,
         )
 
 

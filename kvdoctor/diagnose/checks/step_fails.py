@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvdoctor.contract import describe
 from kvdoctor.decode.runs import ObservedTensor, Run, Step
 from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses, rejects_empty_past
-from kvdoctor.diagnose.checks._faults import describe_location, find_undeclared_size, name_node
+from kvdoctor.diagnose.checks._faults import describe_location, find_undeclared_size, list_nodes, name_node
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
 
@@ -108,4 +108,5 @@ def _build_fault(context: RunContext, run: Run, severity: Severity, cause: str, 
         cause=cause + (f" ({run.reason})" if run.reason and run.error else "") + (f": {mismatch}" if mismatch else ""),
         repair=SHORT_STATE if mismatch else context.advise_graph_repair(EXPORT_AGAIN),
         evidence=describe_location(run),
+        nodes=list_nodes(run),
     )

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from kvdoctor.choices import Required
 from kvdoctor.contract import describe
 from kvdoctor.decode.runs import WRONG, Run, Step
+from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import TargetContext
 from kvdoctor.findings import Advice, Fault, Severity, check
@@ -105,6 +106,7 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
         effects=tuple(f"{other.experiment} {other.outcome} as well" for other in bad[1:4]),
         use=use,
         evidence=(run.location.words, *run.location.provenance) if run.location is not None else (),
+        nodes=list_nodes(run),
     )
 
 

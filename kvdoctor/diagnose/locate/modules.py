@@ -1,9 +1,9 @@
 """Places a difference to a PyTorch checkpoint: the first module whose inputs agree and whose output does not.
 
 What the modules of the checkpoint were given and gave in one call comes from its own process. The value of the graph
-that corresponds to the output of a module is one that leaves the nodes of its scope (`scopes`), with as many elements;
-where there are several, the closest. A module without a scope counts as equal where a value of the graph equals its
-output, and is never called different. So nothing is placed in a graph whose names tell nothing.
+that corresponds to the output of a module is one that leaves the nodes of its scope (`node_source`), with as many
+elements; where there are several, the closest. A module without a scope counts as equal where a value of the graph
+equals its output, and is never called different. So nothing is placed in a graph whose names tell nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,8 @@ from kvdoctor.decode.runs import FaultLocation, PartDifference
 from kvdoctor.diagnose.locate.graph_runner import CannotLocate, GraphRunner
 from kvdoctor.diagnose.locate.parts import list_parts
 from kvdoctor.diagnose.locate.runnable import LAYER, RunnableGraph, RunnableNode
-from kvdoctor.diagnose.locate.scopes import match_scopes, scope_of
+from kvdoctor.diagnose.locate.scopes import match_scopes
+from kvdoctor.diagnose.node_source import module_of
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class ModuleSearch:
     @cached_property
     def _scopes(self) -> dict[int, str]:
         """The scope of each node that has one, by its index."""
-        return {node.index: scope for node in self.flat.nodes if (scope := scope_of(node)) is not None}
+        return {node.index: scope for node in self.flat.nodes if (scope := module_of(node.proto)) is not None}
 
     @cached_property
     def _named(self) -> dict[str, Module]:

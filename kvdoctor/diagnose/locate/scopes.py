@@ -1,40 +1,17 @@
-"""Which module of a PyTorch model a node of the graph belongs to: read from the names that exporters leave.
+"""The modules of a checkpoint that the scopes of a graph's nodes name (`diagnose.node_source`).
 
-TorchScript and the model builder write the path of the module into the name of a node (`/model/layers.0/mlp/Mul`), the
-dynamo exporter into its metadata (`pkg.torch.onnx.name_scopes`). A graph may be exported from a wrapper around the
-checkpoint's model or from a part of it, so that one side has more leading parts; these are left out where that makes
-names equal.
+A graph may be exported from a wrapper around the checkpoint's model or from a part of it, so that one side has more
+leading parts; these are left out where that makes names equal.
 """
 
-import ast
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
-from kvdoctor.diagnose.locate.runnable import LAYER, RunnableNode
+from kvdoctor.diagnose.locate.runnable import LAYER
 
-NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 MOST_LEADING = 2
 """Leading parts of a name that may be left out."""
-
-
-def scope_of(node: RunnableNode) -> str | None:
-    """The dotted path of the module that a node stands in, empty for the model itself; None where no name tells."""
-    for entry in getattr(node.proto, "metadata_props", ()):
-        if entry.key == NAME_SCOPES:
-            return _last_scope(str(entry.value))
-    parts = str(node.proto.name).split("/")
-    return ".".join(parts[1:-1]) if len(parts) > 2 and not parts[0] else None
-
-
-def _last_scope(text: str) -> str | None:
-    try:
-        listed = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return None
-    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    # The last entry is the operation itself; nodes outside of the model begin with the name of a hook.
-    return names[-2] if len(names) > 1 and not names[0] else None
 
 
 def match_scopes(scopes: Iterable[str], modules: Sequence[str]) -> dict[str, str]:

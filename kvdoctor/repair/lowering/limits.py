@@ -5,6 +5,7 @@ does not know it skips it, and nothing is computed from it.
 """
 
 from collections.abc import Iterator
+from typing import Literal
 
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -35,12 +36,16 @@ class VersionLimit:
         return bool(self.ir or self.opset or self.unsupported)
 
 
-class CannotLower(KvdoctorError):
-    """A model cannot be lowered to a limit; `blocks` are the reasons."""
+Way = Literal["lowered", "raised"]
+"""What is done to an IR version or an opset."""
 
-    def __init__(self, blocks: tuple[str, ...], advice: str) -> None:
+
+class CannotChangeVersion(KvdoctorError):
+    """A model cannot be lowered to a limit, or raised to a version; `blocks` are the reasons."""
+
+    def __init__(self, blocks: tuple[str, ...], advice: str, way: Way = "lowered") -> None:
         shown = "; ".join(blocks[:4]) + (f"; and {len(blocks) - 4} more" if len(blocks) > 4 else "")
-        super().__init__(f"the model cannot be lowered: {shown}; {advice}")
+        super().__init__(f"the model cannot be {way}: {shown}; {advice}")
         self.blocks, self.advice = blocks, advice
 
 

@@ -10,8 +10,8 @@ Source: the operator schemas of ONNX Runtime 1.31 (docs/ContribOperators.md).
 
 from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto
 from kvdoctor.model.traverse import STANDARD, all_nodes
-from kvdoctor.repair.lowering.limits import CannotLower, VersionLimit, find_oldest_ir
-from kvdoctor.repair.lowering.opset import lower_nodes, replace_nodes
+from kvdoctor.repair.lowering.limits import CannotChangeVersion, VersionLimit, find_oldest_ir
+from kvdoctor.repair.lowering.opset import replace_nodes, rewrite_nodes
 from kvdoctor.report.repair_record import Change
 from kvdoctor.runtime.targets.demands import CONTRIB_IN_STANDARD
 from kvdoctor.runtime.targets.limits import INPUTS, describe_feature, tested_operators
@@ -97,20 +97,36 @@ def lower_model(model: ModelProto, want: VersionLimit, file: str) -> tuple[Chang
     `file` is the name in the changes. External data need not be loaded.
 
     Raises:
-        CannotLower: something that the model uses needs more; the model is as it was.
+        CannotChangeVersion: something that the model uses needs more; the model is as it was.
     """
     if left := find_unsupported(model, want.unsupported):
-        raise CannotLower(left, NO_OTHER_FORM)
-    replaced = lower_nodes(model, want.opset) if want.opset is not None else []
-    least = find_oldest_ir(model)
-    if want.ir is not None and model.ir_version > want.ir and least[0] > want.ir:
-        raise CannotLower((f"{least[1]} needs IR version {least[0]}",), f"IR version {want.ir} has no form for it")
+        raise CannotChangeVersion(left, NO_OTHER_FORM)
+    replaced = rewrite_nodes(model, want.opset, "lowered") if want.opset is not None else []
+    if want.ir is not None:
+        refuse_older_ir(model, want.ir)
     changes = [*replace_nodes(model, replaced, file), *_lower_imports(model, want, file)]
     changes += drop_silent_attributes(model, want.unsupported, file)
     if want.ir is not None and model.ir_version > want.ir:
-        changes.append(Change(file, "IR version", str(model.ir_version), str(want.ir)))
-        model.ir_version = want.ir
+        changes += set_ir(model, want.ir, file)
     return tuple(changes)
+
+
+def refuse_older_ir(model: ModelProto, ir: int) -> None:
+    """Refuse an IR version older than the model's that has no form for something in it.
+
+    Raises:
+        CannotChangeVersion: with what needs a newer one.
+    """
+    least = find_oldest_ir(model)
+    if model.ir_version > ir and least[0] > ir:
+        raise CannotChangeVersion((f"{least[1]} needs IR version {least[0]}",), f"IR version {ir} has no form for it")
+
+
+def set_ir(model: ModelProto, ir: int, file: str) -> list[Change]:
+    """Give a model an IR version, in place."""
+    change = Change(file, "IR version", str(model.ir_version), str(ir))
+    model.ir_version = ir
+    return [change]
 
 
 def _lower_imports(model: ModelProto, want: VersionLimit, file: str) -> list[Change]:

@@ -1,8 +1,11 @@
-"""Rewrites nodes for an older opset.
+"""Rewrites nodes for an older or a newer opset.
 
-A node that is valid under the older schema of its operator stays (see older_schema.py). The others are given to onnx's
-converter, one at a time, with the constants that feed them: it either has an adapter for the operator or reports that
-it has none. Its result is checked against the schemas of the older opset.
+A node that has the same meaning under the other schema of its operator stays (see other_schema.py). The others are
+given to onnx's converter, one at a time, with the constants that feed them: it either has an adapter for the operator
+or reports that it has none. Its result is checked against the schemas of the other opset.
+
+The converter is not given a whole model: in onnx 1.23 it then loses the local functions and the metadata of all nodes,
+and passes on operators whose meaning changed.
 """
 
 from collections.abc import Iterator
@@ -11,11 +14,11 @@ import onnx
 from onnx import checker, defs, helper, shape_inference, version_converter
 
 from kvdoctor.model.edit import drop_unread_constants
-from kvdoctor.model.traverse import STANDARD, bodies_of, opset_version
+from kvdoctor.model.traverse import STANDARD, bodies_of, graphs_in, opset_version, subgraphs
 from kvdoctor.model.view import GraphView, Scope
 from kvdoctor.records import record
-from kvdoctor.repair.lowering.limits import CannotLower
-from kvdoctor.repair.lowering.older_schema import drop_default_attributes, fit_to_older_schema
+from kvdoctor.repair.lowering.limits import CannotChangeVersion, Way
+from kvdoctor.repair.lowering.other_schema import drop_default_attributes, fit_to_schema, means_other
 from kvdoctor.report.repair_record import Change
 from kvdoctor.report.wording.units import shorten_names
 
@@ -26,13 +29,19 @@ MOST_BYTES = 1024
 CONTROL_FLOW = ("If", "Loop", "Scan")
 CONTROL_FLOW_SINCE = 13
 """From this opset on only their supported types have changed."""
+SCAN_SINCE = 9
+"""The opset in which Scan lost an input."""
+ADAPTED = ("Softmax", "LogSoftmax", "Hardmax", "BatchNormalization")
+"""Operators whose change of meaning the converter writes out for a newer opset; others it passes on as they are."""
+RENAMED = ("Scatter",)
+"""Operators that were removed for another one with the same meaning; Upsample was for one with another default."""
 MOST_CONSTANT = 1024
 """Largest number of elements of a constant that the converter needs: axes, splits, sizes."""
 
 
 @record
-class LoweredNode:
-    """A node, the equivalent nodes of the older opset, and its location."""
+class RewrittenNode:
+    """A node, the equivalent nodes of the other opset, and its location."""
 
     body: "onnx.GraphProto | onnx.FunctionProto"
     node: onnx.NodeProto
@@ -55,35 +64,35 @@ class _Site:
         return self.types.get((id(self.body), name)) or self.types.get((0, name))
 
 
-def lower_nodes(model: onnx.ModelProto, opset: int) -> list[LoweredNode]:
-    """The nodes that have another form in an older opset.
+def rewrite_nodes(model: onnx.ModelProto, opset: int, way: Way) -> list[RewrittenNode]:
+    """The nodes that have another form in an older opset (`lowered`) or in a newer one (`raised`).
 
     Raises:
-        CannotLower: some nodes have no older form; all of them are named.
+        CannotChangeVersion: some nodes have no such form; all of them are named.
     """
     replaced, blocks = [], dict[str, list[str]]()
-    if opset_version(model.opset_import) > defs.onnx_opset_version():
-        raise CannotLower(
-            (f"opset {opset_version(model.opset_import)} is newer than onnx {onnx.__version__} knows",),
-            "pip install -U onnx",
-        )
-    for site, node in _sites(model, opset):
+    newest = max(opset_version(model.opset_import), opset if way == "raised" else 0)
+    if newest > defs.onnx_opset_version():
+        known = f"opset {newest} is newer than onnx {onnx.__version__} knows"
+        raise CannotChangeVersion((known,), "pip install -U onnx", way)
+    for site, node in _sites(model, opset, way):
         try:
-            by = _lower_node(node, site, opset)
+            by = _rewrite_node(node, site, opset)
         except _Blocked as reason:
             blocks.setdefault(str(reason), []).append(node.name)
             continue
         if by is not None:
-            replaced.append(LoweredNode(site.body, node, by, site.place))
+            replaced.append(RewrittenNode(site.body, node, by, site.place))
     if blocks:
-        raise CannotLower(
+        raise CannotChangeVersion(
             tuple(f"{reason} (node {shorten_names(tuple(nodes))})" for reason, nodes in blocks.items()),
             f"export again at that opset: kvdoctor re-export MODEL --from CHECKPOINT -o OUT --opset {opset}",
+            way,
         )
     return replaced
 
 
-def replace_nodes(model: onnx.ModelProto, replaced: list[LoweredNode], file: str) -> Iterator[Change]:
+def replace_nodes(model: onnx.ModelProto, replaced: list[RewrittenNode], file: str) -> Iterator[Change]:
     """Replace the old nodes by the new ones, and remove the constants that only the old ones needed."""
     counts: dict[tuple[str, str, str], int] = {}
     left = {name for one in replaced for name in one.node.input} - {
@@ -103,14 +112,21 @@ def replace_nodes(model: onnx.ModelProto, replaced: list[LoweredNode], file: str
 
 
 class _Blocked(Exception):
-    """A node cannot be written in the older opset."""
+    """A node cannot be written in the other opset."""
 
 
-def _sites(model: onnx.ModelProto, opset: int) -> Iterator[tuple[_Site, onnx.NodeProto]]:
-    """Every node of a newer opset that differs in the older one, at any depth and in functions."""
+def _sites(model: onnx.ModelProto, opset: int, way: Way) -> Iterator[tuple[_Site, onnx.NodeProto]]:
+    """Every node that differs in the other opset, at any depth and in functions.
+
+    What is not newer than an older opset stays as it is, and so does what is not older than a newer one.
+    """
+
+    def changes(version: int) -> bool:
+        return version > opset if way == "lowered" else version < opset
+
     own = {(function.domain, function.name) for function in model.functions}
     version = opset_version(model.opset_import)
-    if version > opset:
+    if changes(version):
         types: Types | None = None
         for scope in GraphView(model).scopes():
             for node in scope.graph.node:
@@ -119,13 +135,15 @@ def _sites(model: onnx.ModelProto, opset: int) -> Iterator[tuple[_Site, onnx.Nod
                     yield _Site(scope.graph, scope.path, version, scope, types), node
     for function in model.functions:
         version = opset_version(function.opset_import)
-        for node in function.node if version > opset else ():
+        bodies = [graph for node in function.node for body in subgraphs(node) for graph in graphs_in(body)]
+        found = ((body, node) for body in (function, *bodies) for node in body.node)
+        for body, node in found if changes(version) else ():
             if (node.domain, node.op_type) not in own and _differs_between(node, version, opset):
-                yield _Site(function, f"function {function.name}", version, None, {}), node
+                yield _Site(body, f"function {function.name}", version, None, {}), node
 
 
 def _differs_between(node: onnx.NodeProto, version: int, opset: int) -> bool:
-    """Whether a standard operator differs in the older opset. Operators unknown to ONNX belong to the runtime."""
+    """Whether a standard operator differs in the other opset. Operators unknown to ONNX belong to the runtime."""
     if node.domain not in STANDARD or not defs.has(node.op_type):
         return False
     return _since(node.op_type, version) != _since(node.op_type, opset)
@@ -139,8 +157,8 @@ def _since(operator: str, version: int) -> int | None:
         return None
 
 
-def _lower_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.NodeProto, ...] | None:
-    """The equivalent nodes of the older opset; None if the node itself is valid there.
+def _rewrite_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.NodeProto, ...] | None:
+    """The equivalent nodes of the other opset; None if the node itself is valid there.
 
     Raises:
         _Blocked: there are none.
@@ -148,15 +166,23 @@ def _lower_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.Nod
     if _since(node.op_type, opset) is None:
         first = min(s.since_version for s in defs.get_all_schemas_with_history() if _is(s, node.op_type))
         raise _Blocked(f"{node.op_type} needs opset {first}")
+    if _since(node.op_type, site.opset) is None:
+        raise _Blocked(f"{node.op_type} of opset {site.opset} is the runtime's own: opset {opset} has one of that name")
     if node.op_type in CONTROL_FLOW:
         if opset < CONTROL_FLOW_SINCE:
             raise _Blocked(f"{node.op_type} has another schema before opset {CONTROL_FLOW_SINCE}")
+        if node.op_type == "Scan" and site.opset < SCAN_SINCE:
+            raise _Blocked(f"Scan has another schema from opset {SCAN_SINCE} on")
         return None
-    fitting = fit_to_older_schema(node, site.opset, opset, [site.type_of(name) for name in node.input])
+    fitting = fit_to_schema(node, site.opset, opset, [site.type_of(name) for name in node.input])
     if fitting is not None:
         return None if fitting == node else (fitting,)
     if any(attribute.ref_attr_name for attribute in node.attribute):
         raise _Blocked(f"{node.op_type} takes an attribute of its function")
+    if defs.get_schema(node.op_type, opset, "").deprecated and node.op_type not in RENAMED:
+        raise _Blocked(f"{node.op_type} was removed before opset {opset}, and what replaced it means something else")
+    if site.opset < opset and node.op_type not in ADAPTED and means_other(node, site.opset, opset):
+        raise _Blocked(f"{node.op_type} of opset {_since(node.op_type, site.opset)} means something else in {opset}")
     return _convert_node(node, site, opset)
 
 
@@ -174,8 +200,9 @@ def _convert_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.N
             shape_inference.infer_shapes(made, check_type=True, strict_mode=True)
     except Exception:  # the converter and the checks raise many types; each means that the node cannot be converted
         since = _since(node.op_type, site.opset)
-        raise _Blocked(f"{node.op_type} of opset {since} has no older form that onnx can convert it to") from None
-    return tuple(_rename_converted(node, made))
+        form = "older" if opset < site.opset else "newer"
+        raise _Blocked(f"{node.op_type} of opset {since} has no {form} form that onnx can convert it to") from None
+    return tuple(_rename_converted(node, made, "lowered" if opset < site.opset else "raised"))
 
 
 def _isolate_node(node: onnx.NodeProto, site: _Site) -> onnx.ModelProto:
@@ -213,24 +240,25 @@ def _declare_value(name: str, site: _Site) -> onnx.ValueInfoProto:
     return value
 
 
-def _rename_converted(node: onnx.NodeProto, made: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+def _rename_converted(node: onnx.NodeProto, made: onnx.ModelProto, way: Way) -> Iterator[onnx.NodeProto]:
     """The converted nodes under unused names; constants of the converter become nodes."""
     outer = {*node.input, *node.output, ""}
     stem = next((name for name in node.output if name), node.name)
     renamed: dict[str, str] = {}
     for tensor in made.graph.initializer:
         if tensor.name not in outer:
-            renamed[tensor.name] = f"{stem}.lowered.{len(renamed)}"
+            renamed[tensor.name] = f"{stem}.{way}.{len(renamed)}"
             yield helper.make_node("Constant", [], [renamed[tensor.name]], value=tensor)
     for one in made.graph.node:
         for name in one.output:
             if name not in outer:
-                renamed.setdefault(name, f"{stem}.lowered.{len(renamed)}")
+                renamed.setdefault(name, f"{stem}.{way}.{len(renamed)}")
         names = [renamed.get(name, name) for name in one.input], [renamed.get(name, name) for name in one.output]
         del one.input[:], one.output[:]
         one.input.extend(names[0])
         one.output.extend(names[1])
         one.name = node.name if one.op_type == node.op_type else f"{node.name}.{one.op_type}"
+        one.metadata_props.extend(node.metadata_props)
         yield one
 
 

@@ -8,7 +8,7 @@ other nodes stay as they are. If something has no older form it is named, and no
 
 from dataclasses import replace
 
-from kvdoctor.repair.lowering.limits import LOWERED_CHECKS, CannotLower, exceeds, limit_for_targets
+from kvdoctor.repair.lowering.limits import LOWERED_CHECKS, CannotChangeVersion, exceeds, limit_for_targets
 from kvdoctor.repair.lowering.lower import lower_model
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import CannotRepair, RepairContext
@@ -33,7 +33,7 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
         if want.is_anything and exceeds(context.view(name), want):
             try:
                 changes += lower_model(context.model(name), want, name)
-            except CannotLower as reason:
+            except CannotChangeVersion as reason:
                 raise CannotRepair(f"{name}: {'; '.join(reason.blocks)}", reason.advice) from None
     return tuple(changes)
 

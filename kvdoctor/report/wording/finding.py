@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvdoctor.findings import Finding, Issue
+from kvdoctor.findings import Finding, Issue, NodeSource
+
+MOST_SOURCES = 4
 
 
 def format_headline(finding: Finding, places: Sequence[str] = ()) -> str:
@@ -22,6 +24,7 @@ def list_details(finding: Finding) -> Iterator[tuple[str, str]]:
     if (reason := known_reason(finding)) is not None:
         yield "known", reason
     yield "where", _location(finding)
+    yield from (("module", text) for text in list_sources(finding))
     yield "declared", finding.declared
     yield "observed", finding.observed
     for reason in finding.evidence:
@@ -37,6 +40,25 @@ def list_details(finding: Finding) -> Iterator[tuple[str, str]]:
         yield "fix", finding.repair.text
     for issue in finding.issues:
         yield "issue", format_issue(issue)
+
+
+def list_sources(finding: Finding) -> list[str]:
+    """The source of each node that a finding names, with the names of the nodes where they differ; of many the first.
+
+    `model.layers.0.self_attn (LlamaAttention), llama/modeling_llama.py:257 forward`, as far as it is known.
+    """
+    told = {source: _format_source(source) for source in finding.sources}
+    texts = list(dict.fromkeys(told.values()))
+    if len(texts) > 1:
+        texts = [f'"{source.node}" in {text}' for source, text in told.items()]
+    more = len(texts) - MOST_SOURCES
+    return [*texts[:MOST_SOURCES], *([f"and {more} more"] if more > 0 else [])]
+
+
+def _format_source(source: NodeSource) -> str:
+    module = "the model itself" if source.module == "" else source.module
+    within = f"{module} ({source.kind})" if source.kind else module
+    return ", ".join(filter(None, (within, source.line)))
 
 
 def format_issue(issue: Issue) -> str:

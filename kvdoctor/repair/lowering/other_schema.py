@@ -1,7 +1,8 @@
-"""Decides whether a node has the same meaning under an older schema of its operator.
+"""Decides whether a node has the same meaning under another schema of its operator, older or newer.
 
 Most new versions of operators allow further types, or have a further attribute whose default keeps the earlier meaning.
-A node that uses neither stays as it is, or loses an attribute that has its default.
+A node that uses neither stays as it is, or loses an attribute that has its default. A newer schema may also have taken
+an attribute away, which became an input, or ask for one that was not there.
 
 Source: onnx.defs, the schemas of all versions; `OTHER_MEANING` from their changelogs.
 """
@@ -18,26 +19,30 @@ OTHER_MEANING = {
     "Hardmax": (13,),
     "BatchNormalization": (14,),
     "RoiAlign": (16,),
-    "Resize": (13, 18, 19),
+    "Resize": (11, 13, 18, 19),
     "GroupNormalization": (21,),
     "GridSample": (20,),
     "Attention": (24,),
 }
 """Versions that give the same signature another meaning."""
+SAME_IN_NEWER = {"Attention": (24,)}
+"""Of these the ones that give it only to signatures which the older version does not have."""
 
 LENGTHS = ("Split", "num_outputs")
 """Without it and without lengths, an older Split makes as many equal parts as it has outputs."""
+LENGTHS_SINCE = 18
+"""The version of Split that must be told one of the two."""
 
 
-def fit_to_older_schema(
-    node: onnx.NodeProto, newer: int, older: int, types: Sequence[onnx.TypeProto | None]
+def fit_to_schema(
+    node: onnx.NodeProto, own: int, other: int, types: Sequence[onnx.TypeProto | None]
 ) -> onnx.NodeProto | None:
-    """The node as the older schema allows it; None if its meaning would differ or is unknown.
+    """The node as the schema of another opset allows it; None if its meaning would differ or is unknown.
 
-    `newer` and `older` are opsets, `types` those of the inputs as far as they are known.
+    `own` is the opset of the node, `types` are those of the inputs as far as they are known.
     """
-    now, then = (defs.get_schema(node.op_type, version, "") for version in (newer, older))
-    if any(older < version <= newer for version in OTHER_MEANING.get(node.op_type, ())):
+    now, then = (defs.get_schema(node.op_type, version, "") for version in (own, other))
+    if then.deprecated or means_other(node, own, other) or _lacks_lengths(node, own, other):
         return None
     if not _same_ports(node, now, then) or not _types_allowed(then, types):
         return None
@@ -47,13 +52,27 @@ def fit_to_older_schema(
         if name in then.attributes
     ):
         return None
-    fitting = drop_default_attributes(node, newer, older)
-    return fitting if all(attribute.name in then.attributes for attribute in fitting.attribute) else None
+    fitting = drop_default_attributes(node, own, other)
+    given = {attribute.name for attribute in fitting.attribute}
+    needed = {name for name, attribute in then.attributes.items() if attribute.required}
+    return fitting if needed <= given <= set(then.attributes) else None
 
 
-def drop_default_attributes(node: onnx.NodeProto, newer: int, older: int) -> onnx.NodeProto:
-    """The node without attributes that the older schema does not know and that have their default meaning."""
-    now, then = (defs.get_schema(node.op_type, version, "") for version in (newer, older))
+def means_other(node: onnx.NodeProto, own: int, other: int) -> bool:
+    """Whether a version between two opsets gives the signature of a node another meaning."""
+    older, newer = sorted((own, other))
+    kept = SAME_IN_NEWER.get(node.op_type, ()) if own < other else ()
+    return any(older < version <= newer and version not in kept for version in OTHER_MEANING.get(node.op_type, ()))
+
+
+def _lacks_lengths(node: onnx.NodeProto, own: int, other: int) -> bool:
+    """Whether a node is a Split into equal parts, whose number a newer version must be told."""
+    return node.op_type == LENGTHS[0] and own < LENGTHS_SINCE <= other and not any(node.input[1:])
+
+
+def drop_default_attributes(node: onnx.NodeProto, own: int, other: int) -> onnx.NodeProto:
+    """The node without attributes that the schema of another opset does not know, where they have their default."""
+    now, then = (defs.get_schema(node.op_type, version, "") for version in (own, other))
     bare = onnx.NodeProto()
     bare.CopyFrom(node)
     del bare.attribute[:]
@@ -91,7 +110,7 @@ def _types_allowed(then: defs.OpSchema, types: Sequence[onnx.TypeProto | None]) 
 
 
 def _has_default_meaning(node: onnx.NodeProto, attribute: onnx.AttributeProto, now: defs.OpSchema) -> bool:
-    """Whether an attribute that the older schema does not know has its default, which keeps the earlier meaning."""
+    """Whether an attribute that the other schema does not know has its default, which keeps the meaning."""
     if (node.op_type, attribute.name) == LENGTHS:
         return bool(attribute.i == len(node.output))
     default = _default(now.attributes[attribute.name]) if attribute.name in now.attributes else None
