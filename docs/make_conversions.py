@@ -1,7 +1,7 @@
-"""Writes the table in docs/conversions.md: `python docs/make_conversions.py ZOO`.
+"""Writes the tables in docs/conversions.md: `python docs/make_conversions.py ZOO`.
 
 Each conversion is made from each model, and proved as `kvdoctor re-export` proves it. ZOO is a folder with the exports
-of the zoo, each as EXPORTER/NAME (tests/zoo).
+of the zoo, each as EXPORTER/NAME (tests/zoo). `--layout genai` needs the network the first time.
 """
 
 import re
@@ -22,11 +22,15 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
     "--fix batch=1,new=1,past=32": {"fix": ("batch=1", "new=1", "past=32")},
     STATIC: {"cache": "static=32"},
     GROWING: {"cache": "growing"},
+    "--cache-type int8": {"cache_type": "int8"},
     "--attentions cross": {"attentions": "cross"},
     "--layout pair": {"layout": "pair"},
     "--layout optimum": {"layout": "optimum"},
     "--layout shared": {"layout": "shared"},
+    "--layout genai": {"layout": "genai"},
 }
+TABLES = tuple(tuple(one for one in CONVERSIONS if one.startswith("--layout") == layouts) for layouts in (False, True))
+"""The columns of the two tables: of more, a screen does not show a line."""
 MODELS = (
     "optimum/gpt2",
     "optimum/llama",
@@ -94,23 +98,35 @@ def measure(zoo: Path) -> Results:
 
 
 def render(found: Results) -> str:
-    """The table, and under it the reasons why a model has no copy."""
-    lines = [f"| model | {' | '.join(f'`{name}`' for name in CONVERSIONS)} |", f"|{' --- |' * (len(CONVERSIONS) + 1)}"]
+    """The tables, and under them the reasons why a model has no copy."""
+    lines: list[str] = []
     reasons: dict[str, int] = {}
-    for name, cells in found.items():
-        shown = (
-            cell if cell == "proved" else f"({reasons.setdefault(cell, len(reasons) + 1)})" for cell in cells.values()
-        )
-        lines.append(f"| {name} | {' | '.join(shown)} |")
+    for columns in TABLES:
+        lines += [f"| model | {' | '.join(f'`{name}`' for name in columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
+        for name, cells in found.items():
+            shown = (_render_cell(cells[column], reasons) for column in columns)
+            lines.append(f"| {name} | {' | '.join(shown)} |")
+        lines.append("")
     listed = (f"{number}. {reason}" for reason, number in reasons.items())
-    return "".join(f"{line}\n" for line in (*lines, "", *listed))
+    return "".join(f"{line}\n" for line in (*lines, *listed))
 
 
-def read_table() -> Results:
+def _render_cell(cell: str, reasons: dict[str, int]) -> str:
+    return cell if cell == "proved" else f"({reasons.setdefault(cell, len(reasons) + 1)})"
+
+
+def read_tables() -> Results:
     """The cells of the page by model and conversion."""
-    lines = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return {name: dict(zip(CONVERSIONS, cells, strict=True)) for name, *cells in rows[2:]}
+    page = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    lines = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    found: Results = {name: {} for name in MODELS}
+    columns: list[str] = []
+    for name, *cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines):
+        if name == "model":
+            columns = [cell.strip("`") for cell in cells]
+        else:
+            found[name].update(zip(columns, cells, strict=True))
+    return found
 
 
 def shorten(reason: str, zoo: Path) -> str:
@@ -123,7 +139,7 @@ def shorten(reason: str, zoo: Path) -> str:
 
 
 def main() -> None:
-    """Write the table."""
+    """Write the tables."""
     zoo = Path(sys.argv[1]).absolute()
     text = PAGE.read_text(encoding="utf-8")
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]

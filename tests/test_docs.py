@@ -43,13 +43,13 @@ def test_the_page_of_experiments_is_current() -> None:
 def test_each_conversion_is_proved_on_six_models() -> None:
     import make_conversions
 
-    table = make_conversions.read_table()
-    assert set(table) == set(make_conversions.MODELS)
+    tables = make_conversions.read_tables()
+    assert set(tables) == set(make_conversions.MODELS)
     for conversion in make_conversions.CONVERSIONS:
-        assert [row[conversion] for row in table.values()].count("proved") >= 6, conversion
+        assert [row[conversion] for row in tables.values()].count("proved") >= 6, conversion
     page = make_conversions.PAGE.read_text(encoding="utf-8").partition(make_conversions.BEGIN)[2]
     reasons = re.findall(r"^(\d+)\. ", page, re.MULTILINE)
-    assert {f"({number})" for number in reasons} == {c for row in table.values() for c in row.values()} - {"proved"}
+    assert {f"({number})" for number in reasons} == {c for row in tables.values() for c in row.values()} - {"proved"}
 
 
 def test_the_figures_of_the_readme_are_those_of_the_tables() -> None:

@@ -1,4 +1,4 @@
-"""Conversions of exports of many architectures: a sample of the table in docs/conversions.md, made again."""
+"""Conversions of exports of many architectures: a sample of the tables in docs/conversions.md, made again."""
 
 import make_conversions
 import pytest
@@ -15,14 +15,14 @@ CHOSEN = [row for row in CHOSEN if row.variant == "exported"]
 
 
 @pytest.mark.parametrize(("conversion", "row"), spread(make_conversions.CONVERSIONS, CHOSEN, 24), ids=str)
-def test_a_conversion_does_what_the_table_says(conversion: str, row: Row, maker: Maker) -> None:
+def test_a_conversion_does_what_the_tables_say(conversion: str, row: Row, maker: Maker) -> None:
     made = maker.make(row)
     if made.obstacle:
         give_up(made.obstacle)
     assert made.failure is None
     found = make_conversions.convert(made.folder, conversion)
-    table = make_conversions.read_table()
-    expected = table[f"{row.exporter}/{row.architecture}"][conversion]
+    tables = make_conversions.read_tables()
+    expected = tables[f"{row.exporter}/{row.architecture}"][conversion]
     assert (found == "proved") == (expected == "proved"), (found, expected)
 
 
