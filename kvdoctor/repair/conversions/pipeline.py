@@ -83,8 +83,8 @@ def convert_stacks(
             made.append((one, converted))
         done.append(StackConversion(stack.name, tuple(made)))
     if not done:
-        reason = "it holds no decoder whose cache is known"
-        raise CannotConvert(f"{folder.shown!r} cannot be converted ({_list_titles(asked)}): {reason}")
+        none = "it holds no decoder whose cache is known"
+        raise CannotConvert(f"{folder.shown!r} cannot be converted ({_list_titles(asked)}): {none}")
     return tuple(done)
 
 
