@@ -175,7 +175,6 @@ class PairedJob:
     Attributes:
         rows: The rows of logits that the converted model returns.
         keep: The numbers of rows that it is asked for, where it has an input for that; it goes on with the first.
-        caches: Compare the caches as well.
         weights: Outputs float[batch, heads, new, encoder] of the converted model whose last axis sums to 1.
         most_tokens: Tokens that a sequence may have with the converted model.
         capacity: Tokens of its buffers, where it has some that the original has not.
@@ -189,7 +188,6 @@ class PairedJob:
     converted: PairedSide
     rows: Rows = "all"
     keep: tuple[int, ...] = ()
-    caches: bool = True
     weights: tuple[str, ...] = ()
     most_tokens: int | None = None
     capacity: int | None = None

@@ -6,6 +6,7 @@ The weights of converted models are copied from file to file and written once.
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,7 +39,7 @@ from kvdoctor.repair.proof import SplitEncoder, equal, prove, prove_loops, prove
 from kvdoctor.repair.rediagnose import diagnose_copy
 from kvdoctor.repair.request import LayoutRequest
 from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
-from kvdoctor.repair.workspace import side_car_path
+from kvdoctor.repair.workspace import CannotConvert, side_car_path
 from kvdoctor.report.repair_record import Change, Proof
 
 if TYPE_CHECKING:
@@ -80,10 +81,11 @@ def refuse_unknown_layout(request: LayoutRequest) -> None:
 
 
 def refuse_impossible_layout(path: str, request: LayoutRequest, keep_unproved: bool = False) -> None:
-    """Refuse a layout that no stack at a path can have, before any work is done.
+    """Refuse a layout that no stack at a path can have: the graphs are read, and nothing is run.
 
     Raises:
-        UsageError: with the reason for each stack.
+        CannotConvert: no stack can have it as it is, with the reason for each.
+        UsageError: it cannot be asked for.
     """
     layout = _find_layout(request)
     if layout is None:
@@ -125,9 +127,9 @@ def _refuse_stack(layout: Layout, stack: StackFiles, contract: CacheContract | N
     return layout.refuse(stack, contract)
 
 
-def _report_refusals(folder: ModelFolder, layout: Layout, reasons: dict[str, str]) -> UsageError:
+def _report_refusals(folder: ModelFolder, layout: Layout, reasons: dict[str, str]) -> CannotConvert:
     listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it holds no decoder with a cache"
-    return UsageError(f"{folder.shown!r} cannot be given the layout {layout.name!r}: {listed}")
+    return CannotConvert(f"{folder.shown!r} cannot be given the layout {layout.name!r}: {listed}")
 
 
 def convert_stacks(
@@ -136,7 +138,8 @@ def convert_stacks(
     """Convert the stacks of a folder in memory, without their weights; nothing if no layout is asked for.
 
     Raises:
-        UsageError: no stack can have the layout, or the files of two would have one name; the message says why.
+        CannotConvert: no stack can have the layout, with the reason for each.
+        UsageError: several would have files of one name.
     """
     layout = _find_layout(request)
     if layout is None:
@@ -305,7 +308,7 @@ def _convert(
     if ready:
         put_in_place(ready, session.folder.root, session.at, ())
     else:
-        copy = session.open_copy()
+        copy = replace(session.open_copy(), shown=session.folder.shown)
         ready = convert_stacks(copy, outcome.after.contracts, request)
         put_in_place(ready, copy.root, copy.root, find_replaced_files(copy, ready))
     _copy_beside(session, ready)

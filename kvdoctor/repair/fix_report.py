@@ -16,10 +16,11 @@ from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.traverse import bodies_of
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope, declared
 from kvdoctor.records import record
+from kvdoctor.repair.apply import RepairedFiles
 from kvdoctor.repair.layouts.registry import Conversion
 from kvdoctor.repair.repairs.registry import find_repair, load
 from kvdoctor.repair.session import Outcome, RepairSession
-from kvdoctor.repair.workspace import source_of
+from kvdoctor.repair.workspace import CannotConvert, source_of
 from kvdoctor.report.document import Report
 from kvdoctor.report.repair_record import AppliedRepair, ChangedFile, FileDiff, NotRepaired, RepairRecord, RepairSide
 
@@ -86,12 +87,32 @@ def report_nothing_done(before: Report, not_repaired: tuple[NotRepaired, ...], f
     return replace(before, command="re-export", findings=findings, repair=record, notes=(*before.notes, text))
 
 
-def report_unproved(session: RepairSession, outcome: Outcome, may_keep: bool = True) -> Report:
-    """The report if the proof failed: nothing is written; `may_keep` says whether the caller may ask for it."""
+def report_refused(before: Report, tried: RepairedFiles, refusal: CannotConvert) -> Report:
+    """The report if a model cannot be converted, neither as it is nor after the repairs that were `tried`."""
+    if not tried.applied:
+        report = report_nothing_done(before, tried.not_repaired, ())
+        return replace(report, notes=(*report.notes, str(refusal)))
+    repairs = ", ".join(dict.fromkeys(one.repair.name for one in tried.applied))
+    note = f"no copy was written: {repairs} repairs the model, but then {refusal}"
+    side = RepairSide(before.verdict, before.findings)
+    record = RepairRecord(before.model.path, None, (), side, None, ())
+    return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
+
+
+def report_unproved(
+    session: RepairSession, outcome: Outcome, may_keep: bool = True, refusal: CannotConvert | None = None
+) -> Report:
+    """The report if the proof failed: nothing is written; `may_keep` says whether the caller may ask for it.
+
+    `refusal` says why the model as it is could not have been converted.
+    """
     before = outcome.before.report
     note = "the copy was not proved, so it was not written"
     if may_keep:
         note = "the repair was not proved, so no copy was written; --keep-unproved writes it nevertheless"
+    elif not any(isinstance(one.repair, Conversion) for one in outcome.applied):
+        note = "the repair was not proved, so nothing was converted and no copy was written"
+        note += f"; without it, {refusal}" if refusal is not None else ""
     tried = {name: one.repair.name for one in outcome.applied for name in one.because}
     record = replace(
         _make_record(outcome),
@@ -118,6 +139,7 @@ def _make_record(outcome: Outcome) -> RepairRecord:
         proved=outcome.holds,
         loop=_list_loop_rules(outcome),
         cache_costs=outcome.costs,
+        bases=outcome.bases,
     )
 
 

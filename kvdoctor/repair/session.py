@@ -70,7 +70,8 @@ class DiagnosisSide:
 class Outcome:
     """The result of repairs: changes, remaining findings and the proof; `after` is the diagnosis of the copy.
 
-    `costs` are those of a narrower type of the cache, where one was asked for.
+    `costs` are those of a narrower type of the cache, where one was asked for. `bases` say what conversions were
+    compared with where that is not the original.
     """
 
     before: DiagnosisSide
@@ -79,6 +80,7 @@ class Outcome:
     not_repaired: tuple[NotRepaired, ...]
     proof: tuple[Proof, ...]
     costs: tuple[CacheCosts, ...] = ()
+    bases: tuple[str, ...] = ()
 
     def extended(self, after: DiagnosisSide, applied: Iterable[Applied], proof: Iterable[Proof]) -> "Outcome":
         """The outcome with further changes of the copy, its diagnosis after them, and their proof."""

@@ -14,6 +14,7 @@ from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.decode.runs import Run
+from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding
 from kvdoctor.model.files import SIDE_CARS
 from kvdoctor.model.proto import ModelProto, TensorProto
@@ -37,6 +38,13 @@ class CannotRepair(Exception):
     def __init__(self, reason: str, instead: str = "") -> None:
         super().__init__(reason)
         self.instead = instead
+
+
+class CannotConvert(UsageError):
+    """No stack, or one of those that must be, is of the form that a conversion or a layout needs.
+
+    A fault may be the reason, so a model is diagnosed before it is refused.
+    """
 
 
 class NoRuntime(CannotRepair):

@@ -202,7 +202,8 @@ def _repair_sections(report: Report, record: RepairRecord) -> Iterator[tuple[str
         for p in record.proof
     ]
     nothing = ["Nothing was changed, so there is nothing to prove."]
-    yield "Proof", list(table(["stack", "claim", "result", "detail"], rows)) if rows else nothing
+    bases = ["", *(f"- {markdown(line)}" for line in record.bases)] if record.bases else []
+    yield "Proof", [*table(["stack", "claim", "result", "detail"], rows), *bases] if rows else nothing
     if costs := list_costs(report):
         yield "Costs", [f"- {markdown(line)}" for line in costs]
     for made in tabulate_cache_costs(record, whole=True):

@@ -180,7 +180,7 @@ class ExportRecord:
 
 @record
 class CacheCost:
-    """What one way of rounding the cache costs, measured on the original: its loop rounds what it carries.
+    """What one way of rounding the cache costs, measured on what the copy is compared with: a loop rounds its cache.
 
     Attributes:
         keys: what shares a scale among the keys: token (one token and head), channel, head, tensor; null if kept.
@@ -210,7 +210,7 @@ class CacheCosts:
     Attributes:
         stack: the stack.
         cache_type: the type: float16, int8 or int4.
-        bytes_before: bytes that the cache of one token takes in the original; null if not known.
+        bytes_before: bytes that the cache of one token takes before; null if not known.
         bytes_after: the same in the narrower type, scales included.
         tokens: the positions whose logits were compared.
         costs: the ways of rounding; the first is the one that a copy has.
@@ -250,6 +250,7 @@ class RepairRecord:
         contents: the files of OUT that kvdoctor wrote, relative to it; it never replaces others.
         loop: what a loop of the copy must do that one of the original need not do.
         cache_costs: what a narrower type of the cache costs, where one was asked for.
+        bases: what conversions were compared with where that is not the model at `source`, and why.
     """
 
     source: str
@@ -269,6 +270,7 @@ class RepairRecord:
     contents: tuple[str, ...] = ()
     loop: tuple[str, ...] = ()
     cache_costs: tuple[CacheCosts, ...] = ()
+    bases: tuple[str, ...] = ()
 
     @property
     def is_planned(self) -> bool:

@@ -230,6 +230,8 @@ def show_repair(page: Page, report: Report, record: RepairRecord, show_diff: boo
             detail = f": {entry.detail}" if entry.detail else ""
             text = f"  {'holds' if entry.holds else 'FAILS'}  {entry.stack}: {entry.claim}{detail}"
             page.line(text, "green" if entry.holds else "red", hang=7)
+        for line in record.bases:
+            page.line(f"  {line}", hang=2)
         for line in list_costs(report):
             page.line(f"  {line}", "dim")
     show_cache_costs(page, record, whole=True)

@@ -1,14 +1,15 @@
 """What a narrower type of the cache costs, and how far a copy that has it may be from the original.
 
-The worker decodes with the original and rounds what it carries (runtime/worker/cache_cost.py). A copy rounds the same
-rows, and those of the call itself as well, so its logits may be off by a small multiple of what that loop shows.
+The worker decodes with the model as it was before, and rounds what it carries (runtime/worker/cache_cost.py). A copy
+rounds the same rows, and those of the call itself as well, so its logits may be off by a small multiple of what that
+loop shows.
 """
 
 import statistics
 from collections.abc import Iterable
 
 from kvdoctor.choices import CacheType
-from kvdoctor.contract import ITEM_BYTES, CacheContract, Slot
+from kvdoctor.contract import ITEM_BYTES, Slot
 from kvdoctor.decode.cache_types import STORABLE
 from kvdoctor.decode.messages import CacheCosted, CacheCostJob, PairedSide
 from kvdoctor.records import record
@@ -39,13 +40,12 @@ class MeasuredCost:
     failed: str = ""
 
 
-def measure_costs(session: RepairSession, made: Converted, contract: CacheContract, stack: str) -> MeasuredCost:
-    """Run the original in a loop that rounds its cache as a conversion does, and in other ways.
+def measure_costs(session: RepairSession, made: Converted, side: PairedSide) -> MeasuredCost:
+    """Run a model in a loop that rounds its cache as its conversion does, and in other ways.
 
     Raises:
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
-    side = PairedSide(stack, session.folder.root.absolute(), contract)
     job = CacheCostJob(side, made.stored, seed=session.options.seed, provider=session.options.provider)
     found, failed = session.runtime.answer(job, CacheCosted)
     if not found:
@@ -53,9 +53,9 @@ def measure_costs(session: RepairSession, made: Converted, contract: CacheContra
     written = found[0]
     kind = made.stored[0].kind
     narrow = {one.past for one in made.stored}
-    growing = [slot for slot in contract.slots if slot.kind in STORABLE and "past" in slot.axes]
+    growing = [slot for slot in side.contract.slots if slot.kind in STORABLE and "past" in slot.axes]
     facts = CacheCosts(
-        stack,
+        side.stack,
         kind,
         _sum(slot.bytes_per_position() for slot in growing),
         _sum(_stored_bytes(slot, kind) if slot.past in narrow else slot.bytes_per_position() for slot in growing),

@@ -28,7 +28,7 @@ COMPARED = (0, 1, 2, 50)
 LAST = (
     "A call returns the logits of its last token alone, float[batch, 1, vocabulary]: take row 0, not row n - 1.",
     "Prompts of different lengths in one batch must be padded on the left: on the right, the last row is padding.",
-    "Scoring a prompt and speculative decoding need all rows: use the original there, or --logits selectable.",
+    "Scoring a prompt and speculative decoding need all rows: a copy with --logits selectable gives them.",
 )
 SELECTABLE = (
     f"Feed {KEEP}, int64[], in every call: k returns the logits of the last k tokens, 0 those of all.",

@@ -1,6 +1,7 @@
 """Conversions of a copy: planned on every stack in memory, written, diagnosed again, and proved beside the original."""
 
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,24 +9,28 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract
+from kvdoctor.decode.messages import PairedSide
 from kvdoctor.decode.runs import LOOPS
-from kvdoctor.errors import UsageError
+from kvdoctor.findings import find_check
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.repair.apply import Applied
 from kvdoctor.repair.conversions.cost import measure_costs
-from kvdoctor.repair.conversions.proof import prove_conversions
+from kvdoctor.repair.conversions.proof import Base, prove_conversions
 from kvdoctor.repair.conversions.registry import Asked, Converted
 from kvdoctor.repair.layouts.registry import Conversion
-from kvdoctor.repair.output import write_changed
+from kvdoctor.repair.output import copy_export, write_changed
+from kvdoctor.repair.proof import prove_loops
 from kvdoctor.repair.rediagnose import diagnose_copy
 from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
-from kvdoctor.repair.workspace import CannotRepair, RepairContext, WorkingCopy
+from kvdoctor.repair.workspace import CannotConvert, CannotRepair, RepairContext, WorkingCopy
 from kvdoctor.report.document import decide
 from kvdoctor.report.repair_record import CacheCosts, Proof
 
 PARITY = "KV301"
 """The code under which a report lists that logits could not be compared with a call without a cache."""
+REPAIRED = ".kvdoctor-repaired"
+"""The folder in OUT that holds the repaired copy until its conversion was compared with it."""
 
 
 @record(slots=False)
@@ -37,10 +42,10 @@ class StackConversion:
 
 
 def refuse_impossible_conversions(path: str, asked: tuple[Asked, ...], options: Options) -> None:
-    """Refuse what cannot be converted, before any work is done: the graphs are read, and nothing is run.
+    """Refuse what cannot be converted as it is: the graphs are read, and nothing is run.
 
     Raises:
-        UsageError: with the stack, the node and the reason.
+        CannotConvert: with the stack, the node and the reason.
     """
     if asked and Path(path).exists():
         folder = open_folder(path)
@@ -54,7 +59,7 @@ def convert_stacks(
     """Convert every decoder of a working copy in memory: all of them, or none.
 
     Raises:
-        UsageError: one of them is not of the form that a conversion knows.
+        CannotConvert: one of them is not of the form that a conversion knows.
     """
     folder, done = copy.folder, []
     for stack in folder.stacks:
@@ -78,52 +83,97 @@ def convert_stacks(
             made.append((one, converted))
         done.append(StackConversion(stack.name, tuple(made)))
     if not done:
-        titles = ", ".join(f"--{one.title}" for one in asked)
-        raise UsageError(f"{folder.shown!r} cannot be converted ({titles}): it holds no decoder whose cache is known")
+        none = "it holds no decoder whose cache is known"
+        raise CannotConvert(f"{folder.shown!r} cannot be converted ({_list_titles(asked)}): {none}")
     return tuple(done)
 
 
-def _refuse(folder: ModelFolder, stack: StackFiles, one: Asked, error: CannotRepair) -> UsageError:
+def _list_titles(asked: Iterable[Asked]) -> str:
+    return ", ".join(f"--{one.title}" for one in asked)
+
+
+def _refuse(folder: ModelFolder, stack: StackFiles, one: Asked, error: CannotRepair) -> CannotConvert:
     others = len(folder.stacks) > 1
     hint = f" (to convert the other decoders, give their files; this one is {stack.main.name})" if others else ""
     instead = f"; instead: {error.instead}" if error.instead else ""
-    return UsageError(f"{folder.shown!r} cannot be converted with --{one.title}: {stack.name}: {error}{instead}{hint}")
+    text = f"{folder.shown!r} cannot be converted with --{one.title}: {stack.name}: {error}{instead}{hint}"
+    return CannotConvert(text)
 
 
 def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome: Outcome) -> Outcome:
     """Convert the copy, diagnose it and prove it; an unproved copy stays as it is.
 
+    A copy that was repaired is proved before it is converted, and is then what its conversion is compared with.
+
     Raises:
-        UsageError: a stack cannot be converted.
+        CannotConvert: a stack cannot be converted, or it has a fault, so that there is nothing to compare with.
     """
     if not asked or (outcome.applied and not outcome.holds):
         return outcome
-    copy = WorkingCopy(session.open_copy())
+    copy = WorkingCopy(replace(session.open_copy(), shown=session.folder.shown))
     done = convert_stacks(copy, outcome.after.contracts, asked, session.options)
+    _refuse_wrong_loops(session, outcome.after, asked, done)
+    root = session.folder.root
+    if outcome.applied:
+        root = session.at / REPAIRED
+        copy_export(copy.folder, root)
     names = tuple(one.title for one in asked)
     write_changed(copy, session.at, dict.fromkeys(copy.changed, names))
     after = diagnose_copy(session, session.model)
-    proofs, costs = dict[str, list[Proof]](), list[CacheCosts]()
+    proofs, costs, notes = dict[str, list[Proof]](), list[CacheCosts](), list[str]()
     for one in done:
-        made = _merge(one)
-        if made.stored:
-            made, cost = _allow_cost(session, made, outcome.before.contract(one.stack), one.stack)
-            costs += cost
-        proofs[one.stack] = list(prove_conversions(session, made, outcome, after, one.stack))
+        made, base = _merge(one), _find_base(outcome, root, one.stack)
+        if made.stored and base.side is not None:
+            cost = measure_costs(session, made, base.side)
+            made = replace(made, allowed=cost.allowed, drift=cost.drift)
+            costs.append(cost.facts)
+        proofs[one.stack] = list(prove_conversions(session, made, base, outcome.after, after))
+        notes += _describe_base(session, base, measured=bool(made.stored))
+    shutil.rmtree(session.at / REPAIRED, ignore_errors=True)
     proved = {stack for stack, proof in proofs.items() if all(entry.holds for entry in proof)}
     after = _settle(outcome.after, after, proved, session.options)
     extended = outcome.extended(after, _list_applied(done), [entry for proof in proofs.values() for entry in proof])
-    return replace(extended, costs=tuple(costs))
+    return replace(extended, costs=tuple(costs), bases=tuple(notes))
 
 
-def _allow_cost(
-    session: RepairSession, made: Converted, contract: CacheContract | None, stack: str
-) -> tuple[Converted, list[CacheCosts]]:
-    """Measure what a narrower type costs, and allow the copy no more; nothing where it could not be measured."""
-    if contract is None:
-        return made, []
-    cost = measure_costs(session, made, contract, stack)
-    return replace(made, allowed=cost.allowed, drift=cost.drift), [cost.facts]
+def _refuse_wrong_loops(
+    session: RepairSession, before: DiagnosisSide, asked: tuple[Asked, ...], done: Iterable[StackConversion]
+) -> None:
+    """Refuse to convert a model with errors whose loop is wrong: its conversion could only be compared with that.
+
+    Raises:
+        CannotConvert: with the stack and its loop.
+    """
+    if before.report.verdict != "unhealthy":
+        return
+    for one in done:
+        wrong = next((entry for entry in prove_loops(one.stack, before, before) if not entry.holds), None)
+        if wrong is not None:
+            loop = wrong.claim.removesuffix(" passes")
+            raise CannotConvert(
+                f"{session.folder.shown!r} cannot be converted ({_list_titles(asked)}): {one.stack}: a conversion is "
+                f"compared with the model as it is, and its {loop} does not pass ({wrong.detail})"
+            )
+
+
+def _find_base(outcome: Outcome, root: Path, stack: str) -> Base:
+    """What a stack is compared with: as it was repaired, the original where none of its files was changed."""
+    contract = outcome.after.contract(stack)
+    side = None if contract is None else PairedSide(stack, root.absolute(), contract)
+    files = next((known.files for known in outcome.after.report.stacks if known.name == stack), ())
+    repairs = (one for one in outcome.applied if any(change.file in files for change in one.changes))
+    return Base(stack, side, tuple(dict.fromkeys(name for one in repairs for name in one.because)))
+
+
+def _describe_base(session: RepairSession, base: Base, measured: bool) -> Iterator[str]:
+    """That a stack was not compared with the original, and why, in one sentence."""
+    if base.repaired:
+        found = ", ".join(f"{check.code} {check.name}" for check in map(find_check, base.repaired) if check is not None)
+        cost = " and its cost measured on it" if measured else ""
+        yield (
+            f"{base.stack}: the conversion is compared with {base.words}{cost}, not with {session.folder.shown}, which "
+            f"has {found}"
+        )
 
 
 def _settle(before: DiagnosisSide, after: DiagnosisSide, proved: set[str], options: Options) -> DiagnosisSide:

@@ -2,56 +2,67 @@
 
 from collections.abc import Iterator
 
+from kvdoctor.contract import CacheContract
 from kvdoctor.decode.messages import PairedDone, PairedJob, PairedSide
+from kvdoctor.records import record
 from kvdoctor.repair.conversions.registry import Converted
 from kvdoctor.repair.proof import prove_loops
-from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
+from kvdoctor.repair.session import DiagnosisSide, RepairSession
 from kvdoctor.report.repair_record import Proof
 
-HOLDING = {"pass-through"}
-"""Repairs that change only what a decode step returns of caches that are held. Rounded caches of that kind are compared
-in the first step alone."""
 MOST_NOT_RUN = 2
-"""Calls that the original does not run are listed up to this number."""
+"""Calls that the base does not run are listed up to this number."""
+
+
+@record
+class Base:
+    """What the conversion of a stack is compared with: the original, or the copy of it that was repaired.
+
+    `side` is None if its cache contract could not be read. `repaired` are the names of the checks whose findings were
+    repaired before.
+    """
+
+    stack: str
+    side: PairedSide | None
+    repaired: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """It in words."""
+        return "the repaired copy" if self.repaired else "the original"
 
 
 def prove_conversions(
-    session: RepairSession, made: Converted, before: Outcome, after: DiagnosisSide, stack: str
+    session: RepairSession, made: Converted, base: Base, before: DiagnosisSide, after: DiagnosisSide
 ) -> Iterator[Proof]:
-    """The claims on a converted stack, and whether they hold; `before` is the outcome of the repairs."""
-    repairs = {one.repair.name for one in before.applied if one.stack == stack}
-    repaired = bool(repairs - (HOLDING if made.stored else set()))
-    yield from prove_loops(stack, after, before.after)
-    known = {finding.name for finding in before.after.report.findings} | set(made.reveals)
+    """The claims on a converted stack, and whether they hold; `before` is the diagnosis of the base."""
+    yield from prove_loops(base.stack, after, before)
+    known = {finding.name for finding in before.report.findings} | set(made.reveals)
     new = sorted({f.name for f in after.report.findings if f.severity != "note"} - known)
-    yield Proof(stack, "no finding that was not there before", not new, ", ".join(new))
-    yield from _compare(session, made, after, stack, repaired)
+    yield Proof(base.stack, "no finding that was not there before", not new, ", ".join(new))
+    yield from _compare(session, made, base, after.contract(base.stack))
 
 
-def _compare(
-    session: RepairSession, made: Converted, after: DiagnosisSide, stack: str, repaired: bool
-) -> Iterator[Proof]:
-    """Run both models side by side. A repair may have changed what an output holds: then the logits alone decide."""
-    what = "logits" if made.rows == "all" else "the last row of logits"
-    what += "" if repaired else " and the caches" if made.rows == "last" else " and caches"
-    claim = f"{what} of every call are those of the original"
+def _compare(session: RepairSession, made: Converted, base: Base, converted: CacheContract | None) -> Iterator[Proof]:
+    """Run both models side by side."""
+    stack = base.stack
+    what = "logits and caches" if made.rows == "all" else "the last row of logits and the caches"
+    claim = f"{what} of every call are those of {base.words}"
     if made.stored:
         kind = made.stored[0].kind
         claim += f", but for the rounding to {kind}"
         if not made.drift:
-            yield Proof(stack, claim, False, f"what {kind} costs could not be measured on the original")
+            yield Proof(stack, claim, False, f"what {kind} costs could not be measured on {base.words}")
             return
-    original, converted = session.before.contract(stack), after.contract(stack)
-    if original is None or converted is None or not converted.slots:
+    if base.side is None or converted is None or not converted.slots:
         yield Proof(stack, claim, False, "the cache contract of the copy could not be read")
         return
     job = PairedJob(
-        PairedSide(stack, session.folder.root.absolute(), original),
+        base.side,
         PairedSide(stack, session.at.absolute(), converted),
         rows=made.rows,
         keep=made.keep,
         weights=made.weights,
-        caches=not repaired,
         stored=made.stored,
         allowed=made.allowed,
         drift=made.drift,
@@ -66,9 +77,10 @@ def _compare(
     if done.failed:
         yield Proof(stack, claim, False, f"first difference: {done.failed}")
     elif not done.calls:
-        yield Proof(stack, claim, False, f"no call could be compared: {'; '.join(done.not_run[:MOST_NOT_RUN])}")
+        reasons = "; ".join(done.not_run[:MOST_NOT_RUN])
+        yield Proof(stack, claim, False, f"no call could be compared, {base.words} runs none: {reasons}")
     else:
-        yield Proof(stack, claim, True, _describe(done, made))
+        yield Proof(stack, claim, True, _describe(done, made, base))
         if made.capacity is not None:
             yield from _describe_capacity(stack, done, made.capacity, converted.new_tokens or 1)
 
@@ -81,7 +93,7 @@ def _describe_capacity(stack: str, done: PairedDone, capacity: int, new: int) ->
     yield Proof(stack, claim, bool(done.overflow), done.overflow or "it runs, and nothing says what it computes")
 
 
-def _describe(done: PairedDone, made: Converted) -> str:
+def _describe(done: PairedDone, made: Converted, base: Base) -> str:
     within = "bit for bit" if done.exact else f"within {done.worst:.1e} standard deviations"
     sizes = [
         f"prompts of {_list(done.prompts)}",
@@ -91,10 +103,10 @@ def _describe(done: PairedDone, made: Converted) -> str:
         f"{len(made.weights)} outputs whose weights sum to 1" if made.weights else "",
     ]
     if made.stored and not done.exact:
-        within += f" (allowed: {made.allowed:.1e}, by what a loop of the original shows that rounds its cache)"
+        within += f" (allowed: {made.allowed:.1e}, by what a loop of {base.words} shows that rounds its cache)"
     text = f"{done.calls} calls, {within}: {', '.join(filter(None, sizes))}"
     if done.not_run:
-        text += f"; not run by the original: {len(done.not_run)} calls, as {done.not_run[0]}"
+        text += f"; not run by {base.words}: {len(done.not_run)} calls, as {done.not_run[0]}"
     return text
 
 

@@ -160,3 +160,5 @@ def _proof(record: RepairRecord, place: PagePosition) -> Iterator[Content]:
     ]
     yield table(place.id("proofs"), "Claims about the copy", ("claim", "outcome", "stack", "detail"), rows)
     yield more_line(len(record.proof) - MOST_PROOFS, "claim")
+    if record.bases:
+        yield bullets(record.bases)

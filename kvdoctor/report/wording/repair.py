@@ -30,20 +30,24 @@ def format_repaired(record: RepairRecord) -> Iterator[str]:
     if not (record.changes and record.proof):
         return
     after = {(finding.code, finding.stack) for finding in (record.after.findings if record.after else ())}
-    gone = [f"{f.code} {f.name}" for f in record.before.findings if (f.code, f.stack) not in after]
+    tried = {name for repair in record.repairs for name in repair.checks}
+    fitting = (f for f in record.before.findings if record.after is not None or f.name in tried)
+    gone = [f"{f.code} {f.name}" for f in fitting if (f.code, f.stack) not in after]
     verb = "would repair" if record.is_planned else "repaired" if record.after is not None else "tried to repair"
     mark = "\u2713" if record.proved else "!"
     if gone:
         yield f"{mark} {verb}: {', '.join(dict.fromkeys(gone))}"
     else:
         places = format_count(len(record.changes), "place")
-        yield f"{mark} {'would change' if record.is_planned else 'changed'}: {places}"
+        verb = "would change" if record.is_planned else "changed" if record.after is not None else "tried to change"
+        yield f"{mark} {verb}: {places}"
     first = record.changes[0]
     more = f" and {len(record.changes) - 1} more" if len(record.changes) > 1 else ""
     change = f"{first.file}: {first.where}: {first.before} \u2192 {first.after}{more}"
     yield f"  change  {change}, by {list_repair_names(record)}"
     holding = sum(entry.holds for entry in record.proof)
     yield f"  proof   {holding} of {format_count(len(record.proof), 'claim')} hold (-v lists them)"
+    yield from (f"  base    {line}" for line in record.bases)
     yield from (f"  loop    {line}" for line in (record.loop if record.proved else ()))
 
 

@@ -119,7 +119,7 @@ class _Pair:
                 calls = [_make_call(side, past, start, stop) for side, past in zip((left, right), pasts, strict=True)]
                 want = self.original.run_session(calls[0])
             except (StepFailed, Refused, TooShort, NothingToRun) as error:
-                tally.not_run.append(f"{walk.describe(start, stop)}: the original does not run it ({error})"[:200])
+                tally.not_run.append(f"{walk.describe(start, stop)} ({error})"[:200])
                 return ""
             try:
                 got = self._compare(calls[1], want, tally)
@@ -182,8 +182,7 @@ class _Pair:
             self._compare_logits(answer.logits, want.logits, rows, tally, f" with {keep} rows kept" * bool(port))
             first = first or answer
         assert first is not None  # noqa: S101 - the loop runs once at least
-        if self.job.caches:
-            self._compare_caches(call, first, want)
+        self._compare_caches(call, first, want)
         for name in self.job.weights:
             _check_weights(name, first, want.logits.shape[0], call.new)
         tally.calls += 1
@@ -213,8 +212,8 @@ class _Pair:
             if name is None or name not in want.outputs:
                 continue
             rounded = slot.past in self.job.drift
-            if slot.carry == "hold" and call.phase == "decode" and (rounded or 0 in want.outputs[name].shape):
-                continue  # the loop keeps the value of the prefill, and a repair may return it
+            if slot.carry == "hold" and call.phase == "decode" and rounded:
+                continue  # the loop keeps the value of the prefill
             if name not in got.outputs:
                 raise _Differs(f"{name} is not returned")
             mine, theirs = self._read(slot.past, name, got), want.outputs[name].array()
