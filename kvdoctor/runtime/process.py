@@ -125,7 +125,7 @@ class Worker:
 
     def _meet(self, hello: Hello) -> None:
         self.hello = hello
-        self._number, self._watched = hello.process, None
+        self._number, self._watched, self._next_look = hello.process, None, 0.0
 
     def stop(self) -> None:
         """End the process."""
