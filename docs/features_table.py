@@ -504,7 +504,13 @@ USING = (
         "Send nothing home, and work offline",
         Shown(f"step-test {GPT2} --offline", "healthy"),
     ),
-    partly("Run on Linux, macOS and Windows", "the tests were run on Linux only", Shown("env", "linux")),
+    partly(
+        "Run on Linux, macOS and Windows",
+        "the tests were run on Linux; the commands also with the programs of Windows under Wine; nothing on macOS "
+        "([systems](platforms.md))",
+        Shown("env", "linux"),
+        Tested("tests/test_platforms.py", "test_every_module_loads_without_the_modules_of_unix"),
+    ),
     yes("Check its own environment", Shown("env", "execution providers")),
     partly(
         "Offer a Python API and rules as plugins",

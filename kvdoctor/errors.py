@@ -1,5 +1,8 @@
 """The errors of kvdoctor, and the hints in their messages. Each says what is wrong, where, and what to do next."""
 
+import os
+import re
+import shlex
 from collections.abc import Iterable
 
 
@@ -55,3 +58,16 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the question for the known name that was probably meant; empty if none is similar."""
     close = similar_names(name, known, cutoff=cutoff)
     return f"did you mean {close[0]!r}?" if close else ""
+
+
+def as_argument(text: str, windows: bool = os.name == "nt") -> str:
+    """A text as one argument of a suggested command, quoted where the shell would take it for something else.
+
+    The shells of Windows take a backslash as it is, and cmd.exe knows no single quotes.
+    """
+    if not windows:
+        return shlex.quote(text)
+    if re.fullmatch(r"[\w@%+=:,./\\~-]+", text):
+        return text
+    tail = text[len(text.rstrip("\\")) :]  # before a quote, programs read two backslashes as one
+    return f'"{text}{tail}"'

@@ -627,7 +627,7 @@ def test_an_output_that_cannot_hold_every_character(encoding: str, format_: str,
     )
     assert b"Traceback" not in done.stderr
     assert done.returncode == 1
-    done.stdout.decode(encoding)
+    done.stdout.decode(encoding if format_ == "text" else "utf-8")  # a document is the same on every terminal
 
 
 @posix

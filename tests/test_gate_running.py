@@ -168,7 +168,7 @@ def test_a_lost_process_costs_its_own_model(tmp_path: Path) -> None:
     assert lost["verdict"] == "incomplete"
     (finding,) = lost["findings"]
     assert (finding["code"], finding["name"]) == ("KV011", "worker-died")
-    assert "lost 2 times; the last time, signal SIGKILL ended it" in finding["observed"]
+    assert "lost 2 times; the last time, it ended by signal SIGKILL" in finding["observed"]
 
 
 def _burning(process: subprocess.Popen[str], but: tuple[int, ...]) -> psutil.Process | None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from kvdoctor.analysis.embedding_graphs import add_embedding_graphs, find_embedd
 from kvdoctor.analysis.feature_encoders import BesideConfigs, add_feature_encoders
 from kvdoctor.analysis.pipelines import find_pipelines
 from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles, group_stacks, role_of
-from kvdoctor.errors import UnreadableError
+from kvdoctor.errors import UnreadableError, as_argument
 from kvdoctor.model.external_data import examine
 from kvdoctor.model.files import SIDE_CARS, candidates, refuse_nothing, side_car_folder
 from kvdoctor.model.skeleton import read_skeleton
@@ -60,7 +59,7 @@ class ModelFolder:
         """A folder for a repaired copy, as commands suggest it: `FIXED` here, or beside the model's folder."""
         root = self.root.resolve()
         inside = Path.cwd() == root or root in Path.cwd().parents
-        return shlex.quote(os.path.relpath(root.parent / "FIXED")) if inside else "FIXED"
+        return as_argument(os.path.relpath(root.parent / "FIXED")) if inside else "FIXED"
 
 
 def open_folder(shown: str, at: Path | None = None) -> ModelFolder:

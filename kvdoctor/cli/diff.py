@@ -1,12 +1,19 @@
 """`kvdoctor diff`: one model against another."""
 
-import sys
 from typing import Any, NoReturn
 
 import click
 
 from kvdoctor.cli.options import command, examples, given_options, table_options
-from kvdoctor.cli.output import closed_pipe_allowed, end, output_options, progress_line, read_output, write
+from kvdoctor.cli.output import (
+    closed_pipe_allowed,
+    end,
+    output_options,
+    print_document,
+    progress_line,
+    read_output,
+    write,
+)
 
 FORMATS = ("text", "json", "markdown")
 
@@ -50,6 +57,6 @@ def diff(a: str, b: str, **given: Any) -> NoReturn:
 
             print_diff(found, text.open_console(output.color), output.verbosity)
         else:
-            sys.stdout.write(render(found, output.format))
+            print_document(render(found, output.format))
     write([(file, render(found, name)) for name, file in output.files])
     end(found.exit_code)

@@ -16,7 +16,7 @@ import click
 
 from kvdoctor._version import __version__
 from kvdoctor.cli.options import examples
-from kvdoctor.cli.output import closed_pipe_allowed, complain, discard_output, end
+from kvdoctor.cli.output import closed_pipe_allowed, complain, discard_output, end, is_closed_pipe, names_folder
 from kvdoctor.errors import KvdoctorError, RuntimeUnavailable, did_you_mean
 
 EXIT_USAGE, EXIT_INCOMPLETE, EXIT_INTERRUPTED = 2, 3, 130
@@ -62,7 +62,9 @@ class _Commands(click.Group):
     def make_context(self, *words: Any, **more: Any) -> click.Context:
         try:
             return super().make_context(*words, **more)
-        except BrokenPipeError:
+        except OSError as error:
+            if not is_closed_pipe(error):
+                raise
             discard_output()
             end(0)
 
@@ -90,7 +92,7 @@ class _Commands(click.Group):
         with suppress(OSError):  # a word that is too long for a path
             if Path(word).exists():
                 return "step-test", find_command("step-test"), words
-        if os.sep in word or word.endswith(".onnx"):
+        if names_folder(word) or word.endswith(".onnx"):
             raise click.UsageError(f"{word!r} does not exist; give an .onnx file or the folder of an export", context)
         meant = did_you_mean(word, COMMANDS)
         raise click.UsageError(f"there is no command and no path {word!r}{'; ' if meant else ''}{meant}", context)

@@ -1,5 +1,7 @@
 """Where results go: standard output, and the files of `--output`; and progress, on standard error."""
 
+import errno
+import io
 import os
 import sys
 import threading
@@ -114,11 +116,16 @@ def _split_output(target: str, formats: tuple[str, ...]) -> tuple[str, str]:
     name, equals, file = target.partition("=")
     if equals and file and name in formats:
         return name, file
-    if (found := SUFFIXES.get(Path(target).suffix.lower())) in formats and (not equals or os.sep in name):
+    if (found := SUFFIXES.get(Path(target).suffix.lower())) in formats and (not equals or names_folder(name)):
         return str(found), target
     known = ", ".join(suffix for suffix, found in SUFFIXES.items() if found in formats)
     takes = f"FORMAT=FILE with a format of {', '.join(formats)}, or a FILE that ends in {known}"
     raise click.UsageError(f"--output takes {takes}; got {target!r}")
+
+
+def names_folder(word: str) -> bool:
+    """Whether a word has a separator of folders: Windows takes both."""
+    return os.sep in word or (os.altsep is not None and os.altsep in word)
 
 
 def _refused(file: str, path: Path, others: list[Path]) -> str | None:
@@ -175,7 +182,7 @@ def show(report: "Report", output: Output, **more: Any) -> None:
 
             text.print_report(report, text.open_console(output.color), output.verbosity, **more)
         else:
-            sys.stdout.write(formats.render(report, output.format))
+            print_document(formats.render(report, output.format))
     write(texts)
 
 
@@ -200,9 +207,9 @@ def show_gate(done: "GateResult", output: Output) -> None:
 
             text.print_gate(reports, last, text.open_console(output.color), output.verbosity)
             if in_workflow:
-                sys.stdout.write(formats.render_gate(document, reports, last, "github"))
+                print_document(formats.render_gate(document, reports, last, "github"))
         else:
-            sys.stdout.write(formats.render_gate(document, reports, last, output.format))
+            print_document(formats.render_gate(document, reports, last, output.format))
     if output.format != "text" and done.baseline is not None:
         for line in done.baseline.lines():
             click.echo(f"kvdoctor: baseline {printable(line)}", err=True)
@@ -212,6 +219,16 @@ def show_gate(done: "GateResult", output: Output) -> None:
 
         if not github.write_step_summary(done.verdict, reports, last):
             click.echo("kvdoctor: the report of the gate is too long for the summary of this step", err=True)
+
+
+def print_document(text: str) -> None:
+    """Print a document as it would be written to a file: as UTF-8, whatever the terminal takes, with its line breaks.
+
+    On Windows, standard output that a file or another program gets is in the old encoding of the country.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")
+    sys.stdout.write(text)
 
 
 def write(texts: Sequence[tuple[Path, str]]) -> None:
@@ -287,8 +304,15 @@ def closed_pipe_allowed() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if not is_closed_pipe(error):
+            raise
         discard_output()
+
+
+def is_closed_pipe(error: OSError) -> bool:
+    """Whether the reader of a pipe has gone: Windows calls that an invalid argument."""
+    return isinstance(error, BrokenPipeError) or (os.name == "nt" and error.errno == errno.EINVAL)
 
 
 def discard_output() -> None:

@@ -274,12 +274,16 @@ class MeasureJob:
 
 @record
 class Hello:
-    """The worker is ready: versions, and the execution providers of its runtime."""
+    """The worker is ready: versions, the execution providers of its runtime, and the number of its process.
+
+    That is not the process that was started where Python is started by a launcher, as in an environment on Windows.
+    """
 
     onnxruntime: str
     numpy: str
     python: str
     providers: tuple[str, ...]
+    process: int
     tag: Literal["hello"] = "hello"
 
 

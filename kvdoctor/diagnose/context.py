@@ -1,6 +1,5 @@
 """The contexts of checks: what is known of one file or one stack in each round. Each extends the one before it."""
 
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,6 +10,7 @@ from kvdoctor.choices import Consumer, Required
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.runs import PAGED_LOOP, ObservedTensor, Run, Step
 from kvdoctor.decode.tolerances import Tolerance, find_tolerance
+from kvdoctor.errors import as_argument
 from kvdoctor.findings import Advice
 from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
@@ -192,7 +192,7 @@ class CallerContext(RunContext):
 
 def _advise_graph_repair(folder: ModelFolder, targets: "tuple[Target, ...]", text: str) -> Advice:
     options = "".join(f" --target {target.asked}" for target in targets)
-    return Advice("graph", text, f"kvdoctor re-export {shlex.quote(folder.shown)} -o {folder.out}{options}")
+    return Advice("graph", text, f"kvdoctor re-export {as_argument(folder.shown)} -o {folder.out}{options}")
 
 
 Extended = TypeVar("Extended", bound=ContractContext)

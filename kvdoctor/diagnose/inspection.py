@@ -3,7 +3,6 @@
 A module of its own, so that an inspection loads nothing of the runtime; `pipeline` runs the model.
 """
 
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from kvdoctor.diagnose.context import ContractContext, FileContext, TargetContex
 from kvdoctor.diagnose.devices import find_limits
 from kvdoctor.diagnose.facts import build_report, stack_facts
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.errors import as_argument
 from kvdoctor.findings import Finding, NotChecked
 from kvdoctor.model.files import MODEL_SUFFIXES
 from kvdoctor.options import Options
@@ -92,7 +92,7 @@ def check_files(folder: ModelFolder, options: Options, unrun: bool = False) -> C
 def _explain_no_stack(folder: ModelFolder) -> str:
     if not folder.files:
         below = any(one.suffix in MODEL_SUFFIXES for one in folder.root.glob("*/*"))
-        several = f"; `kvdoctor gate {shlex.quote(folder.shown)}` checks the exports below it" if below else ""
+        several = f"; `kvdoctor gate {as_argument(folder.shown)}` checks the exports below it" if below else ""
         return f"no .onnx file in {folder.shown}; give the folder of an export or an .onnx file{several}"
     cacheless = [file.name for file in folder.files if returns_logits(file)]
     if cacheless:

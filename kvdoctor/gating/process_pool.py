@@ -18,8 +18,9 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
+from kvdoctor.decode.pipes import take_pipes
 from kvdoctor.gating.jobs import ProcessLost
-from kvdoctor.runtime.process import LOAD
+from kvdoctor.runtime.process import LOAD, describe_exit
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class PoolProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return "it no longer answered"
-        return f"signal {signal.Signals(-code).name} ended it" if code < 0 else f"it ended with exit code {code}"
+        return f"it {describe_exit(code)}"
 
 
 class ProcessPool(Executor):
@@ -136,12 +137,8 @@ class ProcessPool(Executor):
 def serve() -> None:
     """Answer calls until standard input closes; then end, even in the middle of a call."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes; the parent decides
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # the output of libraries must not mix with answers
-    calls = _read_calls(os.fdopen(os.dup(0), "rb"))
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    for function, args, kwargs in calls:
+    calls, answers = take_pipes()
+    for function, args, kwargs in _read_calls(calls):
         try:
             answer = pickle.dumps((function(*args, **kwargs), None))
         except Exception as error:  # the exception of a call is its answer

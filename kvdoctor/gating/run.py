@@ -18,6 +18,8 @@ from kvdoctor.report.document import Report
 
 MAX_LOSSES = 2
 """A model whose process was lost this many times is not run again."""
+WAIT_SECONDS = 0.5
+"""On Windows, Ctrl-C is noticed between two waits only."""
 
 
 def gate(
@@ -143,7 +145,7 @@ def _stream(executor: Executor, jobs: dict[int, GateJob], budget: "_Budget") -> 
                 continue
             waiting.remove(index)
             running[executor.submit(diagnose_job, jobs[index])] = index
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
+        for future in wait(running, WAIT_SECONDS, FIRST_COMPLETED).done:
             index = running.pop(future)
             budget.release(index)
             try:

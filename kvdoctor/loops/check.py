@@ -11,6 +11,7 @@ from pathlib import Path
 from kvdoctor.loops.language import CannotBuild, Language
 from kvdoctor.loops.vectors import Vector, differences
 from kvdoctor.records import record
+from kvdoctor.runtime.environments import cache_folder
 
 BUILD_SECONDS = 900
 SELF_TEST = re.compile(r"^(error: )?(rewind|reorder): .* in place of ", re.MULTILINE)
@@ -91,8 +92,8 @@ def find_library() -> Path | None:
 
 def build_cache() -> Path:
     """Where tools keep what they build for later builds."""
-    given = os.environ.get("KVDOCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path.home() / ".cache") / "kvdoctor" / "loops"
+    given = os.environ.get("KVDOCTOR_CACHE_DIR")
+    return (Path(given) / "kvdoctor" if given else cache_folder()) / "loops"
 
 
 def _run(
@@ -101,13 +102,13 @@ def _run(
     """Run a command; None where it took too long."""
     try:
         process = subprocess.Popen(
-            [shutil.which(command[0]) or command[0], *command[1:]],
+            [find_program(command[0], folder), *command[1:]],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             errors="replace",
         )
     except OSError as error:
@@ -121,6 +122,11 @@ def _run(
                 return None
             raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def find_program(name: str, folder: Path) -> str:
+    """The path of a program: of a tool, or of one in the project. On Windows it has a suffix that `name` leaves out."""
+    return shutil.which(str((folder / name).absolute()) if "/" in name else name) or name
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

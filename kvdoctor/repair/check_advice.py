@@ -5,11 +5,11 @@ memory: if none of them would change the graph, the advice becomes another expor
 the fault, it becomes a repair. A repair that cannot be tried here (an inspection has no runtime) stays advised.
 """
 
-import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.errors import as_argument
 from kvdoctor.findings import Advice, Finding
 from kvdoctor.options import Options
 from kvdoctor.repair.repairs.registry import Repair, load_for_check
@@ -69,7 +69,7 @@ def _try_repair(repair: Repair, trial: RepairContext) -> Answer:
 
 def _advise_repair(finding: Finding, trial: RepairContext) -> Finding:
     folder = trial.copy.folder
-    command = f"kvdoctor re-export {shlex.quote(folder.shown)} -o {folder.out}"
+    command = f"kvdoctor re-export {as_argument(folder.shown)} -o {folder.out}"
     return replace(finding, repair=Advice("graph", f"or {finding.repair.text}", command))
 
 

@@ -3,7 +3,6 @@
 The weights of converted models are copied from file to file and written once.
 """
 
-import shlex
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.runs import LOOPS
 from kvdoctor.decode.tolerances import find_tolerance
-from kvdoctor.errors import UsageError
+from kvdoctor.errors import UsageError, as_argument
 from kvdoctor.model.output_folder import copy_whole, regular_files
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.write import write_model
@@ -168,7 +167,7 @@ def _refuse_several(folder: ModelFolder, layout: Layout, names: list[str]) -> No
         raise UsageError(
             f"{folder.shown!r} holds {len(names)} decoders ({', '.join(names[:3])}), and a folder for "
             f"{layout.consumer} holds one; give the file: "
-            f"kvdoctor re-export {shlex.quote(str(Path(folder.shown) / names[0]))} --layout {layout.name} -o OUT"
+            f"kvdoctor re-export {as_argument(str(Path(folder.shown) / names[0]))} --layout {layout.name} -o OUT"
         )
 
 
@@ -183,7 +182,7 @@ def _refuse_clashes(folder: ModelFolder, layout: Layout, stacks: list[StackFiles
             place, main = Path(folder.shown) / stack.main.name, stack.main.name
             raise UsageError(
                 f"{folder.shown!r} already holds {taken!r} beside {main!r}; to replace it by a conversion of that one, "
-                f"give the file: kvdoctor re-export {shlex.quote(str(place))} --layout {layout.name} -o OUT"
+                f"give the file: kvdoctor re-export {as_argument(str(place))} --layout {layout.name} -o OUT"
             )
 
 

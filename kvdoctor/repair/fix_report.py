@@ -1,7 +1,6 @@
 """The fix report: the changes, the proof, the cost, and the findings that remain."""
 
 import difflib
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -9,6 +8,7 @@ from typing import Any
 
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.contract import describe
+from kvdoctor.errors import as_argument
 from kvdoctor.findings import Finding
 from kvdoctor.model.files import sha256
 from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto, TensorProto
@@ -58,8 +58,8 @@ def report_fix(session: RepairSession, outcome: Outcome, out: str | None) -> Rep
 
 def _update_advice(report: Report, source: str, out: str | None) -> tuple[Finding, ...]:
     """Findings with advice that leads on after the repairs of the graph: trying them again would not help."""
-    given = shlex.quote(source)
-    copy = given if out is None else shlex.quote(out)
+    given = as_argument(source)
+    copy = given if out is None else as_argument(out)
     updated = []
     for finding in report.findings:
         command = finding.repair.command
@@ -198,7 +198,7 @@ def _describe_undo(source: str, out: str | None) -> tuple[str, ...]:
         return ()
     return (
         f"The original at {source} was only read.",
-        f"To undo, delete the copy: rm -r {shlex.quote(out)}",
+        f"To undo, delete the folder {out}",
     )
 
 

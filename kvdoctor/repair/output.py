@@ -46,7 +46,7 @@ def write_changed(copy: WorkingCopy, target: Path, repairs: dict[str, tuple[str,
             write_model(model, source, target / name)
         else:
             text = json.dumps(copy.side_cars[name], indent=2, ensure_ascii=False, allow_nan=False)
-            (target / name).write_text(text + "\n", encoding="utf-8")
+            (target / name).write_text(text + "\n", encoding="utf-8", newline="\n")
 
 
 def put_back(folder: ModelFolder, names: Iterable[str], target: Path) -> None:

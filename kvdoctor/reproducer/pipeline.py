@@ -318,7 +318,7 @@ def _prove(pending: Pending, options: Options) -> None:
             cwd=pending.path,
             env=os.environ | {"ORT_DISABLE_TELEMETRY": "1"},
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             check=False,
             timeout=options.limits.timeout * 2 + 60,

@@ -23,6 +23,7 @@ from typing import IO, Any, Literal
 
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.records import record
+from kvdoctor.runtime.process import describe_exit
 
 TORCH = "2.13.0"
 TRANSFORMERS = "4.57.6"
@@ -286,8 +287,7 @@ class ScriptProcess:
         quoted = _quote([line.strip() for line in self._last_lines if line.strip()])
         modules = " and ".join(self.needs.modules)
         if self.hello:
-            how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            return ScriptFailed(f"the process with {modules} {how}: {quoted}")
+            return ScriptFailed(f"the process with {modules} {describe_exit(code)}: {quoted}")
         if not self._isolated:
             return EnvironmentUnavailable(
                 f"{modules} of this Python do not load ({quoted}): pip install --upgrade 'kvdoctor[{self.needs.extra}]'"

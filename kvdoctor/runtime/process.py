@@ -66,7 +66,7 @@ class Worker:
         self._memory_limit: int | None = None
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         # No telemetry: onnxruntime 1.31 would send its own otherwise. numpy multiplies nothing here.
-        quiet = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+        quiet = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment = os.environ | quiet
         self._process = subprocess.Popen(
             [*([sys.executable] if python is None else [python, "-I"]), "-c", BOOT, str(Path(__file__).parent.parent)],
@@ -77,6 +77,7 @@ class Worker:
             encoding="utf-8",
             env=environment,
         )
+        self._number = self._process.pid
         threading.Thread(target=self._pump, daemon=True).start()
 
     def __enter__(self) -> "Worker":
@@ -101,7 +102,7 @@ class Worker:
         while True:
             event = read_event(self._next_line())
             if isinstance(event, Hello):
-                self.hello = event
+                self._meet(event)
             elif isinstance(event, JobDone):
                 return
             else:
@@ -118,8 +119,13 @@ class Worker:
             event = read_event(self._next_line())
             if not isinstance(event, Hello):
                 raise KvdoctorError(f"the worker process begins with {event.tag!r} and not with its versions")
-            self.hello = event
+            self._meet(event)
+            return event
         return self.hello
+
+    def _meet(self, hello: Hello) -> None:
+        self.hello = hello
+        self._number, self._watched, self._next_look = hello.process, None, 0.0
 
     def stop(self) -> None:
         """End the process."""
@@ -157,7 +163,7 @@ class Worker:
         import psutil
 
         with contextlib.suppress(psutil.Error):
-            self._watched = self._watched or psutil.Process(self._process.pid)
+            self._watched = self._watched or psutil.Process(self._number)
             self.peak_bytes = max(self.peak_bytes, self._watched.memory_info().rss)
         limit = self._memory_limit = self._memory_limit or self.limits.memory_limit()
         if self.peak_bytes > limit:
@@ -174,7 +180,12 @@ class Worker:
             raise RuntimeUnavailable(
                 "the worker process could not start ONNX Runtime; `kvdoctor env` says what is missing"
             )
-        if code < 0:
-            known = -code in {*signal.Signals}  # a real-time signal has no name
-            return f"ended by signal {signal.Signals(-code).name if known else -code}"
-        return f"ended with exit code {code if code < 2**31 else hex(code)}"
+        return describe_exit(code)
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, by its exit code: negative for a signal, from 2**31 on for a crash on Windows."""
+    if code < 0:
+        known = -code in {*signal.Signals}  # a real-time signal has no name
+        return f"ended by signal {signal.Signals(-code).name if known else -code}"
+    return f"ended with exit code {code if code < 2**31 else hex(code)}"

@@ -22,11 +22,12 @@ SCHEMA = ["-m", "check_jsonschema", "--builtin-schema"]
     [
         [*SCHEMA, "vendor.github-actions", "action.yml"],
         [*SCHEMA, "vendor.github-workflows", "examples/ci/github-workflow.yml"],
+        [*SCHEMA, "vendor.github-workflows", ".github/workflows/tests.yml"],
         [*SCHEMA, "vendor.gitlab-ci", "--data-transform", "gitlab-ci", "examples/ci/gitlab-ci.yml"],
         ["-m", "pre_commit", "validate-manifest", ".pre-commit-hooks.yaml"],
         ["-m", "pre_commit", "validate-config", "examples/ci/pre-commit-config.yaml"],
     ],
-    ids=["action", "workflow", "gitlab", "hooks", "pre-commit"],
+    ids=["action", "workflow", "own-workflow", "gitlab", "hooks", "pre-commit"],
 )
 def test_the_file_is_valid(command: list[str]) -> None:
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -82,6 +83,21 @@ def test_options_in_the_examples_end_before_the_names() -> None:
         given = re.findall(r"args: (\[.+?\])", shown)
         assert given
         assert all(yaml.safe_load(text)[-1] == "--" for text in given)
+
+
+def test_the_workflow_runs_the_commands_of_the_readme_on_each_system_and_python() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
+    job = workflow["jobs"]["tests"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Tests")[2]
+    shown = re.findall(r"python (-m pytest [^`\n]+)", readme)
+    assert len(shown) == 2
+    run = [step["run"].removeprefix("python ") for step in job["steps"] if "pytest" in step.get("run", "")]
+    assert run == shown
+    matrix = job["strategy"]["matrix"]
+    assert {name.partition("-")[0] for name in matrix["system"]} == {"ubuntu", "macos", "windows"}
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    versions = re.findall(r"Programming Language :: Python :: (3\.[0-9]+)", project)
+    assert matrix["python"] == [versions[0], versions[-1]]
 
 
 @pytest.mark.slow

@@ -84,7 +84,10 @@ def _upwards(here: Path) -> Iterator[Path]:
 
 
 def _as_seen_from(file: Path, here: Path) -> str:
-    return Path(os.path.relpath(file, here)).as_posix()
+    try:
+        return Path(os.path.relpath(file, here)).as_posix()
+    except ValueError:  # another drive of Windows
+        return file.as_posix()
 
 
 def _text(shown: str, file: Path) -> str:

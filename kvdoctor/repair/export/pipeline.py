@@ -6,7 +6,6 @@ Python of its own. Repairs of the graph follow, then a diagnosis that compares t
 
 import contextlib
 import os
-import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -256,7 +255,7 @@ def _report(
         source=session.replaced,
         before=source.before,
         export=export if written else replace(export, recipe=None),
-        undo=(f"To undo, delete the export: rm -r {shlex.quote(request.out or '')}",) if written else (),
+        undo=(f"To undo, delete the folder {request.out}",) if written else (),
     )
     arguments = report.arguments | {
         "from": asked.checkpoint,

@@ -110,11 +110,13 @@ def write_recipe(target: Path, made: ExportedModel, checkpoint: str, log: Path) 
         shutil.copyfile(SCRIPTS / script, folder / script)
     shutil.copyfile(log, folder / "log.txt")
     arguments = script_arguments(plan, checkpoint, "out")
-    (folder / "arguments.json").write_text(json.dumps(arguments, indent=2) + "\n", encoding="utf-8")
+    (folder / "arguments.json").write_text(json.dumps(arguments, indent=2) + "\n", encoding="utf-8", newline="\n")
     versions = "".join(f"# {name} {version} was used\n" for name, version in sorted(made.versions.items()))
     pins = "\n".join(plan.exporter.needs.requirements)
-    (folder / "requirements.txt").write_text(f"# had by: {made.way}\n{versions}{pins}\n", encoding="utf-8")
-    (folder / "command.txt").write_text(f"pip install -r requirements.txt\n{COMMAND}\n", encoding="utf-8")
+    (folder / "requirements.txt").write_text(
+        f"# had by: {made.way}\n{versions}{pins}\n", encoding="utf-8", newline="\n"
+    )
+    (folder / "command.txt").write_text(f"pip install -r requirements.txt\n{COMMAND}\n", encoding="utf-8", newline="\n")
 
 
 def _run_exporter(plan: ExportPlan, workspace: ExportWorkspace) -> tuple[str, dict[str, str]]:

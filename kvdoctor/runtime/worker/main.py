@@ -6,6 +6,7 @@ library, numpy and onnxruntime only, so that it starts in an environment that ha
 """
 
 import importlib
+import io
 import os
 import platform
 import queue
@@ -14,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnxruntime as ort
@@ -46,6 +47,7 @@ from kvdoctor.decode.messages import (
     read_job,
     write_message,
 )
+from kvdoctor.decode.pipes import take_pipes
 from kvdoctor.decode.samples import Samples, read_arrays
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import UsageError
@@ -153,9 +155,9 @@ def run_job(job: Job, announce: Announce) -> None:
 def main() -> None:
     """Serve jobs until standard input ends."""
     ort.disable_telemetry_events()
-    # The runtime may print to descriptor 1 by itself: the events keep a descriptor of their own.
-    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    _show_no_window()
+    jobs, writer = take_pipes()
+    events = io.TextIOWrapper(writer, encoding="utf-8")
 
     def announce(event: Event) -> None:
         events.write(write_message(event))
@@ -163,8 +165,8 @@ def main() -> None:
             events.flush()
 
     providers = tuple(ort.get_available_providers())
-    announce(Hello(ort.__version__, np.__version__, platform.python_version(), providers))
-    for line in _read_lines():
+    announce(Hello(ort.__version__, np.__version__, platform.python_version(), providers, os.getpid()))
+    for line in _read_lines(jobs):
         try:
             run_job(read_job(line), announce)
         except Exception:  # an error of kvdoctor must reach the parent as a fact, not as a closed pipe
@@ -172,15 +174,23 @@ def main() -> None:
         announce(JobDone())
 
 
-def _read_lines() -> Iterator[str]:
-    """Lines of standard input. Its end means that the parent is gone, and ends this process in the middle of a step.
+def _show_no_window() -> None:
+    """Let a crash end the process at once: Windows would show a window and wait for the user."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.SetErrorMode(msvcrt.SEM_FAILCRITICALERRORS | msvcrt.SEM_NOGPFAULTERRORBOX)
+
+
+def _read_lines(jobs: BinaryIO) -> Iterator[str]:
+    """Lines from the parent. Their end means that it is gone, and ends this process in the middle of a step.
 
     Tearing the runtime down would cost time and can itself crash, and nothing is left to save.
     """
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
-        for line in sys.stdin:
+        for line in io.TextIOWrapper(jobs, encoding="utf-8"):
             lines.put(line)
         os._exit(0)
 

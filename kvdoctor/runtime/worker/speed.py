@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -15,6 +14,7 @@ from kvdoctor.decode.paired_walks import Walk, fit_walk
 from kvdoctor.decode.speed import PASTS, ROUNDS, SpeedPoint, middle
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.runtime.worker.decoding import choose_states
+from kvdoctor.runtime.worker.own_memory import peak_bytes, resident_bytes
 from kvdoctor.runtime.worker.runner import StackRunner
 from kvdoctor.runtime.worker.sessions import Sessions
 
@@ -65,7 +65,7 @@ def _measure(runner: StackRunner, past: int, job: SpeedJob) -> SpeedPoint:
         if number:  # the first round warms up
             firsts.append(first)
             steps.append(step)
-    return SpeedPoint(past, tuple(firsts), tuple(steps), _peak_bytes(), written)
+    return SpeedPoint(past, tuple(firsts), tuple(steps), peak_bytes(), written)
 
 
 def _build(runner: StackRunner, past: int, job: SpeedJob) -> FeedBuilder:
@@ -122,24 +122,7 @@ def _run_equal_steps(runner: StackRunner, past: int, job: SpeedJob) -> tuple[int
     begin, settled, done, counted = time.perf_counter(), 0, 0, 0
     while done - counted < job.steps and (elapsed := time.perf_counter() - begin) < MOST_SECONDS:
         if not settled and (done == SETTLED or elapsed > MOST_SECONDS / 2):
-            settled, counted = _resident_bytes(), done
+            settled, counted = resident_bytes(), done
         _run_step(runner, builder, carried)
         done += 1
-    return (done - counted, max(_resident_bytes() - settled, 0)) if settled else (0, 0)
-
-
-def _peak_bytes() -> int:
-    return _read_status("VmHWM")
-
-
-def _resident_bytes() -> int:
-    return _read_status("VmRSS")
-
-
-def _read_status(name: str) -> int:
-    """A figure of this process in bytes; 0 where the system does not tell."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+    return (done - counted, max(resident_bytes() - settled, 0)) if settled else (0, 0)

@@ -69,7 +69,7 @@ def _packed(source: Source, scratch: Path) -> Path:
     if npm is None:
         raise NoHeaders("npm, which fetches the package with the headers, is not installed")
     command = [npm, "pack", "--silent", "--pack-destination", os.fspath(scratch), source.package]
-    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=scratch, capture_output=True, encoding="utf-8", errors="replace", check=False)
     archives = list(scratch.glob("*.tgz"))
     if done.returncode or len(archives) != 1:
         raise NoHeaders(f"npm does not fetch {source.package}: {done.stderr.strip()[-500:]}")
