@@ -145,7 +145,8 @@ def advise_decision(report: Report) -> str:
     if report.command == "speed":
         if report.arguments.get("against") is None:
             return f"{again}   (shows whether it can be run at all)"
-        return "measure again on a quiet machine, or write a new report here: kvdoctor speed MODEL --output speed.json"
+        new = f"kvdoctor speed {report.model.path} --output speed.json"
+        return f"{new}   (a new report to compare with: of this model, on this machine, while nothing else runs)"
     if report.command == "judge":
         return "run the probe there once more, to its last run, and judge it with the model and the seed of the probe"
     loops = [run for run in report.runs if run.experiment in LOOPS]
