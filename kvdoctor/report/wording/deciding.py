@@ -7,7 +7,7 @@ from kvdoctor.decode.runs import LOOPS, SEARCH, WRONG, Run
 from kvdoctor.findings import Finding
 from kvdoctor.report.document import Report, counts
 from kvdoctor.report.wording.alike import FindingGroup
-from kvdoctor.report.wording.cache_lengths import CacheTable, tabulate_lengths
+from kvdoctor.report.wording.cache_lengths import CacheTable, quote_error, tabulate_lengths
 from kvdoctor.report.wording.targets import select_local_runs
 
 
@@ -36,6 +36,12 @@ def find_pictured(groups: Iterable[FindingGroup]) -> list[FindingGroup]:
 def name_cause(finding: Finding) -> tuple[str, str]:
     """Label and text of what a finding rests on: its first evidence as `cause`, else `where` it is."""
     return ("cause", finding.evidence[0]) if finding.evidence else ("where", finding.where)
+
+
+def quote_observed(report: Report, finding: Finding) -> str:
+    """What was observed, with the end of a runtime's message in place of the whole, which -v has."""
+    said = next((run.error for run in report.runs if run.error and run.error in finding.observed), None)
+    return finding.observed if said is None else finding.observed.replace(said, f'"{quote_error(said)}"')
 
 
 def list_fixes(finding: Finding) -> Iterator[tuple[str, str]]:
