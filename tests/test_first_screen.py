@@ -14,6 +14,7 @@ from support.hostile import hostile_report
 from support.text_fixtures import load_all
 
 from kvdoctor import UsageError
+from kvdoctor.decode.quoted_errors import quote_error
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.findings import KnownFinding, NotChecked
 from kvdoctor.gating.models import find_models
@@ -22,7 +23,7 @@ from kvdoctor.report import text
 from kvdoctor.report.document import Report, exit_code
 from kvdoctor.report.repair_record import RepairRecord, RepairSide
 from kvdoctor.report.wording.alike import group_findings, group_open_checks
-from kvdoctor.report.wording.cache_lengths import quote_error, tabulate_lengths
+from kvdoctor.report.wording.cache_lengths import tabulate_lengths
 from kvdoctor.report.wording.runs import format_cache_speedup
 from kvdoctor.runtime.client import Runtime
 

@@ -11,6 +11,7 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.analysis.thresholds import Threshold
 from kvdoctor.decode.messages import PairedSide, SpeedDone, SpeedJob, count_threads
+from kvdoctor.decode.quoted_errors import quote_error
 from kvdoctor.decode.speed import PASTS, SpeedDifference, find_worse
 from kvdoctor.diagnose.context import ContractContext, SpeedContext, extend_context
 from kvdoctor.diagnose.facts import build_report, stack_facts
@@ -24,7 +25,6 @@ from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import SpeedFacts, StackFacts
-from kvdoctor.report.wording.cache_lengths import quote_error
 from kvdoctor.runtime.client import Runtime
 
 SLOWER = "KV503"

@@ -3,11 +3,12 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvdoctor.decode.quoted_errors import quote_error
 from kvdoctor.decode.runs import LOOPS, SEARCH, WRONG, Run
 from kvdoctor.findings import Finding
 from kvdoctor.report.document import Report, counts
 from kvdoctor.report.wording.alike import FindingGroup
-from kvdoctor.report.wording.cache_lengths import CacheTable, quote_error, tabulate_lengths
+from kvdoctor.report.wording.cache_lengths import CacheTable, tabulate_lengths
 from kvdoctor.report.wording.targets import select_local_runs
 
 
