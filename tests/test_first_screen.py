@@ -14,6 +14,7 @@ from support.hostile import hostile_report
 from support.text_fixtures import load_all
 
 from kvdoctor import UsageError
+from kvdoctor.decode.quoted_errors import quote_error
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.findings import KnownFinding, NotChecked
 from kvdoctor.gating.models import find_models
@@ -22,11 +23,12 @@ from kvdoctor.report import text
 from kvdoctor.report.document import Report, exit_code
 from kvdoctor.report.repair_record import RepairRecord, RepairSide
 from kvdoctor.report.wording.alike import group_findings, group_open_checks
-from kvdoctor.report.wording.cache_lengths import quote_error, tabulate_lengths
+from kvdoctor.report.wording.cache_lengths import tabulate_lengths
 from kvdoctor.report.wording.runs import format_cache_speedup
 from kvdoctor.runtime.client import Runtime
 
 EXPORTS = Path("fixtures/exports")
+SCRATCH = Path("fixtures/from_scratch")
 FIXTURES = load_all()
 WIDTHS = (40, 60, 80, 120, 300)
 ASCII = str.maketrans({"✗": "x", "✓": "+", "·": "|", "→": "->", "←": "<-", "…": "..."})
@@ -70,6 +72,31 @@ def test_the_finding_is_first_the_verdict_last_and_all_of_it_on_one_screen(maria
     )
     assert lines[-1].endswith("details: -v")
     assert "the plain loop failed at step 2, so its later logits were not compared" in whole
+
+
+def test_what_a_healthy_verdict_does_not_need_is_said_to_be_that(runtime: Runtime) -> None:
+    report = step_test(str(SCRATCH / "axes-past-only.onnx"), Options(), runtime)
+    assert report.verdict == "healthy"
+    for verbosity in (0, 1):
+        whole = " ".join(" ".join(screen(report, verbosity=verbosity)).split())
+        assert "not checked, and not needed for the verdict: KV301 (axes-past-only): logits parity" in whole
+
+
+def test_a_reason_is_wrapped_and_not_cut(runtime: Runtime) -> None:
+    report = step_test(str(SCRATCH / "axes-past-only.onnx"), Options(), runtime)
+    reason = "a reason that needs several lines of a terminal " * 6 + "and has an end"
+    runs = tuple(replace(r, reason=reason) if r.experiment == "left-padding" else r for r in report.runs)
+    whole = " ".join(" ".join(screen(replace(report, runs=runs))).split())
+    assert f"left-padding ({reason})" in whole
+
+
+def test_a_message_of_the_runtime_is_quoted_by_its_end(runtime: Runtime) -> None:
+    report = step_test(str(SCRATCH / "mask-square.onnx"), Options(), runtime)
+    whole = " ".join(" ".join(screen(report)).split())
+    assert 'observed chunk, step 1: "' in whole
+    assert "by a dimension other than 1. 3 by 8" in whole
+    assert "Non-zero status code" not in whole
+    assert "Non-zero status code" in " ".join(screen(report, verbosity=1))
 
 
 def test_the_picture_shows_the_step_at_which_the_cache_goes_wrong(marian: Report) -> None:

@@ -43,6 +43,16 @@ def test_the_first_call_is_computed_again_over_a_cut_cache(
     assert steps(report) == [(0, 4), (3, 4), (2, 4), (1, 4), (7, 4), (11, 4)]
 
 
+def test_a_window_that_is_filled_from_the_right_is_padded_on_the_left_in_every_run(
+    fixed: dict[tuple[str, ...], Path],
+) -> None:
+    (run,) = [run for run in api.step_test(fixed[WINDOW]).runs if run.experiment == "left-padding"]
+    assert run.outcome == "skipped"
+    assert run.reason == (
+        "every run has it: the mask hides the entries of the window, on the left, that hold no token yet"
+    )
+
+
 def same_positions(graph: GraphProto) -> None:
     """Positions count from 0 in every call."""
     graph.initializer.append(numpy_helper.from_array(np.arange(4, dtype=np.int64)[None], "from_zero"))

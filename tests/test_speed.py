@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.isolated import EXPORTS, kvdoctor
+from support.isolated import EXPORTS, FIXTURES, kvdoctor
+from support.text_fixtures import FOLDER, read
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
@@ -145,6 +146,58 @@ def test_a_report_of_another_machine_is_not_compared(measured: dict[str, Any], t
     code, report = against(other, tmp_path)
     assert code == 3
     assert "from another machine" in report["not_checked"][0]["reason"]
+
+
+def test_a_report_of_another_model_is_called_that(measured: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "gpt2.json"
+    file.write_text(json.dumps(measured))
+    done = kvdoctor("speed", EXPORTS / "t5", "--against", file)
+    assert done.returncode == 3
+    assert f"the earlier report is of another model, {EXPORTS / 'gpt2'}: " in done.stdout
+    assert f"kvdoctor speed {EXPORTS / 't5'} --output speed.json" in done.stdout
+    assert "not there any more" not in done.stdout
+
+
+def test_a_report_of_another_model_with_the_same_names_is_not_compared(
+    measured: dict[str, Any], tmp_path: Path
+) -> None:
+    other = scaled(measured, 1e-3)
+    other["stacks"][0]["contract"]["vocabulary"] += 1
+    code, report = against(other, tmp_path)
+    assert (code, report["findings"]) == (3, [])
+    assert "of another model" in report["not_checked"][0]["reason"]
+
+
+@pytest.mark.parametrize("name", ["right", "right-rotary"])
+def test_the_longest_past_that_fits_is_measured_where_only_the_graph_says_which(name: str) -> None:
+    done = kvdoctor("speed", FIXTURES / "from_scratch" / f"{name}.onnx", "--format", "json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (stack,) = json.loads(done.stdout)["speed"]
+    assert [point["past"] for point in stack["points"]] == [16, 63]
+    (reason,) = stack["left_out"]
+    assert reason.startswith("no past of 128 or 1,024 tokens was measured: 64 tokens run, and 65 fail; 64 is a length")
+
+
+def test_a_past_at_which_the_runtime_fails_is_said_in_short(tmp_path: Path) -> None:
+    """No threshold of the graph says where: 100 minus the length is the size of a tensor."""
+    names = "int64[2] heads_and_rows"
+    breaks = "  left = Sub (hundred, total)\n  empty = ConstantOfShape (left)\n  none = ReduceSum (empty)\n"
+    healthy = read(FOLDER / "decoder-only-healthy.onnxtxt")
+    text = healthy.files["model.onnx"].replace(names, f"int64 hundred = {{100}}, {names}")
+    text = text.replace(
+        "  bias = Mul (seen_less, hide)\n", f"{breaks}  less = Add (seen_less, none)\n  bias = Mul (less, hide)\n"
+    )
+    replace(healthy, files={"model.onnx": text}).write(tmp_path)
+    done = kvdoctor("speed", tmp_path / "model.onnx")
+    assert "no past of 128 or 1,024 tokens was measured: the runtime fails (" in done.stdout
+    assert f"kvdoctor step-test {tmp_path / 'model.onnx'} looks for the cause" in done.stdout
+    assert "Non-zero status code" not in done.stdout
+
+
+def test_lengths_beyond_the_declared_context_are_named(measured: dict[str, Any]) -> None:
+    assert measured["speed"][0]["left_out"] == [
+        "no past of 128 or 1,024 tokens was measured: the config allows 64 tokens"
+    ]
 
 
 def test_a_report_without_speed_is_refused(tmp_path: Path) -> None:

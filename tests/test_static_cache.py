@@ -281,6 +281,15 @@ def test_a_choice_that_makes_no_sense_is_refused(choice: str, tmp_path: Path) ->
         api.re_export(write(tmp_path / "model"), tmp_path / "out", cache=choice)
 
 
+@pytest.mark.parametrize("choice", ["static=65", "static"])
+def test_a_buffer_is_no_longer_than_the_table_of_positions(choice: str, tmp_path: Path) -> None:
+    """No config says how many tokens a sequence has, and a row for each is looked up in a table of 64."""
+    with pytest.raises(UsageError, match=r"table of positions has 64 rows") as refused:
+        api.re_export("fixtures/from_scratch/right.onnx", tmp_path / "out", cache=choice)
+    assert "static=64" in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_buffer_and_a_fixed_past_are_two_forms(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another form of the cache"):
         api.re_export(write(tmp_path / "model"), tmp_path / "out", cache="static=12", fix=("new=1", "past=12"))

@@ -255,9 +255,13 @@ class DigestJob:
 
 @record
 class SpeedJob:
-    """Measure how fast a stack decodes (decode/speed.py); `steps` equal steps show whether memory grows."""
+    """Measure how fast a stack decodes (decode/speed.py); `steps` equal steps show whether memory grows.
+
+    `thresholds` are those of the `ExperimentJob`: where a longer past fails, the longest that fits is looked for there.
+    """
 
     side: PairedSide
+    thresholds: tuple[int, ...] = ()
     steps: int = 2000
     seed: int = 0
     provider: str = CPU
@@ -527,13 +531,19 @@ class SpeedDone:
         points: The figures at each length of the past.
         steps: The equal steps that were run.
         grown_bytes: By how much the resident memory grew over them, the first ones left out.
-        left_out: Why lengths were not measured.
+        left_out: Why lengths were not measured, where the runtime was not at fault.
+        failing: Lengths that were not measured because the runtime fails at the first of them.
+        error: The text of the runtime at that length, on one line.
+        longest: Tokens of the longest sequence, where one of a token more fails; None where that is not known.
     """
 
     points: tuple[SpeedPoint, ...]
     steps: int
     grown_bytes: int
     left_out: tuple[str, ...] = ()
+    failing: tuple[int, ...] = ()
+    error: str = ""
+    longest: int | None = None
     tag: Literal["speed-done"] = "speed-done"
 
 

@@ -32,6 +32,7 @@ from kvdoctor.decode.messages import Digested, DigestJob, PairedSide
 from kvdoctor.decode.tolerances import TOLERANCES, Tolerance, find_tolerance
 from kvdoctor.diagnose.checkpoint import ALIKE, ROUNDED, UNLIKE
 from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.diagnose.model_size import ModelSize, measure_size
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import NotChecked
@@ -174,11 +175,12 @@ def digest_stack(
     side = PairedSide(stack.name, folder, contract)
     job = DigestJob(side, Path(), seed=options.seed, provider=options.provider)
     done, walks = _run(job, runtime)
+    size = measure_size(contract)
     return GoldenStack(
         name=stack.name,
-        vocabulary=contract.vocabulary,
-        kinds=_list_kinds(contract),
-        layers=_count_layers(contract),
+        vocabulary=size.vocabulary,
+        kinds=size.kinds,
+        layers=size.layers,
         exactness=contract.exactness,
         weights=describe_rounding(stack),
         states=done.states,
@@ -241,8 +243,7 @@ def describe_rounding(stack: StackFiles) -> str:
 
 def _find_stack(golden: Golden, name: str, contract: CacheContract) -> GoldenStack | None:
     """The stack of that name, else the first with the same sizes: another layout of the same model."""
-    size = (contract.vocabulary, _list_kinds(contract), _count_layers(contract))
-    same = [one for one in golden.stacks if (one.vocabulary, one.kinds, one.layers) == size]
+    same = [one for one in golden.stacks if _size_of(one) == measure_size(contract)]
     return next((one for one in same if one.name == name), next(iter(same), None))
 
 
@@ -250,10 +251,12 @@ def _find_obstacle(context: ContractContext, golden: Golden) -> str:
     """Why no stack of the file fits."""
     if not context.contract.slots:
         return "there is no cache contract"
-    contract = context.contract
-    here = (contract.vocabulary, _count_layers(contract), _list_kinds(contract))
-    kept = "; ".join(_describe_size(one.vocabulary, one.layers, one.kinds) for one in golden.stacks)
-    return f"it is of another model: {kept}; this one has {_describe_size(*here)}"
+    kept = "; ".join(_size_of(one).describe() for one in golden.stacks)
+    return f"it is of another model: {kept}; this one has {measure_size(context.contract).describe()}"
+
+
+def _size_of(kept: GoldenStack) -> ModelSize:
+    return ModelSize(kept.vocabulary, kept.layers, kept.kinds)
 
 
 def _find_misfit(kept: GoldenStack, golden: Golden, contract: CacheContract) -> str | None:
@@ -263,18 +266,6 @@ def _find_misfit(kept: GoldenStack, golden: Golden, contract: CacheContract) -> 
     if contract.encoder_length not in (None, kept.states):
         return f"it was fed {kept.states} encoder states, and this model takes {contract.encoder_length}"
     return None
-
-
-def _describe_size(vocabulary: int | None, layers: int, kinds: str) -> str:
-    return f"{vocabulary or 'an open number of'} tokens, {layers} layers, {kinds}"
-
-
-def _list_kinds(contract: CacheContract) -> str:
-    return ", ".join(sorted({slot.kind for slot in contract.slots}))
-
-
-def _count_layers(contract: CacheContract) -> int:
-    return len({slot.layer for slot in contract.slots})
 
 
 def _run(

@@ -2,24 +2,29 @@
 
 import os
 import platform
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.analysis.thresholds import Threshold
 from kvdoctor.decode.messages import PairedSide, SpeedDone, SpeedJob, count_threads
-from kvdoctor.decode.speed import SpeedDifference, find_worse
+from kvdoctor.decode.quoted_errors import quote_error
+from kvdoctor.decode.speed import PASTS, SpeedDifference, find_worse
 from kvdoctor.diagnose.context import ContractContext, SpeedContext, extend_context
 from kvdoctor.diagnose.facts import build_report, stack_facts
 from kvdoctor.diagnose.inspection import build_context, check_files
+from kvdoctor.diagnose.lengths import list_thresholds
+from kvdoctor.diagnose.model_size import ModelSize, measure_size
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report
-from kvdoctor.report.facts import SpeedFacts
+from kvdoctor.report.facts import SpeedFacts, StackFacts
 from kvdoctor.runtime.client import Runtime
 
 SLOWER = "KV503"
@@ -38,7 +43,6 @@ def measure_speed(
     """
     if earlier is not None and not earlier.speed:
         raise UsageError("the earlier report holds no speed; `kvdoctor speed MODEL --output speed.json` writes one")
-    before = {} if earlier is None else {one.stack: one for one in earlier.speed}
     folder = open_folder(path)
     results, stacks, measured = check_files(folder, options), [], list[SpeedFacts]()
     for stack in folder.stacks:
@@ -53,15 +57,19 @@ def measure_speed(
             results += _leave_open(stack.name, reason)
             continue
         measured.append(facts)
-        differences, reasons = _compare(facts, before) if earlier is not None else ((), CheckResults())
-        if any(not one.noisy for one in differences):
-            with Runtime(runtime.limits, runtime.python) as fresh:  # the peak of the memory is that of a process
-                differences = _confirm(differences, before, _measure(context, options, fresh)[0])
+        before = _find_before(earlier, stack.name, measure_size(contract)) if earlier is not None else None
+        differences, reasons = (), CheckResults()
+        if isinstance(before, str):
+            reasons = _leave_open(stack.name, before)
+        elif before is not None:
+            differences, reasons = _compare(facts, before)
+            if any(not one.noisy for one in differences):
+                with Runtime(runtime.limits, runtime.python) as fresh:  # the peak of the memory is that of a process
+                    differences = _confirm(differences, before, _measure(context, options, fresh)[0])
         judged = extend_context(context, SpeedContext, speed=facts, differences=differences)
         results += reasons + run_checks(judged, "speed", options.selection)
-    if Path(path).is_dir():  # of a file, the others are not asked for
-        for name in before.keys() - {one.name for one in folder.stacks}:
-            results += _leave_open(name, "it was measured in the earlier report, and is not there any more")
+    if earlier is not None and Path(path).is_dir():  # of a file, the others are not asked for
+        results += _list_gone(earlier, stacks)
     report = build_report("speed", folder, options, results, stacks)
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", ""), **report.environment}
     arguments = report.arguments if against is None else {**report.arguments, "against": against}
@@ -71,13 +79,17 @@ def measure_speed(
 def _measure(context: ContractContext, options: Options, runtime: Runtime) -> tuple[SpeedFacts | None, str]:
     """The figures of a stack, or why there are none."""
     side = PairedSide(context.stack.name, context.folder.root.absolute(), context.contract)
-    job = SpeedJob(side, seed=options.seed, provider=options.provider)
+    thresholds = list_thresholds(context.stack, context.contract)
+    job = SpeedJob(side, tuple(one.length for one in thresholds), seed=options.seed, provider=options.provider)
     if options.progress is not None:
         options.progress(f"speed of {context.stack.name}", 1, 1)
     answers, failed = runtime.answer(job, SpeedDone)
-    if failed or not answers or not answers[0].points:
-        return None, failed or "; ".join(reason for one in answers for reason in one.left_out) or "no answer"
+    if failed or not answers:
+        return None, failed or "no answer"
     done = answers[0]
+    left_out = (*_list_left_out(context, done, thresholds), *done.left_out)
+    if not done.points:
+        return None, "; ".join(left_out) or "no length of the past was measured"
     facts = SpeedFacts(
         stack=context.stack.name,
         processor=describe_processor(),
@@ -86,13 +98,59 @@ def _measure(context: ContractContext, options: Options, runtime: Runtime) -> tu
         points=done.points,
         steps=done.steps,
         grown_bytes=done.grown_bytes,
-        left_out=done.left_out,
+        left_out=left_out,
     )
     return facts, ""
 
 
+def _list_left_out(context: ContractContext, done: SpeedDone, thresholds: tuple[Threshold, ...]) -> Iterator[str]:
+    """Why lengths of the past were not measured: a sequence may not be so long, or the runtime fails."""
+    contract, limit = context.contract, context.contract.usable_length
+    if limit is not None and (beyond := tuple(past for past in PASTS if past >= limit)):
+        by = "the config allows" if contract.context_limit == limit else "the smallest buffer of the cache has"
+        yield f"{_name_pasts(beyond)}: {by} {limit:,} tokens"
+    if not done.failing:
+        return
+    if done.longest is None:
+        step_test = f"kvdoctor step-test {shlex.quote(context.folder.shown)}"
+        error = quote_error(done.error)
+        yield f'{_name_pasts(done.failing)}: the runtime fails ("{error}"); {step_test} looks for the cause'
+    else:
+        node = next(one.node for one in thresholds if one.length == done.longest)
+        lengths = f"{done.longest:,} tokens run, and {done.longest + 1:,} fail"
+        yield f"{_name_pasts(done.failing)}: {lengths}; {done.longest:,} is a length threshold of the graph ({node})"
+
+
+def _name_pasts(pasts: tuple[int, ...]) -> str:
+    """`no past of 128 or 1,024 tokens was measured`."""
+    return f"no past of {' or '.join(f'{past:,}' for past in pasts)} tokens was measured"
+
+
+def _find_before(earlier: Report, name: str, size: ModelSize) -> SpeedFacts | str:
+    """The figures of the earlier report to compare with, or why there are none."""
+    sizes = {one.name: measure_size(one.contract) for one in earlier.stacks if one.contract is not None}
+    before = next((one for one in earlier.speed if one.stack == name), None)
+    if before is not None and sizes.get(name, size) == size:
+        return before
+    measured = ", ".join(one.stack for one in earlier.speed)
+    if size in sizes.values():
+        return f"the earlier report, of {earlier.model.path}, has no figures of {name}, but of {measured}"
+    there = "; ".join(dict.fromkeys(one.describe() for one in sizes.values()))
+    return f"the earlier report is of another model, {earlier.model.path}: {there}; this one has {size.describe()}"
+
+
+def _list_gone(earlier: Report, stacks: Sequence[StackFacts]) -> CheckResults:
+    """What of this model was measured earlier, and is not there any more; nothing of another model."""
+    here = {measure_size(one.contract) for one in stacks if one.contract is not None}
+    others = {one.name for one in earlier.stacks if one.contract and measure_size(one.contract) not in here}
+    found = CheckResults()
+    for name in sorted({one.stack for one in earlier.speed} - others - {one.name for one in stacks}):
+        found += _leave_open(name, "it was measured in the earlier report, and is not there any more")
+    return found
+
+
 def _confirm(
-    differences: tuple[SpeedDifference, ...], before: Mapping[str, SpeedFacts], again: SpeedFacts | None
+    differences: tuple[SpeedDifference, ...], before: SpeedFacts, again: SpeedFacts | None
 ) -> tuple[SpeedDifference, ...]:
     """Those that a second measurement has as well: another job on the machine slows one of them down."""
     if again is None:
@@ -101,11 +159,8 @@ def _confirm(
     return tuple(one for one in differences if one.noisy or (one.past, one.what) in worse)
 
 
-def _compare(now: SpeedFacts, before: Mapping[str, SpeedFacts]) -> tuple[tuple[SpeedDifference, ...], CheckResults]:
+def _compare(now: SpeedFacts, old: SpeedFacts) -> tuple[tuple[SpeedDifference, ...], CheckResults]:
     """What got worse since the earlier report, and what cannot be compared: it is never the same."""
-    old = before.get(now.stack)
-    if old is None:
-        return (), _leave_open(now.stack, f"the earlier report has no stack {now.stack}, but {', '.join(before)}")
     for what in ("processor", "threads", "provider"):
         if getattr(old, what) != getattr(now, what):
             reason = f"the earlier report is from another machine or setting: {what} {getattr(old, what)}"

@@ -9,6 +9,7 @@ from kvdoctor.contract import CacheContract, Dim
 from kvdoctor.decode.calls import save_call
 from kvdoctor.decode.messages import CompareJob, TrialDone, TrialModel, ValuePair
 from kvdoctor.decode.parity import compare, judge
+from kvdoctor.decode.quoted_errors import quote_error
 from kvdoctor.decode.runs import HELD_LOOP, LOOPS, UNDECIDED, Run
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.errors import WorkerDied
@@ -25,6 +26,7 @@ from kvdoctor.repair.session import DiagnosisSide, RepairSession
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import TargetFacts
 from kvdoctor.report.repair_record import Proof
+from kvdoctor.report.wording.units import format_count
 
 if TYPE_CHECKING:
     from kvdoctor.decode.calls import Array
@@ -123,7 +125,9 @@ def prove_loops(stack: str, after: DiagnosisSide, before: DiagnosisSide | None =
             worst = max((difference.relative for difference in seen), default=0.0)
             within = f"logits off by at most {worst:.1e} standard deviations from {run.yardstick}"
             within = within if all(difference.finite for difference in seen) else "logits that are not finite"
-            text = f"{len(run.steps)} steps, {within}"
+            text = f"{format_count(len(run.steps), 'step')}, {within}"
+            if run.error:
+                text = f'step {run.failed_step} fails: "{quote_error(run.error)}"'
             yield Proof(stack, f"{experiment} passes", run.shows == "passed", text)
     if not ran:
         yield Proof(stack, "plain-loop passes", False, "no loop could be run on the repaired model")

@@ -229,7 +229,7 @@ def format_verdict(diff: DiffReport) -> str:
         reasons = list(_list_gains(diff))
     elif diff.verdict == "incomplete":
         reasons = [entry.reason for entry in diff.not_compared if entry.essential]
-    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    more = f" (and {len(reasons) - 1} more, listed above)" if len(reasons) > 1 else ""
     return VERDICTS[diff.verdict] + _scope(diff) + (f": {reasons[0]}{more}" if reasons else "")
 
 

@@ -40,7 +40,7 @@ from kvdoctor.report.wording.runs import (
     tabulate_steps,
 )
 from kvdoctor.report.wording.speed import tabulate_speed
-from kvdoctor.report.wording.summary import format_counts, format_reproducer
+from kvdoctor.report.wording.summary import format_counts, format_reproducer, name_open
 from kvdoctor.report.wording.targets import list_target_releases, select_local_runs, tabulate_targets
 from kvdoctor.report.wording.units import format_count
 from kvdoctor.report.wording.variants import tabulate_variants
@@ -165,7 +165,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield ""
     yield from _findings(report.findings)
     for entry in report.not_checked:
-        yield f"- not checked: {markdown(entry.code)} {markdown(shortened(entry.reason, 600))}"
+        reason = markdown(shortened(entry.reason, 600))
+        yield f"- {name_open(report, entry.essential)}: {markdown(entry.code)}: {reason}"
     for stack in report.stacks:
         runs = select_local_runs(report, stack.name)
         yield from _stack(stack, runs)
@@ -224,8 +225,8 @@ def _repair_sections(report: Report, record: RepairRecord) -> Iterator[tuple[str
 def _repairs(record: RepairRecord) -> Iterator[str]:
     """Each repair with the checks that it is for."""
     for repair in record.repairs:
-        why = ", ".join(repair.checks)
-        yield f"- {code(repair.name)} ({markdown(repair.stack)}), for {markdown(why)}: {markdown(repair.summary)}"
+        why = f", for {', '.join(repair.checks)}" if repair.checks else ""
+        yield f"- {code(repair.name)} ({markdown(repair.stack)}){markdown(why)}: {markdown(repair.summary)}"
     if not record.repairs:
         yield "None."
 

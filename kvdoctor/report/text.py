@@ -25,7 +25,7 @@ from kvdoctor.report.text_details import (
 from kvdoctor.report.text_page import VERDICTS, Page, open_console, open_text
 from kvdoctor.report.wording.alike import FindingGroup, format_places, group_findings, group_open_checks
 from kvdoctor.report.wording.contract import describe_contract, format_files, outline_contracts
-from kvdoctor.report.wording.deciding import find_deciding, find_pictured, tabulate_cache
+from kvdoctor.report.wording.deciding import find_deciding, find_pictured, quote_observed, tabulate_cache
 from kvdoctor.report.wording.devices import outline_devices
 from kvdoctor.report.wording.drafts import describe_drafts
 from kvdoctor.report.wording.finding import format_name, known_reason
@@ -45,6 +45,7 @@ from kvdoctor.report.wording.summary import (
     format_reproducer,
     format_seconds,
     format_verdict,
+    name_open,
     name_verdict,
     tabulate_models,
 )
@@ -163,7 +164,8 @@ def _show_cards(page: Page, report: Report, verbosity: int, in_short: bool = Fal
     for number, group in enumerate(groups):
         is_card = group in in_full
         picture = tabulate_cache(report, group.first) if is_card and group in pictured else None
-        lines = make_card(page, group, picture) if is_card else make_line(page, group)
+        observed = quote_observed(report, group.first)
+        lines = make_card(page, group, observed, picture) if is_card else make_line(page, group)
         if number and len(lines) > room:
             _show_rest(page, groups[number:])
             break
@@ -195,7 +197,9 @@ def _show_open_checks(page: Page, report: Report, essential: bool | None = None)
         page.line("")
     for group in groups[:MOST_OPEN]:
         number = f"{len(group.entries)} " if len(group.entries) > 1 else ""
-        page.line(f"{number}not checked: {group.title}: {shortened(group.reason, 300)}", "yellow")
+        page.line(
+            f"{number}{name_open(report, group.essential)}: {group.title}: {shortened(group.reason, 600)}", "yellow"
+        )
     if len(groups) > MOST_OPEN:
         page.line(f"{sum(len(group.entries) for group in groups[MOST_OPEN:])} more not checked (-v)", "yellow")
 

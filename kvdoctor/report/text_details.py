@@ -41,6 +41,7 @@ from kvdoctor.report.wording.runs import (
     tabulate_steps,
 )
 from kvdoctor.report.wording.speed import list_speed_remarks, tabulate_speed
+from kvdoctor.report.wording.summary import name_open
 from kvdoctor.report.wording.targets import (
     list_target_limits,
     list_target_releases,
@@ -90,7 +91,9 @@ def show_findings(page: Page, report: Report) -> None:
         page.pairs((label, shortened(text, 900)) for label, text in list_group_details(group))
     for checks in group_open_checks(report.not_checked):
         count = f" ({len(checks.entries)} alike)" if len(checks.entries) > 1 else ""
-        page.line(f"not checked: {checks.title}{count} {shortened(checks.reason, 600)}", "yellow")
+        page.line(
+            f"{name_open(report, checks.essential)}: {checks.title}{count}: {shortened(checks.reason, 600)}", "yellow"
+        )
 
 
 def _show_stack(page: Page, stack: StackFacts, report: Report) -> None:

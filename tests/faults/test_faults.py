@@ -133,7 +133,7 @@ def test_the_document_holds_what_an_inspection_says() -> None:
     assert all(said[name].names_it(fault) for name, fault in FAULTS.items() if not fault.check)
 
 
-@pytest.mark.parametrize("name", inspected())
+@pytest.mark.parametrize("name", list(inspected()))
 def test_an_inspection_names_what_it_named(name: str, clinic: Clinic, tmp_path: Path) -> None:
     said = without_run.read(make_table.DOCUMENT.read_text(encoding="utf-8"))[name]
     try:

@@ -13,6 +13,7 @@ from kvdoctor.decode.experiments.chunk import takes_chunks
 from kvdoctor.decode.experiments.each_length import longest_sequence, visited
 from kvdoctor.decode.experiments.loops import has_exact_rows, takes_encoder_states
 from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.inputs import fills_from_right
 
 BEFORE_PADDING = ("batch", "batch-rows", "chunk", "second-turn", "each-length", "near-thresholds")
 """Experiments without padding that fail from the same cause, if they do."""
@@ -101,6 +102,9 @@ def _loop(padded: FeedBuilder, unpadded: FeedBuilder, expected: Array) -> Calls:
 
 def takes_left_padding(contract: CacheContract) -> str | None:
     """A mask with a column for each token must hide the padding, in every graph; an operator that counts cannot."""
+    mask = contract.graph("decode").port("attention_mask")
+    if mask is not None and fills_from_right(mask, contract):
+        return "every run has it: the mask hides the entries of the window, on the left, that hold no token yet"
     counted = any(slot.growth in ("shared", "ring") or slot.trimmed for slot in contract.slots)
     if counted or _is_written_by_count(contract):
         return "its attention counts the entries of the cache, and cannot leave out the first ones"

@@ -41,7 +41,7 @@ POSITIONS = 50
 @check("KV209", "context-limit-fails", "runs", needs=("full-context", "numbering"))
 def context_limit_fails(context: RunContext) -> Iterator[Fault]:
     """The full context, where fewer tokens work."""
-    usable, rows = context.contract.usable_length, positions(context)
+    usable, rows = context.contract.usable_length, positions(context.stack, context.contract)
     if find_explanation(context):
         return
     if usable is not None and rows is not None and rows < usable:

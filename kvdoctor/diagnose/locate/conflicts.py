@@ -7,6 +7,7 @@ from math import prod
 from kvdoctor.diagnose.locate.origins import Origins
 from kvdoctor.diagnose.locate.runnable import RunnableNode
 from kvdoctor.records import record
+from kvdoctor.report.wording.units import format_count
 
 ELEMENTWISE = {
     *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Where", "And", "Or", "Xor", "Equal", "Less", "LessOrEqual", "Greater"),
@@ -85,7 +86,8 @@ def _matmul(node: RunnableNode, o: Origins) -> tuple[list[Suspect], str] | None:
     if left[1][-1] != right[1][inner]:
         last = len(left[1]) - 1
         suspects = [Suspect(left[0], last, fits=right[1][inner]), Suspect(right[0], inner, fits=left[1][last])]
-        return suspects, f"{left[1][-1]} columns do not fit {right[1][inner]} rows"
+        columns, rows = format_count(left[1][-1], "column"), format_count(right[1][inner], "row")
+        return suspects, f"{columns} {'does' if left[1][-1] == 1 else 'do'} not fit {rows}"
     return _broadcast([(left[0], left[1]), (right[0], right[1])], 2)
 
 

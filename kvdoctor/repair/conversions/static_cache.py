@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvdoctor.contract import CacheContract, Graph, Port, Role, Slot
+from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 from kvdoctor.errors import UsageError
 from kvdoctor.model.edit import fresh_name, sort_nodes
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
@@ -103,11 +104,17 @@ def _refuse_shape(context: RepairContext, contract: CacheContract) -> None:
 
 def _choose_capacity(context: RepairContext, contract: CacheContract, choice: StaticCache) -> int:
     limit = contract.context_limit
-    capacity = choice.capacity or limit
+    capacity, rows = choice.capacity or limit, positions(context.stack, contract)
     if capacity is None:
-        context.cannot("no config says how many tokens it takes: give a number, as in --cache static=512")
+        most = f"static={rows}, as its table of positions has {rows} rows" if rows is not None else "static=512"
+        context.cannot(f"no config says how many tokens it takes: give a number, as in --cache {most}")
     if limit is not None and capacity > limit:
         context.cannot(f"its config allows {limit} tokens, so a buffer of {capacity} cannot be compared with it")
+    if rows is not None and capacity > rows:
+        context.cannot(
+            f"its table of positions has {rows} rows, so a sequence has {rows} tokens at most, and not {capacity}",
+            f"convert it with --cache static={rows}",
+        )
     return capacity
 
 

@@ -125,9 +125,9 @@ def _repairs(record: RepairRecord) -> Iterator[Content]:
     if not record.repairs:
         yield h("p", "None.")
         return
-    yield bullets(
-        [code(r.name), f" ({r.stack}), for {', '.join(r.checks)}: {r.summary}"] for r in record.repairs[:MOST_CHANGES]
-    )
+    checks = (f", for {', '.join(repair.checks)}" if repair.checks else "" for repair in record.repairs)
+    shown = zip(record.repairs[:MOST_CHANGES], checks, strict=False)
+    yield bullets([code(repair.name), f" ({repair.stack}){why}: {repair.summary}"] for repair, why in shown)
 
 
 def _changes(record: RepairRecord, place: PagePosition) -> Iterator[Content]:

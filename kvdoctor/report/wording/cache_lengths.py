@@ -1,12 +1,11 @@
 """The length of each cache in each step of a run: what was fed, what came back, and the step at which it goes wrong."""
 
-import re
 from typing import Literal
 
 from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.decode.quoted_errors import quote_error
 from kvdoctor.decode.runs import REPLAY, WRONG, ObservedTensor, Run, Step
 from kvdoctor.records import record
-from kvdoctor.report.safe import shortened
 from kvdoctor.report.wording.runs import format_difference, format_logits
 
 State = Literal["grown", "same-length", "new-only", "kept", "emptied", "shrunk", "not-returned", "fails"]
@@ -25,7 +24,6 @@ MOST_ROWS, FIRST_ROWS = 6, 2
 """Steps in a table, and those of them that are the first ones."""
 LARGE = 0.05
 """A difference in standard deviations of the logits that is named as one also before the step that fails."""
-SHORTEST_QUOTE, LONGEST_QUOTE = 30, 150
 HERE = "\u2190 here"
 
 
@@ -122,15 +120,6 @@ def tabulate_lengths(run: Run, contract: CacheContract) -> CacheTable | None:
     counted = "; of cross-attention in encoder states" if "cross-attention" in kinds else ""
     title = f"{run.experiment}, step by step: cache length fed \u2192 returned, in tokens{counted}"
     return CacheTable(title, ["step", *kinds, "logits"], rows, quote_error(run.error) if run.error else None)
-
-
-def quote_error(error: str) -> str:
-    """The end of a runtime's message, which says what is wrong; paths and names of functions stand before it."""
-    sentences = [part for part in re.split(r"(?<=[.:]) ", error.strip()) if part]
-    quoted = ""
-    while sentences and len(quoted) < SHORTEST_QUOTE:
-        quoted = f"{sentences.pop()} {quoted}".strip()
-    return shortened(quoted, LONGEST_QUOTE)
 
 
 def _last_step(run: Run) -> int:

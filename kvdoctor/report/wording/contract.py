@@ -87,7 +87,7 @@ def _stages(contract: CacheContract) -> Iterator[tuple[str, str]]:
 
 
 PROMPT = 4096
-"""Tokens of the prompt whose logits are counted."""
+"""Tokens of the prompt whose logits are counted, where a sequence may have so many."""
 
 
 def describe_logits(contract: CacheContract) -> Iterator[tuple[str, str]]:
@@ -102,7 +102,8 @@ def describe_logits(contract: CacheContract) -> Iterator[tuple[str, str]]:
         return
     chosen = contract.graph("prefill").port("logits_to_keep")
     less = f"{one} with {chosen.name} = 1" if chosen is not None else f"{one} with re-export --logits last"
-    yield "logits", f"{format_bytes(PROMPT * width * item)} for a prompt of {PROMPT:,} tokens; {less}"
+    prompt = min(PROMPT, contract.usable_length or PROMPT)
+    yield "logits", f"{format_bytes(prompt * width * item)} for a prompt of {prompt:,} tokens; {less}"
 
 
 OUTLINED = ("layout", "stages", "cache", "first step", "embed", "vision", "audio", "memory", "logits", "missing")

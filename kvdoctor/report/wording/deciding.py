@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvdoctor.decode.quoted_errors import quote_error
 from kvdoctor.decode.runs import LOOPS, SEARCH, WRONG, Run
 from kvdoctor.findings import Finding
 from kvdoctor.report.document import Report, counts
@@ -36,6 +37,12 @@ def find_pictured(groups: Iterable[FindingGroup]) -> list[FindingGroup]:
 def name_cause(finding: Finding) -> tuple[str, str]:
     """Label and text of what a finding rests on: its first evidence as `cause`, else `where` it is."""
     return ("cause", finding.evidence[0]) if finding.evidence else ("where", finding.where)
+
+
+def quote_observed(report: Report, finding: Finding) -> str:
+    """What was observed, with the end of a runtime's message in place of the whole, which -v has."""
+    said = next((run.error for run in report.runs if run.error and run.error in finding.observed), None)
+    return finding.observed if said is None else finding.observed.replace(said, f'"{quote_error(said)}"')
 
 
 def list_fixes(finding: Finding) -> Iterator[tuple[str, str]]:

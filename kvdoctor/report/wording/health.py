@@ -7,7 +7,7 @@ from kvdoctor.decode.runs import LOOPS, WRONG, Run
 from kvdoctor.findings import means_incomplete
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import StackFacts
-from kvdoctor.report.safe import cut, shortened
+from kvdoctor.report.safe import shortened
 from kvdoctor.report.wording.alike import group_open_checks
 from kvdoctor.report.wording.runs import describe_comparisons, describe_result, format_difference
 from kvdoctor.report.wording.targets import select_local_runs
@@ -16,7 +16,7 @@ from kvdoctor.report.wording.units import format_count
 if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Experiment
 
-MOST_NAMES, MOST_REASONS, LONGEST_REASON = 6, 3, 80
+MOST_NAMES, MOST_REASONS = 6, 3
 
 
 def list_uses(report: Report, stack: StackFacts) -> list[Run]:
@@ -108,7 +108,7 @@ def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, 
     needed = {use.required for use in uses().values() if use.needed}
     for use, runs in by_use.items():
         if use in tried - needed and all(run.outcome == "skipped" for run in runs):
-            yield use, cut(runs[0].reason or "not run", LONGEST_REASON)
+            yield use, shortened(runs[0].reason or "not run")
 
 
 def _describe_loop(report: Report, stack: StackFacts) -> str:
@@ -145,7 +145,8 @@ def advise_decision(report: Report) -> str:
     if report.command == "speed":
         if report.arguments.get("against") is None:
             return f"{again}   (shows whether it can be run at all)"
-        return "measure again on a quiet machine, or write a new report here: kvdoctor speed MODEL --output speed.json"
+        new = f"kvdoctor speed {report.model.path} --output speed.json"
+        return f"{new}   (a new report to compare with: of this model, on this machine, while nothing else runs)"
     if report.command == "judge":
         return "run the probe there once more, to its last run, and judge it with the model and the seed of the probe"
     loops = [run for run in report.runs if run.experiment in LOOPS]

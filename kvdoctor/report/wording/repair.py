@@ -55,7 +55,7 @@ def list_failed_proofs(record: RepairRecord) -> Iterator[str]:
     """The claims that do not hold."""
     for entry in record.proof:
         if not entry.holds:
-            yield f"  fails   {entry.stack}: {entry.claim}" + (f": {entry.detail}" if entry.detail else "")
+            yield f'  fails   {entry.stack}: "{entry.claim}"' + (f": {entry.detail}" if entry.detail else "")
 
 
 def list_not_repaired(record: RepairRecord) -> list[str]:

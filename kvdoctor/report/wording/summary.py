@@ -48,6 +48,12 @@ def format_counts(report: "Report") -> str:
     return ", ".join(filter(None, counts))
 
 
+def name_open(report: "Report", essential: bool) -> str:
+    """`not checked`; of a healthy model, why it is healthy all the same."""
+    needed = essential or report.verdict != "healthy"
+    return "not checked" if needed else "not checked, and not needed for the verdict"
+
+
 def name_verdict(report: "Report") -> str:
     """The verdict in words; of a repair that was only planned, the verdicts on the original and on the copy."""
     record = report.repair

@@ -17,6 +17,7 @@ from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import PairedDone, PairedJob, PairedSide
 from kvdoctor.decode.paired_walks import Walk, plan_walks
 from kvdoctor.decode.parity import compare, judge, slot_difference
+from kvdoctor.decode.quoted_errors import quote_error
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.runtime.worker.runner import StackRunner
@@ -119,12 +120,13 @@ class _Pair:
                 calls = [_make_call(side, past, start, stop) for side, past in zip((left, right), pasts, strict=True)]
                 want = self.original.run_session(calls[0])
             except (StepFailed, Refused, TooShort, NothingToRun) as error:
-                tally.not_run.append(f"{walk.describe(start, stop)} ({error})"[:200])
+                reason = quote_error(str(error)) if isinstance(error, StepFailed | Refused) else str(error)
+                tally.not_run.append(f"{walk.describe(start, stop)} ({reason})")
                 return ""
             try:
                 got = self._compare(calls[1], want, tally)
             except (StepFailed, Refused) as error:
-                return f"{walk.describe(start, stop)}: the converted model fails: {error}"[:400]
+                return f'{walk.describe(start, stop)}: the converted model fails: "{quote_error(str(error))}"'
             except _Differs as difference:
                 return f"{walk.describe(start, stop)}: {difference}"
             pasts = [
@@ -147,7 +149,7 @@ class _Pair:
         try:
             answer = self.converted.run_session(builder.decode(capacity, capacity + new, past))
         except (StepFailed, Refused) as error:
-            return f"a call with token {capacity + 1} fails: {error}"[:200]
+            return f"a call with token {capacity + 1} fails: {quote_error(str(error))}"
         for slot in contract.slots:
             value = answer.outputs.get(slot.present or "") if "capacity" in slot.axes else None
             if value is not None and (rows := value.shape[slot.axes.index("capacity")]) > capacity:

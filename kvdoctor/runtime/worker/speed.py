@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -26,7 +27,8 @@ MOST_SECONDS = 20.0
 """A length is left out where its rounds would take longer, by the time of the length before it."""
 SETTLED = 200
 """Steps after which the runtime has all memory that equal steps need; fewer where they would take half of the time."""
-NOT_RUN = (StepFailed, Refused, TooShort, NothingToRun, ValueError)
+FAILS = (StepFailed, Refused)
+NOT_RUN = (TooShort, NothingToRun, ValueError)
 
 
 def measure_speed(job: SpeedJob, announce: Announce) -> SpeedDone:
@@ -36,18 +38,51 @@ def measure_speed(job: SpeedJob, announce: Announce) -> SpeedDone:
     limit = job.side.contract.usable_length
     pasts = [past for past in PASTS if limit is None or past < limit]
     longest = [limit - 1] if limit is not None and limit - 1 not in pasts and limit > 1 else []
-    left_out, points = list[str](), list[SpeedPoint]()
-    for past in [*pasts, *longest]:
+    left_out, points, failed = list[str](), list[SpeedPoint](), SpeedDone((), 0, 0)
+    for at, past in enumerate(asked := [*pasts, *longest]):
         if points and (seconds := _predict(points[-1], past)) > MOST_SECONDS:
-            left_out.append(f"a past of {past} tokens was left out: it would take about {seconds:.0f} s")
+            left_out.append(f"a past of {past:,} tokens was left out: it would take about {seconds:.0f} s")
             continue
         try:
             points.append(_measure(runner, past, job))
         except NOT_RUN as error:
-            left_out.append(f"a past of {past} tokens could not be measured: {error}"[:300])
+            left_out.append(f"a past of {past:,} tokens could not be measured: {error}")
+            break
+        except FAILS as error:
+            before, at_limit = points[-1].past if points else 0, None
+            if (fits := _find_longest(runner, job, before, past)) is not None:
+                points.append(fits[0])
+                at_limit = fits[1]
+            failed = replace(failed, failing=tuple(asked[at:]), error=str(error), longest=at_limit)
             break
     steps, grown = _run_equal_steps(runner, points[0].past, job) if points else (0, 0)
-    return SpeedDone(tuple(points), steps, grown, tuple(left_out))
+    return replace(failed, points=tuple(points), steps=steps, grown_bytes=grown, left_out=tuple(left_out))
+
+
+def _find_longest(runner: StackRunner, job: SpeedJob, fits: int, fails: int) -> tuple[SpeedPoint, int | None] | None:
+    """The longest past between one that fits and one that fails, if a threshold of the graph says where that is.
+
+    With it the tokens of the sequence, where one token more fails.
+    """
+    for length in sorted((length for length in job.thresholds if fits < length - 1 < fails), reverse=True):
+        try:
+            found = _measure(runner, length - 1, job)
+        except (*FAILS, *NOT_RUN):
+            continue
+        return found, length if _fails(runner, length, job) else None
+    return None
+
+
+def _fails(runner: StackRunner, past: int, job: SpeedJob) -> bool:
+    """Whether the runtime fails at a step on a past of that length."""
+    builder = _build(runner, past, job)
+    try:
+        _run_step(runner, builder, _fill(runner, builder, past))
+    except FAILS:
+        return True
+    except NOT_RUN:
+        return False
+    return False
 
 
 def _predict(last: SpeedPoint, past: int) -> float:
@@ -92,10 +127,15 @@ def _fill(runner: StackRunner, builder: FeedBuilder, past: int) -> Past:
 
 
 def _run_step(runner: StackRunner, builder: FeedBuilder, carried: Past) -> Answer:
-    """A step of one token on a cache, up to its logits."""
+    """A step of one token on a cache, up to its logits.
+
+    Raises:
+        StepFailed: the runtime failed, or there are no logits: a table of positions that was sliced has no more rows.
+    """
     past = builder.scenario.prompt
     answer = runner.run_session(builder.decode(past, past + (builder.contract.new_tokens or 1), carried))
-    answer.logits  # noqa: B018
+    if not answer.logits.size:
+        raise StepFailed(f"the step returns logits of shape {list(answer.logits.shape)}")
     return answer
 
 

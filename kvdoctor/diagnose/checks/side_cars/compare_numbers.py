@@ -71,7 +71,7 @@ def vocabulary(context: ContractContext, claim: ConfigClaim, *, exactly: bool = 
 
 def context(context: ContractContext, claim: ConfigClaim) -> Iterator[Disagreement]:
     """A table of positions that ends before the context does. A longer one is no fault."""
-    rows = positions(context)
+    rows = positions(context.stack, context.contract)
     if rows is not None and rows < claim.value:
         so = f"token {rows + 1} and later ones have no position"
         yield _numbered(claim, f"a table of {rows} positions", f"{rows} at most", so)

@@ -6,7 +6,8 @@ The contract cannot serve: its sizes that the graph leaves open come from the co
 from kvdoctor.analysis.axes import as_number, find_head_dim
 from kvdoctor.analysis.dataflow.operators import KEEPS
 from kvdoctor.analysis.port_roles import FEW_ROWS
-from kvdoctor.contract import Axis
+from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.contract import Axis, CacheContract
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.cache_operators import CONTRIB
 from kvdoctor.model.flatten import FlatNode
@@ -57,14 +58,14 @@ def logits_width(context: ContractContext) -> int | None:
 
 def head_widths(context: ContractContext) -> set[int]:
     """Widths of the heads of fused attentions."""
-    flow = _flow(context)
+    flow = _flow(context.stack)
     found = (find_head_dim(context.decode_graph, flow, node) for node in flow.nodes) if flow is not None else ()
     return {width for width in found if width is not None}
 
 
 def windows(context: ContractContext) -> dict[int | None, int] | None:
     """How far GroupQueryAttention looks back, by layer, -1 without limit; None where a bias may hold a window."""
-    flow, found = _flow(context), {}
+    flow, found = _flow(context.stack), {}
     layers = {slot.past: slot.layer for slot in context.contract.slots}
     for node in flow.nodes if flow is not None else ():
         if (node.domain, node.op) == (CONTRIB, "GroupQueryAttention") and len(node.inputs) > 3:
@@ -74,9 +75,9 @@ def windows(context: ContractContext) -> dict[int | None, int] | None:
     return found
 
 
-def positions(context: ContractContext) -> int | None:
+def positions(stack: StackFiles, contract: CacheContract) -> int | None:
     """Rows of the shortest table that is looked up by position; None where the graph shows none."""
-    return min(_find_tables(context)[0], default=None)
+    return min(_find_tables(stack, contract)[0], default=None)
 
 
 def token_rows(context: ContractContext) -> int | None:
@@ -84,16 +85,16 @@ def token_rows(context: ContractContext) -> int | None:
 
     None as well where the ids are reckoned with first: a table in two halves takes ids beyond the rows of each.
     """
-    words = _find_tables(context)[1]
+    words = _find_tables(context.stack, context.contract)[1]
     return None if RECKONED in words else min(words, default=None)
 
 
-def _find_tables(context: ContractContext) -> tuple[list[int], list[int]]:
+def _find_tables(stack: StackFiles, contract: CacheContract) -> tuple[list[int], list[int]]:
     """Rows of the tables that are looked up by position, and of those that are looked up by token id."""
-    flow = _flow(context)
+    flow = _flow(stack)
     if flow is None:
         return [], []
-    ports = context.contract.graph("decode").inputs
+    ports = contract.graph("decode").inputs
     tokens = {port.name for port in ports if port.role in ("token_ids", "token_and_position")}
     places = {port.name for port in ports if port.role in ("position_ids", "cache_position")}
     widths = {port.shape[-1] for port in ports if port.role == "embeddings" and port.shape}
@@ -171,6 +172,6 @@ def _roots(flow: Flow, node: FlatNode, through: set[str]) -> tuple[set[str], boo
     return found, counts
 
 
-def _flow(context: ContractContext) -> Flow | None:
-    dataflow = context.stack.main.dataflow
+def _flow(stack: StackFiles) -> Flow | None:
+    dataflow = stack.main.dataflow
     return dataflow.flow if dataflow is not None else None

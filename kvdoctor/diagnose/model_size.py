@@ -1,0 +1,24 @@
+"""The sizes by which an earlier file of a model is recognized as one of the same model. Layouts may differ."""
+
+from kvdoctor.contract import CacheContract
+from kvdoctor.records import record
+
+
+@record
+class ModelSize:
+    """What no export of a model changes: the tokens of its vocabulary, its layers, and the kinds of its caches."""
+
+    vocabulary: int | None
+    layers: int
+    kinds: str
+
+    def describe(self) -> str:
+        """`96 tokens, 2 layers, self-attention`."""
+        layers = f"{self.layers} layer{'' if self.layers == 1 else 's'}"
+        return f"{self.vocabulary or 'an open number of'} tokens, {layers}, {self.kinds}"
+
+
+def measure_size(contract: CacheContract) -> ModelSize:
+    """Return the size of the model of a contract."""
+    kinds = ", ".join(sorted({slot.kind for slot in contract.slots}))
+    return ModelSize(contract.vocabulary, len({slot.layer for slot in contract.slots}), kinds)
