@@ -3,6 +3,7 @@
 The attention of the same call uses another value than the one that the loop feeds back.
 """
 
+from kvdoctor.analysis.dataflow.operators import COMPUTES
 from kvdoctor.model.proto import GraphProto, TensorProto
 from kvdoctor.model.traverse import needed_for, own_names, producer
 from kvdoctor.model.view import GraphView, Scope
@@ -12,10 +13,7 @@ QUANTIZING = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 ROUNDING = ("Round", "Floor", "Ceil", "Cast", *QUANTIZING)
 WIDE = (TensorProto.FLOAT, TensorProto.DOUBLE)
 """Types that a Cast to drops no bits of a float type that caches have."""
-ELEMENTWISE = (
-    *("Identity", "Clip", "Abs", "Neg", "Relu", "Sign", *ROUNDING),
-    *("Add", "Sub", "Mul", "Div", "Min", "Max", "Where"),
-)
+ELEMENTWISE = {"Identity", "Where", *COMPUTES, *ROUNDING}
 
 
 @record

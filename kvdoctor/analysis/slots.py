@@ -10,6 +10,7 @@ from itertools import count
 
 from kvdoctor.analysis.axes import WIDTHS, as_number, find_head_dim, slot_axes
 from kvdoctor.analysis.cache_scales import fill_scales, find_stored, mark_scales, name_scales
+from kvdoctor.analysis.computed_presents import find_computed
 from kvdoctor.analysis.dataflow.states import StateFlow
 from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse
 from kvdoctor.analysis.dialects.dialect import SlotName
@@ -155,6 +156,9 @@ class SlotReader:
                 state = self._with_update(port, flow.state(past, rank))
                 if self._is_past(port, state) or past in self._stored:
                     found[past] = state
+        named = {name.present for name in names.values()}
+        unread = [port for past, port in view.inputs.items() if past not in names and past not in self.claimed]
+        found |= find_computed(flow, unread, found, view.outputs, named) if flow is not None else {}
         # A prefix joins a cache, so its delta is the whole present of that cache: such an output is no delta.
         whole = {state.output for state in found.values() if state is not None and state.output is not None}
         found |= {p: replace(s, delta=None) for p, s in found.items() if s is not None and s.delta in whole}

@@ -372,9 +372,11 @@ def _carries_states(view: GraphView) -> bool:
     """Whether an input without a known name is a cache: joined by new entries, used by an attention and returned."""
     for name, port in view.inputs.items():
         if port.dtype in FLOATS and port.shape is not None and len(port.shape) >= 3:
-            dataflow = follow_graph(view)
-            state = dataflow.state(name, len(port.shape)) if dataflow is not None else None
+            dataflow, rank = follow_graph(view), len(port.shape)
+            state = dataflow.state(name, rank) if dataflow is not None else None
             if state and state.joined and (state.output or state.delta) and state.use and state.use.part != "conv":
+                return True
+            if dataflow is not None and dataflow.computed_state(name, rank) is not None:
                 return True
     return False
 

@@ -41,6 +41,10 @@ class NothingToRun(Exception):
     """An experiment does not apply to the model after all. The message says why, for the report."""
 
 
+class NoPower(Exception):
+    """What an experiment changes has no effect on the model: it would pass a faulty one. The message says what."""
+
+
 class Refused(Exception):
     """The runtime does not open a file at any optimization level."""
 

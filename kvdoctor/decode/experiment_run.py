@@ -14,6 +14,7 @@ from kvdoctor.decode.calls import (
     Answer,
     Array,
     Call,
+    NoPower,
     NothingToRun,
     Refused,
     Scenario,
@@ -156,6 +157,8 @@ class _ExperimentRun:
             return self._make_run("skipped", reason=TOO_SHORT)
         except NothingToRun as reason:
             return self._make_run("skipped", reason=str(reason))
+        except NoPower as reason:
+            return self._make_run("inconclusive", reason=str(reason))
         except Refused as error:
             return self._make_run("skipped", reason=f"ONNX Runtime cannot load {error}")
         except StepFailed as error:

@@ -161,14 +161,23 @@ class PartDifference:
 
 @record
 class Cause:
-    """The hypothesis that an experiment confirmed: the name of its check, and evidence that no other one predicts."""
+    """The hypothesis that an experiment confirmed: the name of its check, and evidence that no other one predicts.
+
+    `slot` is the past input of the slot concerned, empty where it is none alone; `dropped` counts the oldest entries of
+    its past that a step left out.
+    """
 
     name: str
     evidence: str
+    slot: str = ""
+    dropped: int = 0
 
 
 ONLY_THOROUGH = "only with --thorough"
 """The reason of a run that was skipped since nobody asked for what takes long."""
+
+NOTHING_CHANGES = "no token changes"
+"""Begins the reason of a run that shows that the logits, or a layer of the cache, do not depend on the tokens."""
 
 REFERENCE_CHANGES = "without a cache, the logits of the first tokens change with the number of tokens"
 """Why a run was skipped that has no reference run to be judged by."""
@@ -260,6 +269,11 @@ class Run:
     def hidden(self) -> bool:
         """Whether the logits are off by more than rounding, but not by more than rounding moves them."""
         return self.unrounded is not None and self.unrounded.outcome == "differs" and self.unrounded.own != "differs"
+
+    @property
+    def without_tokens(self) -> bool:
+        """Whether the logits, or a layer of the cache, do not depend on the tokens: no run could show a fault there."""
+        return self.outcome == "inconclusive" and (self.reason or "").startswith(NOTHING_CHANGES)
 
     @property
     def shows(self) -> Outcome:

@@ -115,6 +115,10 @@ def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = 
     for run in context.runs:
         if run.by_rounding and explained:
             continue
+        if run.without_tokens:
+            if loop is not None and loop.shows == "passed":
+                yield NotChecked(stack, "KV301", f"logits parity: {run.reason}", essential=True)
+            continue
         unclear = run.outcome in UNDECIDED and run.experiment in names
         if unclear or (run is loop and run.outcome in REASONS):
             reason = REASONS[run.outcome].format(reason=run.reason)

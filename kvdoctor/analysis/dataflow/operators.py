@@ -79,6 +79,9 @@ PRODUCTS = {
 BLENDS = PASSES_OUT | {"Add", "Sub", "Mul", "Div", "Max", "Min", "Where"}
 """Operators between a state that is kept in part and its next value: the cell of an LSTM, a state space."""
 
+COMPUTES = {"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Min", "Max", "Clip", "Round", "Floor", "Ceil", "Sign", "Relu"}
+"""Operators that compute each number of their output from one number of the input: they keep its shape."""
+
 COUNTS_ON = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Add"}
 """Operators between a counter and the output that returns it, increased by the number of new tokens."""
 

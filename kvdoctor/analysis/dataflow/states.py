@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from kvdoctor.analysis.dataflow.operators import KEEPS, TRIMS, WRITES, outputs_with_content
-from kvdoctor.analysis.dataflow.uses import StateUse, UseFinder
+from kvdoctor.analysis.dataflow.operators import COMPUTES, KEEPS, TRIMS, WRITES, outputs_with_content
+from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse, UseFinder
 from kvdoctor.analysis.dataflow.walks import MOST_VISITED, NEAR, Descent, Walk, WalkBudget
 from kvdoctor.contract import Growth
 from kvdoctor.model.cache_operators import ports_of
@@ -20,9 +20,9 @@ from kvdoctor.model.flow import Flow
 from kvdoctor.model.view import integers
 from kvdoctor.records import record
 
-How = Literal["append", "write", "operator", "unchanged", "update"]
+How = Literal["append", "write", "operator", "unchanged", "update", "computed"]
 """How a past reaches its present: new entries are concatenated, or written into it; an operator holds the cache; it
-comes back as it was; it is computed anew."""
+comes back as it was; it is computed anew; entries are concatenated, and old ones changed by arithmetic."""
 
 NEW = -1
 """An axis that a node inserted: none of the input's."""
@@ -59,13 +59,17 @@ class StateFlow:
 
 @record
 class _Path:
-    """How a walk came to a value: its axes, the node where new entries joined, and cuts before and after that node."""
+    """How a walk came to a value: its axes, the node where new entries joined, and cuts before and after that node.
+
+    `changed` are the nodes that compute other numbers, or cut entries off behind the join.
+    """
 
     axes: tuple[int, ...] | None
     join: FlatNode | None = None
     axis: int | None = None
     trimmed: bool = False
     cut: bool = False
+    changed: tuple[FlatNode, ...] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -111,6 +115,26 @@ class Dataflow:
                 return (new, path.axes) if new is not None else None
         return None
 
+    def find_changes(self, name: str, rank: int, output: str) -> tuple[FlatNode, ...]:
+        """The nodes between an input and an output that returns it which change its entries or cut some off."""
+        reached = self._outputs_reached(name, rank, computed=True)
+        return next((path.changed for found, path in reached if found == output and path.join is not None), ())
+
+    def computed_state(self, name: str, rank: int) -> StateFlow | None:
+        """The state of an input that arithmetic changes, before or behind new entries, on its way to an output.
+
+        None where an output returns its content as it is, and where no attention uses it or the new entries.
+        """
+        state = self.state(name, rank)
+        if state.output is not None or state.delta is not None:
+            return None
+        for output, path in self._outputs_reached(name, rank, computed=True):
+            if path.join is not None and path.join.op == "Concat":
+                found = self._describe_join(name, output, path, path.join)
+                in_attention = found.use is not None and found.use.part in ATTENTION_PARTS
+                return replace(found, how="computed", layers=state.layers) if in_attention else None
+        return None
+
     def _follow(self, name: str, rank: int) -> StateFlow:
         use, unchanged = self.uses.use_of(name), None
         for output, path in self._outputs_reached(name, rank):
@@ -124,21 +148,24 @@ class Dataflow:
             return StateFlow(name, use, unchanged, "unchanged", "constant")
         return StateFlow(name, use)
 
-    def _outputs_reached(self, name: str, rank: int) -> Iterator[tuple[str, _Path]]:
+    def _outputs_reached(self, name: str, rank: int, *, computed: bool = False) -> Iterator[tuple[str, _Path]]:
         """Graph outputs that hold the content of an input, alone or joined once by new entries."""
-        for value, path in self._walk(name, rank):
+        for value, path in self._walk(name, rank, computed=computed):
             for output in self.flow.outputs_of.get(value, ()):
                 yield output, path
 
-    def _walk(self, name: str, rank: int) -> Iterator[tuple[str, _Path]]:
-        """Values that hold the content of an input, nearest first."""
+    def _walk(self, name: str, rank: int, *, computed: bool = False) -> Iterator[tuple[str, _Path]]:
+        """Values that hold the content of an input, nearest first; also what is `computed` of it, entry by entry."""
         waiting = deque([(name, _Path(tuple(range(rank))))])
         seen = {(name, False)}
         while waiting and len(seen) < MOST_VISITED and self.budget.goes_on():
             value, path = waiting.popleft()
             yield value, path
             for node, index in self.flow.consumers.get(value, ()):
-                for output, onward in self._steps(node, index, name, path):
+                steps = self._steps(node, index, name, path)
+                if computed and node.op in COMPUTES:
+                    steps = iter([(node.output(), replace(path, changed=(*path.changed, node)))])
+                for output, onward in steps:
                     if output and (output, onward.join is not None) not in seen:
                         seen.add((output, onward.join is not None))
                         waiting.append((output, onward))
@@ -153,11 +180,13 @@ class Dataflow:
                 continue
             axes = self.axes.axes_after(node, path.axes)
             if joins:
-                yield output, _Path(axes, node, self._join_axis(node, path.axes), cut=path.cut)
+                at = self._join_axis(node, path.axes)
+                yield output, replace(path, axes=axes, join=node, axis=at)
                 continue
-            trimmed = path.trimmed or (path.join is not None and node.op in TRIMS)
+            trims = path.join is not None and node.op in TRIMS
             cut = path.cut or (path.join is None and self._slices_to_computed_end(node))
-            yield output, _Path(axes, path.join, path.axis, trimmed, cut)
+            changed = (*path.changed, node) if trims or node.op == "Where" else path.changed
+            yield output, replace(path, axes=axes, trimmed=path.trimmed or trims, cut=cut, changed=changed)
 
     def _join_axis(self, node: FlatNode, axes: tuple[int, ...] | None) -> int | None:
         """The input's axis along which a node adds new entries, as far as the graph says.
@@ -196,7 +225,7 @@ class Dataflow:
         window = join.number("local_window_size", -1) if ports else -1
         return StateFlow(
             name,
-            self.uses.use_of(name),
+            self.uses.use_of(name) or self._use_of_new(name, join),
             output,
             how if output is not None else None,
             growth,
@@ -210,12 +239,22 @@ class Dataflow:
             at_end=join.op in WRITES and len(join.inputs) > 1 and self._is_own_length(join.inputs[1], name),
         )
 
+    def _use_of_new(self, name: str, join: FlatNode) -> StateUse | None:
+        """What an attention uses the entries for that join a state which it does not read itself: a likely use."""
+        uses = (self.uses.use_of(value) for value in self._new_entries(name, join))
+        found = next((use for use in uses if use is not None and use.proven and use.part in ATTENTION_PARTS), None)
+        return replace(found, proven=False) if found is not None else None
+
+    def _new_entries(self, name: str, join: FlatNode) -> Iterator[str]:
+        """The values that a node joins to a state."""
+        new = join.inputs if join.op == "Concat" else join.inputs[1:]
+        return (value for value in new if value and value != name and value not in self.flow.fixed)
+
     def _find_delta(self, name: str, output: str | None, join: FlatNode) -> str | None:
         """The graph output, other than `output`, that returns the entries which join a state."""
         if join.op != "TensorScatter" and ports_of(join.domain, join.op) is not None:
             return None
-        new = join.inputs if join.op == "Concat" else join.inputs[1:]
-        views = (self._find_view(value) for value in new if value and value != name and value not in self.flow.fixed)
+        views = map(self._find_view, self._new_entries(name, join))
         return next((view for view in views if view is not None and view != output), None)
 
     def _is_own_length(self, value: str, name: str) -> bool:

@@ -131,10 +131,7 @@ def _step(builder: FeedBuilder, start: int, past: Past, step: Answer, whole: Ans
         return Cause("past-ignored", "noise in all of the past changes no logit of the step")
     for slot in slots:
         if slot.growth != "delta" and not _keeps(slot, step, past, limit):
-            return crossed(slot, slots, step, past, limit) or Cause(
-                "present-rewrites-past",
-                f"{slot.present} differs from {slot.past} in entries 0 to {start - 1}, which a step must keep",
-            )
+            return crossed(slot, slots, step, past, limit) or _rewritten(slot, step, past, limit)
     pieces = pieces_of(slots, whole)
     wrong = _wrong(builder, pieces, start, step, whole)
     if wrong and wrong[0].layer == pieces[0].layer:
@@ -171,7 +168,8 @@ def _zero_entries(pieces: tuple[Piece, ...], whole: Answer, start: int) -> Cause
         zero = [place for place in range(start) if not piece.right_entry(whole, place).any()]
         if zero:
             which = "all entries" if len(zero) == start else f"entry {zero[0]}"
-            return Cause("new-entries-wrong", f"a prefill returns zeros in {which} of {piece.filled_by}")
+            text = f"a prefill returns zeros in {which} of {piece.filled_by}"
+            return Cause("new-entries-wrong", text, piece.slot.past)
     return None
 
 
@@ -233,6 +231,20 @@ def _keeps(slot: Slot, step: Answer, past: Past, limit: Tolerance) -> bool:
     """Whether a present begins with the past that was fed."""
     fed = take_entries(slot, as_array(past[slot.past]), 0, step.past)
     return same_entries(take_entries(slot, read_returned(slot, step, False), 0, step.past), fed, limit)
+
+
+def _rewritten(slot: Slot, step: Answer, past: Past, limit: Tolerance) -> Cause:
+    """How a present differs from the past that was fed: it leaves out the oldest entries, or has others."""
+    fed, returned, at = as_array(past[slot.past]), read_returned(slot, step, False), slot.length_axis or 0
+    held, kept = min(fed.shape[at], step.past), returned.shape[at] - step.new
+    if "past" in slot.axes and 0 < kept < held:
+        dropped = held - kept
+        if same_entries(take_entries(slot, returned, 0, kept), take_entries(slot, fed, dropped, held), limit):
+            which = "entry 0" if dropped == 1 else f"entries 0 to {dropped - 1}"
+            text = f"{slot.present} holds the last {kept + step.new} of {held + step.new} entries, without {which} of "
+            return Cause("present-rewrites-past", f"{text}{slot.past}, which a step must keep", slot.past, dropped)
+    text = f"{slot.present} differs from {slot.past} in entries 0 to {held - 1}, which a step must keep"
+    return Cause("present-rewrites-past", text, slot.past)
 
 
 def _other_mathematics(builder: FeedBuilder, past: Past, expected: Array) -> Decision:

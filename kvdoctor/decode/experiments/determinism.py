@@ -1,12 +1,18 @@
-"""What every cache rests on: the same feed gives the same logits, and a token's logits do not know the next token."""
+"""What every cache rests on: the same feed gives the same logits, and a token's logits know it and not the next one."""
+
+import numpy as np
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Array, Scenario
+from kvdoctor.decode.calls import Answer, Array, NoPower, Scenario
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, several_tokens
-from kvdoctor.decode.experiments.cache_entries import as_probe, change_token, same_logits
+from kvdoctor.decode.experiments.cache_entries import as_probe, by_position, change_token, keeps_all, same_logits
+from kvdoctor.decode.experiments.entry_origins import pieces_of
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import measurable
-from kvdoctor.decode.runs import Cause
+from kvdoctor.decode.runs import NOTHING_CHANGES, Cause
+
+MORE_TOKENS = 2
+"""Tokens that are tried in the place of the last one after the first: some rows of an embedding table may be equal."""
 
 
 def same_feed(builder: FeedBuilder) -> Calls:
@@ -28,9 +34,23 @@ def same_feed(builder: FeedBuilder) -> Calls:
 
 
 def later_token(builder: FeedBuilder) -> Decision:
-    """The reference run with another last token: nothing before it may change."""
-    expected = yield from builder.whole()
-    return (yield from looks_ahead(builder, expected))
+    """The reference run with another last token: its own logits and entries change, and none before it.
+
+    Raises:
+        NoPower: no token changes the logits, or the entries of a layer.
+    """
+    total, other = builder.scenario.total, change_token(builder, -1)
+    expected = yield as_probe(builder.prefill(total))
+    if expected.failed:
+        yield builder.reference()  # the run fails by it
+        return None
+    answer = yield as_probe(other.prefill(total))
+    if answer.failed:
+        return None
+    if gives_all_logits(builder.contract) is None and (cause := _sees_later_token(builder, expected.logits, answer)):
+        return cause
+    yield from _token_counts(builder, expected, other, answer)
+    return None
 
 
 def looks_ahead(builder: FeedBuilder, expected: Array) -> Decision:
@@ -38,9 +58,59 @@ def looks_ahead(builder: FeedBuilder, expected: Array) -> Decision:
     if builder.contract.last_logits_only:
         return None
     other = yield as_probe(change_token(builder, -1).prefill(builder.scenario.total))
+    return _sees_later_token(builder, expected, other)
+
+
+def _sees_later_token(builder: FeedBuilder, expected: Array, other: Answer) -> Cause | None:
     if other.failed or same_logits(other.logits[:, :-1], expected[:, :-1], builder.tolerance):
         return None
     return Cause("not-causal", "without a cache, another last token changes the logits of the tokens before it")
+
+
+def _token_counts(builder: FeedBuilder, expected: Answer, other: FeedBuilder, answer: Answer) -> Calls:
+    """Where no other last token changes the logits, or the entries of a layer, wrong ones would look right as well.
+
+    `answer` is that of the sequence with an `other` last token.
+
+    Raises:
+        NoPower: that is so.
+    """
+    same_last, layers = True, _list_last_entries(builder, expected)
+    for more in range(MORE_TOKENS + 1):
+        if more:
+            other = change_token(other, -1)
+            answer = yield as_probe(other.prefill(builder.scenario.total))
+        if answer.failed:
+            return
+        same_last = same_last and np.array_equal(answer.logits[:, -1], expected.logits[:, -1])
+        changed = _list_last_entries(builder, answer)
+        layers = {layer: entries for layer, entries in layers.items() if _are_same(entries, changed.get(layer, {}))}
+        if not same_last and not layers:
+            return
+    others = f"{MORE_TOKENS + 1} others in the place"
+    if same_last:
+        raise NoPower(f"{NOTHING_CHANGES} the logits: {others} of the last one give the same")
+    layer, entries = next(iter(layers.items()))
+    where = f"layer {layer} of the cache" if layer is not None else "the cache"
+    raise NoPower(
+        f"{NOTHING_CHANGES} {where}: {others} of the last one leave its entry in {' and '.join(entries)} as it is"
+    )
+
+
+def _list_last_entries(builder: FeedBuilder, answer: Answer) -> dict[int | None, dict[str, Array]]:
+    """The entries of the last token by the layer and the output that they are in, as far as they are at its place."""
+    found: dict[int | None, dict[str, Array]] = {}
+    for piece in pieces_of(by_position(builder.contract), answer):
+        if keeps_all(piece.slot, answer.new):
+            found.setdefault(piece.layer, {})[piece.filled_by] = piece.right_entry(answer, answer.new - 1)
+    return found
+
+
+def _are_same(one: dict[str, Array], other: dict[str, Array]) -> bool:
+    """Whether entries of the same outputs are the same, bit for bit."""
+    return one.keys() == other.keys() and all(
+        entry.size > 0 and np.array_equal(entry, other[name]) for name, entry in one.items()
+    )
 
 
 def gives_all_logits(contract: CacheContract) -> str | None:
@@ -56,10 +126,9 @@ EXPERIMENTS = (
     Experiment("same-feed", "the same feed twice", same_feed, shown=False, order=6),
     Experiment(
         "later-token",
-        "whether a token's logits change with the token behind it",
+        "whether logits change with their token, and not with the token behind it",
         later_token,
         Scenario(),
-        gives_all_logits,
         shown=False,
         order=6,
     ),

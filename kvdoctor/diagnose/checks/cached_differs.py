@@ -2,8 +2,8 @@
 
 What it means: decoding with the cache runs, but its logits differ from those of one call over the whole sequence
 without a cache, by more than rounding explains, and no other check names the cause, or says whether reading the past or
-adding entries is wrong (KV301). If dropping the past changes nothing at all, the graph, or one of its layers, ignores
-the cache (KV302). NaN or infinity is KV304.
+adding entries is wrong (KV301). If dropping the past changes nothing at all, or no logit depends on some of it in the
+graph, the graph, or one of its layers, ignores the cache (KV302). NaN or infinity is KV304.
 
 How it is decided: the difference of each step is measured in standard deviations of the logits. For a dynamically
 quantized model, the noise of its own arithmetic is measured first, by sequences of several lengths without any cache; a
@@ -13,6 +13,9 @@ difference there is a fault, and a warning if the own rounding of the model is l
 copy is correct, only rounding makes the model differ: a few such steps are ignored, most steps are a warning. It is
 also a warning if the graph rounds the cache before it returns it (QuantizeLinear and DequantizeLinear, a Cast to fewer
 bits and back), and that changes the logits by more than the limit of the model's arithmetic; the finding has the size.
+
+Where no other token changes the logits, or the keys and values of a layer, a wrong cache would change nothing either:
+that is not checked, and never healthy.
 
 Where a graph takes one token a call, no call without a cache exists. Then the same tokens are fed again, in this
 session and in one of another process, in turn with a second sequence; noise in each slot must change the logits, and so
@@ -34,6 +37,7 @@ from dataclasses import replace
 from kvdoctor.analysis.processed_presents import find_processed
 from kvdoctor.decode.runs import HISTORY, Run
 from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses, is_named, leading_cause
+from kvdoctor.diagnose.checks._dataflow import describe_unread
 from kvdoctor.diagnose.checks._differences import EXPORT_AGAIN, HIDDEN, build_difference, severity_of
 from kvdoctor.diagnose.checks._faults import AT_LENGTHS, CauseText, report_cause
 from kvdoctor.diagnose.checks.wrong_at_sizes import CHUNKS
@@ -99,14 +103,18 @@ def _judge_loop(context: RunContext, run: Run) -> Iterator[Fault]:
 
 @check("KV302", "past-ignored", "runs")
 def past_ignored(context: RunContext) -> Iterator[Fault]:
-    """Wrong logits, and zeroing the self-attention cache changes nothing."""
+    """Wrong logits, and zeroing the self-attention cache changes nothing, or no logit depends on some of it."""
     run = context.checked_loop
     leading = leading_cause(context)
     decided = leading is not None and leading[0] == "past-ignored"
-    if run is None or find_explanation(context, "past-ignored"):
+    unread = describe_unread(context) if run is not None and run.shows == "differs" else ()
+    # A graph that looks ahead has lost its mask, and with it what tells a run whether the past is read.
+    looks_ahead = leading is not None and leading[0] == "not-causal"
+    if run is None or (find_explanation(context, "past-ignored") and not (looks_ahead and unread)):
         return
-    if (decided and leading is not None and leading[1].experiment != HISTORY) or _ignores_past(context, run):
-        yield build_difference(context, run, "error", IGNORED.cause)
+    if (decided and leading is not None and leading[1].experiment != HISTORY) or unread or _ignores_past(context, run):
+        fault = build_difference(context, run, "error", IGNORED.cause)
+        yield replace(fault, evidence=(*unread, *fault.evidence))
     else:
         yield from report_cause(context, "past-ignored", IGNORED)
 

@@ -1,10 +1,11 @@
 """A step changes the past.
 
 What it means: the present that a step returns does not begin with the past that it was fed: entries of earlier tokens
-change when tokens are appended, for instance because they are rotated again. The cache is wrong for the next step.
+change when tokens are appended, for instance because they are rotated again, or the oldest ones are cut off although
+later tokens attend to them. The cache is wrong for the next step.
 
 How it is decided: the first entries of the present are compared with the past that was fed, after a run whose logits
-differ from the reference run.
+differ from the reference run. The finding names the nodes between past and present that change entries or cut them off.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
 
@@ -12,20 +13,39 @@ Repair: export again so that the present is the past followed by the new entries
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from kvdoctor.decode.runs import Cause
+from kvdoctor.diagnose.checks._attribution import cause_in_use, leading_cause
+from kvdoctor.diagnose.checks._dataflow import describe_changes
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Fault, check
 
+NAME = "present-rewrites-past"
 WORDS = CauseText(
     cause="entries of the past change when tokens are appended",
     declared="a present that begins with the past",
     advice="export again so that the present is the past followed by the new entries",
     on_graph=True,
 )
+DROPPED = replace(WORDS, cause="a step drops the oldest entries of the past, which later tokens attend to")
 
 
 @check("KV312", "present-rewrites-past", "runs")
 def present_rewrites_past(context: RunContext) -> Iterator[Fault]:
     """Steps that change the entries of earlier tokens."""
-    yield from report_cause(context, "present-rewrites-past", WORDS)
+    cause = _find_cause(context)
+    for fault in report_cause(context, NAME, DROPPED if cause is not None and cause.dropped else WORDS):
+        changes = describe_changes(context, cause.slot) if cause is not None else ()
+        # What is cut off is missing everywhere behind it: the first value that differs says nothing of the place.
+        first = fault.evidence if cause is None or not (cause.dropped and changes) else ()
+        yield replace(fault, evidence=(*changes, *first))
+
+
+def _find_cause(context: RunContext) -> Cause | None:
+    """What the experiment that decided saw of the slot concerned."""
+    leading = leading_cause(context)
+    found = [leading, *(cause_in_use(context, run.experiment) for run in context.runs)]
+    causes = (run.cause for _, run in filter(None, found))
+    return next((cause for cause in causes if cause is not None and cause.name == NAME), None)

@@ -149,16 +149,25 @@ def advise_decision(report: Report) -> str:
         return f"{new}   (a new report to compare with: of this model, on this machine, while nothing else runs)"
     if report.command == "judge":
         return "run the probe there once more, to its last run, and judge it with the model and the seed of the probe"
-    loops = [run for run in report.runs if run.experiment in LOOPS]
-    if any(run.outcome == "died" for run in loops):
-        return f"{again} --timeout SECONDS --max-memory MIB, with larger limits"
-    if any(run.outcome not in ("skipped", "failed") for run in loops):
-        return f"{again} --reference CHECKPOINT   (compares every step with PyTorch)"
+    if (advice := _advise_by_runs(report, again)) is not None:
+        return advice
     if any(stack.contract is None or stack.contract.missing for stack in report.stacks):
         return f"{again} --contract FILE   (`kvdoctor contract` prints what was read; complete it)"
     if not report.stacks or report.command == "inspect":
         return f"kvdoctor inspect {report.model.path} -v   (shows what was read)"
     return "no command: kvdoctor cannot run this model step by step; compare it with its source in its own runtime"
+
+
+def _advise_by_runs(report: Report, again: str) -> str | None:
+    """What decides by what the runs show; None where the loop was not run."""
+    loops = [run for run in report.runs if run.experiment in LOOPS]
+    if any(run.without_tokens for run in report.runs):
+        return f"kvdoctor inspect {report.model.path} --weights   (shows weights that are zero or all equal)"
+    if any(run.outcome == "died" for run in loops):
+        return f"{again} --timeout SECONDS --max-memory MIB, with larger limits"
+    if any(run.outcome not in ("skipped", "failed") for run in loops):
+        return f"{again} --reference CHECKPOINT   (compares every step with PyTorch)"
+    return None
 
 
 def list_unshown(report: Report) -> Iterator[str]:
