@@ -135,7 +135,7 @@ def contracts(folder: Path) -> dict[str, CacheContract]:
     return {stack.name: stack.contract for stack in inspect(str(folder)).stacks if stack.contract is not None}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "marian-4.46.3")) for n in NAMES])
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_slots_are_the_same_under_any_names(name: str, seed: int, tmp_path: Path) -> None:
