@@ -13,6 +13,7 @@ from onnx import parser
 from support.isolated import EXPORTS, kvdoctor
 from support.text_fixtures import load_all
 
+from kvdoctor import api
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import CacheContract
@@ -362,7 +363,6 @@ def test_one_graph_that_cannot_become_two(name: str, says: str, tmp_path: Path) 
         ("gpt2", "merged", "one graph serves the first and the later steps, so there is nothing to merge"),
         ("gpt2", "optimum", "it already has Optimum's names"),
         ("t5", "pair", "already holds 'decoder_model.onnx' beside 'decoder_model_merged.onnx'"),
-        ("t5/decoder_model_merged.onnx", "merged", "it is already a merged decoder"),
         ("t5/decoder_with_past_model.onnx", "pair", "it is already a pair"),
         ("t5/encoder_model.onnx", "pair", "it holds no decoder with a cache"),
         ("t5", "tower", "there is no layout 'tower'"),
@@ -374,6 +374,13 @@ def test_what_cannot_be_converted_is_refused_with_the_reason(
     with pytest.raises(UsageError) as caught:
         converted(EXPORTS / path, tmp_path / "out", layout)
     assert says in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refusal_of_a_faulty_model_shows_its_findings(tmp_path: Path) -> None:
+    report = api.re_export(EXPORTS / "t5" / "decoder_model_merged.onnx", tmp_path / "out", layout="merged")
+    assert "KV203" in {finding.code for finding in report.findings}
+    assert any("it is already a merged decoder" in note for note in report.notes)
     assert not list(tmp_path.iterdir())
 
 
