@@ -58,7 +58,8 @@ def measure_speed(
             continue
         measured.append(facts)
         before = _find_before(earlier, stack.name, measure_size(contract)) if earlier is not None else None
-        differences, reasons = (), CheckResults()
+        differences: tuple[SpeedDifference, ...] = ()
+        reasons = CheckResults()
         if isinstance(before, str):
             reasons = _leave_open(stack.name, before)
         elif before is not None:
