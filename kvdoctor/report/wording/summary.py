@@ -60,9 +60,8 @@ def name_verdict(report: "Report") -> str:
     if record is not None and record.is_planned and record.after is not None:
         before = record.before
         found = count_findings(before.findings) or "no findings"
-        return (
-            f"dry run: the original stays {before.verdict} ({found}); the repaired copy would be {record.after.verdict}"
-        )
+        copy = "the copy" if before.verdict == "healthy" else "the repaired copy"
+        return f"dry run: the original stays {before.verdict} ({found}); {copy} would be {record.after.verdict}"
     if record is not None and record.out is None and record.after is not None:
         return f"nothing was written: the new export would be {record.after.verdict}"
     if report.command == "judge" and report.verdict == "nothing-found":
