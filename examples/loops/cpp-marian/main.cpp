@@ -162,13 +162,14 @@ Choose sampler(float temperature, std::size_t top_k, std::uint64_t seed) {
   };
 }
 
-// The largest resident memory of this process so far in MiB; 0 where the system does not tell.
-long peak_mib() {
+// ", peak memory N MiB", the largest resident memory of this process so far; empty where it is unknown.
+std::string peak_memory() {
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
-    if (line.starts_with("VmHWM:")) return std::atol(line.c_str() + 6) / 1024;
+    if (!line.starts_with("VmHWM:")) continue;
+    return ", peak memory " + std::to_string(std::atol(line.c_str() + 6) / 1024) + " MiB";
   }
-  return 0;
+  return "";
 }
 
 void print_measured(Clock::time_point began, const std::vector<Clock::time_point>& times) {
@@ -177,7 +178,7 @@ void print_measured(Clock::time_point began, const std::vector<Clock::time_point
   const double span = Seconds(times.back() - times.front()).count();
   const double rate = span > 0 ? static_cast<double>(times.size() - 1) / span : 0;
   std::cerr << std::fixed << std::setprecision(1) << "first token " << Seconds(times.front() - began).count() * 1000
-            << " ms, " << rate << " tokens/s, peak memory " << peak_mib() << " MiB\n";
+            << " ms, " << rate << " tokens/s" << peak_memory() << "\n";
 }
 
 void decode(const Options& options) {

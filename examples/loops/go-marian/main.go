@@ -160,7 +160,7 @@ func (given *options) decode() error {
 			rate = float64(len(times)-1) / lasted
 		}
 		first := times[0].Sub(began).Seconds() * 1000
-		fmt.Fprintf(os.Stderr, "first token %.1f ms, %.1f tokens/s, peak memory %d MiB\n", first, rate, peakMiB())
+		fmt.Fprintf(os.Stderr, "first token %.1f ms, %.1f tokens/s%s\n", first, rate, peakMemory())
 	}
 	return nil
 }
@@ -263,17 +263,17 @@ func sampler(temperature float64, topK int, seed uint64) func([]float32) int64 {
 	}
 }
 
-// peakMiB is the largest resident memory of this process so far; 0 where the system does not tell.
-func peakMiB() int {
+// peakMemory is ", peak memory N MiB", the largest resident memory of this process so far; empty where it is unknown.
+func peakMemory() string {
 	status, err := os.ReadFile("/proc/self/status") // on Linux
 	if err != nil {
-		return 0
+		return ""
 	}
 	for _, line := range strings.Split(string(status), "\n") {
 		if fields := strings.Fields(line); len(fields) > 1 && fields[0] == "VmHWM:" {
 			kib, _ := strconv.Atoi(fields[1])
-			return kib / 1024
+			return fmt.Sprintf(", peak memory %d MiB", kib/1024)
 		}
 	}
-	return 0
+	return ""
 }

@@ -55,7 +55,7 @@ def main() -> int:
     if times:
         rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
         first = (times[0] - began) * 1000
-        print(f"first token {first:.1f} ms, {rate:.1f} tokens/s, peak memory {peak_mib()} MiB", file=sys.stderr)
+        print(f"first token {first:.1f} ms, {rate:.1f} tokens/s{peak_memory()}", file=sys.stderr)
     return 0
 
 
@@ -172,13 +172,13 @@ def sampler(temperature: float, top_k: int, seed: int):
     return choose
 
 
-def peak_mib() -> int:
-    """The largest resident memory of this process so far in MiB; 0 where the system does not tell."""
+def peak_memory() -> str:
+    """`, peak memory N MiB`, the largest resident memory of this process so far; empty where it is unknown."""
     status = Path("/proc/self/status")  # what the resource module tells includes the parent process
     if not status.is_file():
-        return 0
+        return ""
     (line,) = (line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) >> 10
+    return f", peak memory {int(line.split()[1]) >> 10} MiB"
 
 
 if __name__ == "__main__":

@@ -145,8 +145,8 @@ fn run() -> Result<ExitCode> {
         let first_ms = (*first - began).as_secs_f64() * 1000.0;
         let seconds = (*last - *first).as_secs_f64();
         let rate = if seconds > 0.0 { (times.len() - 1) as f64 / seconds } else { 0.0 };
-        let peak = peak_mib();
-        eprintln!("first token {first_ms:.1} ms, {rate:.1} tokens/s, peak memory {peak} MiB");
+        let memory = peak_memory().unwrap_or_default();
+        eprintln!("first token {first_ms:.1} ms, {rate:.1} tokens/s{memory}");
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -193,10 +193,10 @@ impl Sampler {
     }
 }
 
-/// The largest resident memory of this process so far in MiB; 0 where the system does not tell.
-fn peak_mib() -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    kib.unwrap_or(0) / 1024
+/// `, peak memory N MiB`, the largest resident memory of this process so far; Linux tells it.
+fn peak_memory() -> Option<String> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib = line.split_whitespace().next()?.parse::<u64>().ok()?;
+    Some(format!(", peak memory {} MiB", kib / 1024))
 }

@@ -132,10 +132,10 @@ public final class Main {
       double rate = last > first ? (times.size() - 1) * 1e9 / (last - first) : 0;
       System.err.printf(
           Locale.ROOT,
-          "first token %.1f ms, %.1f tokens/s, peak memory %d MiB%n",
+          "first token %.1f ms, %.1f tokens/s%s%n",
           (first - began) / 1e6,
           rate,
-          peakMib());
+          peakMemory());
     }
   }
 
@@ -168,18 +168,19 @@ public final class Main {
     };
   }
 
-  /** The largest resident memory of this process so far; 0 where the system does not tell. */
-  private static long peakMib() throws IOException {
+  /** ", peak memory N MiB", the largest resident memory so far; empty where it is unknown. */
+  private static String peakMemory() throws IOException {
     Path status = Path.of("/proc/self/status");
     if (!Files.exists(status)) {
-      return 0;
+      return "";
     }
     try (Stream<String> lines = Files.lines(status)) {
       return lines
           .filter(line -> line.startsWith("VmHWM:"))
-          .mapToLong(line -> Long.parseLong(line.replaceAll("\\D", "")) / 1024)
+          .map(line -> Long.parseLong(line.replaceAll("\\D", "")) / 1024)
+          .map(mib -> ", peak memory " + mib + " MiB")
           .findFirst()
-          .orElse(0);
+          .orElse("");
     }
   }
 }
