@@ -420,11 +420,10 @@ TARGETS = (
         Tested("tests/test_required_contract.py", "test_a_model_that_breaks_its_contract_fails"),
         Shown(f"diff {MARIAN} {GPT2} --static", "contract broken: the stack merged", code=1),
     ),
-    no(
+    yes(
         "Check the metadata proposed for inference (onnx/onnx#8184)",
-        "left on purpose: the proposal has no released form. Its implementations, onnx-genai and mobius, keep it in a "
-        "file `inference_metadata.yaml` whose fields they still replace (the names of ports in `model.io`, later "
-        "`pipeline.workflow` alone). Configs that have a form are compared with the graph (KV020)",
+        Shown("inspect TEXT/config-disagrees-inference", "inference_metadata.yaml and the graph disagree"),
+        Tested("tests/test_inference_metadata.py", "test_each_entry_counts"),
     ),
 )
 REPORTS = (

@@ -13,6 +13,7 @@ SIDE_CARS = (
     "generation_config.json",
     "processor_config.json",
     "preprocessor_config.json",
+    "inference_metadata.yaml",
 )
 STEM = re.compile(
     r"(?P<stem>encoder_model|decoder_model_merged|decoder_with_past_model|decoder_model|model|embed_tokens|embeddings?)"

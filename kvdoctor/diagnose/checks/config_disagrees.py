@@ -1,18 +1,19 @@
 """A config file and the graph disagree.
 
-What it means: a number or a name in config.json, generation_config.json, genai_config.json, export.json or the
-tokenizer differs from the graph. A program that allocates the cache, sizes the logits, counts the layers or binds
-inputs by the config is refused by the runtime, or reads past the end of a table; a program that reads the graph is
-right.
+What it means: a number or a name in config.json, generation_config.json, genai_config.json, export.json,
+inference_metadata.yaml or the tokenizer differs from the graph. A program that allocates the cache, sizes the logits,
+counts the layers or binds inputs by the config is refused by the runtime, or reads past the end of a table; a program
+that reads the graph is right.
 
 How it is decided: compared are layers, kv heads and head width, vocabulary, and the context with the rows of the
 position table; of onnxruntime-genai also names, templates, the attention window and whether past and present can share
 a buffer; of generation_config.json the token ids with the logits and the table of tokens, and the longest sequence with
-the position table; of export.json the files and the traced inputs; of the tokenizer its end, start and padding tokens
-and its ordinary vocabulary with the logits and the table of tokens. Only what both sides state counts. Differences that
-a correct config may have are not reported: a vocabulary padded to a round number, added tokens (for images) that
-generation does not use, a table longer than the context, layers without a cache of their own, several kinds of
-attention, a config of another model in the same folder.
+the position table; of export.json the files and the traced inputs; of inference_metadata.yaml (onnx-genai; the form
+proposed in onnx/onnx#8184) also files, ports, which present is the next past, and the axis that counts tokens; of the
+tokenizer its end, start and padding tokens and its ordinary vocabulary with the logits and the table of tokens. Only
+what both sides state counts. Differences that a correct config may have are not reported: a vocabulary padded to a
+round number, added tokens (for images) that generation does not use, a table longer than the context, layers without a
+cache of their own, several kinds of attention, a config of another model in the same folder.
 
 Reproduce: `kvdoctor contract MODEL` shows names and sizes as the graph has them.
 
@@ -29,6 +30,7 @@ from kvdoctor.diagnose.checks.side_cars.disagreement import MOST_SHOWN, Disagree
 from kvdoctor.diagnose.checks.side_cars.export_json import export_json
 from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
 from kvdoctor.diagnose.checks.side_cars.generation_config import generation_config
+from kvdoctor.diagnose.checks.side_cars.inference_metadata import inference_metadata
 from kvdoctor.diagnose.checks.side_cars.tokenizer import special_tokens, vocabulary
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
@@ -40,6 +42,7 @@ COMPARED: dict[str, Compare] = {
     "generation_config.json": generation_config,
     "genai_config.json": genai_config,
     "export.json": export_json,
+    "inference_metadata.yaml": inference_metadata,
     "tokenizer.json": vocabulary,
     "tokenizer_config.json": special_tokens,
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.analysis.configs import decoder_config, is_count
-from kvdoctor.analysis.model_folder import read_json_object
+from kvdoctor.analysis.model_folder import read_object
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.model.files import side_car_folder
 from kvdoctor.records import record
@@ -63,7 +63,7 @@ class Configs:
     def beside(cls, root: Path) -> "Configs":
         """Those of the models in a folder; a file that is missing or damaged is empty."""
         folder = side_car_folder(root)
-        config, generation = (read_json_object(folder / f"{name}.json")[0] for name in ("config", "generation_config"))
+        config, generation = (read_object(folder / f"{name}.json")[0] for name in ("config", "generation_config"))
         return cls(folder, config, generation)
 
     def read_ids(self, key: str, vocabulary: int) -> tuple[list[int], str] | None:

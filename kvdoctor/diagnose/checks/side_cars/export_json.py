@@ -7,14 +7,13 @@ asks for every input of the graph.
 from collections.abc import Iterator
 from typing import Any
 
-from kvdoctor.analysis.configs import is_count
 from kvdoctor.contract import describe
 from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, on_disk, part_of, plain, quoted
+from kvdoctor.diagnose.checks.side_cars.tensors import describe_tensor, fits_port
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.view import Declared
 
 MOST_LEAVES = 500
-ONNX_WORDS = {"float32": "float", "float64": "double"}
 
 
 def export_json(context: ContractContext) -> list[Disagreement]:
@@ -43,9 +42,9 @@ def _traced(key: str, kwargs: dict[str, Any], inputs: dict[str, Declared]) -> It
             missing = f"no {quoted(path.partition('.')[0])}"
             yield Disagreement(key, missing, f"input {quoted(port.name)}", quoted(path), "the runner cannot feed it")
     for path, spec in _tensors(kwargs):
-        if path in ports and not _fits(spec, ports[path]):
+        if path in ports and not fits_port(spec, ports[path]):
             there = describe(ports[path].dtype, ports[path].shape)
-            yield Disagreement(f"{key}.{plain(path)}", _words(spec), there, there)
+            yield Disagreement(f"{key}.{plain(path)}", describe_tensor(spec), there, there)
 
 
 def _tensors(kwargs: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -59,27 +58,3 @@ def _tensors(kwargs: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             waiting += [(f"{path}.{name}", leaf) for name, leaf in leaves.items()]
         else:
             yield path, spec
-
-
-def _fits(spec: dict[str, Any], port: Declared) -> bool:
-    """Whether a traced tensor is one that the port takes; what is no type, rank or size tells nothing."""
-    dtype, shape = spec.get("dtype"), port.shape
-    if isinstance(dtype, str) and port.dtype and ONNX_WORDS.get(dtype, dtype) != port.dtype:
-        return False
-    sizes = _shape(spec)
-    rank = len(sizes) if sizes is not None else spec.get("rank")
-    if shape is None or not is_count(rank):
-        return True
-    fixed = zip(shape, sizes or shape, strict=False)
-    return rank == len(shape) and all(not isinstance(dim, int) or dim == size for dim, size in fixed)
-
-
-def _shape(spec: dict[str, Any]) -> list[int] | None:
-    shape = spec.get("shape")
-    return shape if isinstance(shape, list) and all(is_count(size) for size in shape) else None
-
-
-def _words(spec: dict[str, Any]) -> str:
-    dtype, sizes = spec.get("dtype"), _shape(spec)
-    word = plain(dtype) if isinstance(dtype, str) else "a tensor"
-    return f"{word} {sizes}" if sizes is not None else f"{word} of rank {spec.get('rank')!r:.20}"

@@ -1,0 +1,144 @@
+"""inference_metadata.yaml of onnx-genai and mobius against the graph: sizes, files, ports, and what is fed back.
+
+Source: the JSON Schema of onnx-genai of August 2026, whose `$id` is https://github.com/onnx/onnx/issues/8184; mobius
+keeps a copy in `src/mobius/integrations/onnx_genai/_schema`. It calls itself pre-release: what is not understood, as of
+another version, is passed over.
+"""
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+from kvdoctor.analysis.configs import is_count
+from kvdoctor.contract import Slot, describe
+from kvdoctor.diagnose.checks.side_cars import compare_numbers
+from kvdoctor.diagnose.checks.side_cars.claims import ConfigClaim, What
+from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, either, on_disk, part_of, plain, quoted
+from kvdoctor.diagnose.checks.side_cars.graph_sizes import windows
+from kvdoctor.diagnose.checks.side_cars.tensors import describe_tensor, fits_port
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.model.view import Declared
+
+LATENT = ("multi_latent", "multi_latent_attention", "mla")
+"""Types of attention whose cache has not the heads and widths of its keys and values."""
+
+NOT_FOUND = "the runtime does not find an input or output of that name"
+
+
+def inference_metadata(context: ContractContext) -> list[Disagreement]:
+    """The entries of inference_metadata.yaml that disagree with the graph of a decoder."""
+    document = context.folder.side_cars.inference
+    workflow = part_of(part_of(document, "pipeline"), "workflow")
+    decoders = _find_decoders(context, workflow)
+    # The sizes are those of one decoder: of several stacks, the one that a component names.
+    named = bool(decoders) or (not workflow and len(context.folder.stacks) == 1)
+    return [
+        *(_compare_numbers(context, part_of(document, "model")) if named else ()),
+        *_find_missing_files(context, workflow),
+        *(one for name in decoders for one in _compare_ports(context, workflow, name)),
+        *(one for name in decoders for one in _compare_state(context, workflow, name)),
+    ]
+
+
+def _find_decoders(context: ContractContext, workflow: dict[str, Any]) -> list[str]:
+    """The components that run the file which decodes with the cache."""
+    components = part_of(workflow, "components")
+    return [name for name in _names(components) if _artifact(components, name) == context.decode_file]
+
+
+def _names(part: dict[str, Any]) -> list[str]:
+    """The keys of an object that are strings; YAML has others."""
+    return [name for name in part if isinstance(name, str)]
+
+
+def _artifact(components: dict[str, Any], name: str) -> str | None:
+    """The ONNX file of a component, relative to the folder of the package."""
+    made_by = part_of(part_of(components, name), "implementation")
+    artifact = made_by.get("artifact")
+    return PurePosixPath(artifact).as_posix() if made_by.get("kind") == "onnx" and isinstance(artifact, str) else None
+
+
+def _find_missing_files(context: ContractContext, workflow: dict[str, Any]) -> Iterator[Disagreement]:
+    components = part_of(workflow, "components")
+    for name in _names(components):
+        file = _artifact(components, name)
+        if file is not None and file.endswith(".onnx") and not on_disk(context, file):
+            key = f"components.{plain(name)}.implementation.artifact"
+            yield Disagreement(key, quoted(file), "no such file", "the file of that component")
+
+
+def _compare_numbers(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
+    attention = part_of(model, "attention")
+
+    def claimed(part: dict[str, Any], path: str, key: str, what: What) -> Iterator[ConfigClaim]:
+        if is_count(part.get(key)):
+            yield ConfigClaim(what, f"{path}.{key}", int(part[key]))
+
+    if attention.get("type") not in LATENT:
+        for claim in claimed(attention, "model.attention", "num_kv_heads", "kv_heads"):
+            yield from compare_numbers.sizes(context, claim)
+        for claim in claimed(attention, "model.attention", "head_dim", "head_dim"):
+            yield from compare_numbers.sizes(context, claim, fused=True)
+    for claim in claimed(model, "model", "max_sequence_length", "context"):
+        yield from compare_numbers.context(context, claim)
+    size, seen = attention.get("sliding_window"), set((windows(context) or {}).values())
+    if is_count(size) and seen and size not in seen:
+        right = either(seen) if min(seen) > 0 else "no window"
+        observed = f"local_window_size {either(seen)} of GroupQueryAttention"
+        yield Disagreement("model.attention.sliding_window", str(size), observed, right)
+
+
+def _compare_ports(context: ContractContext, workflow: dict[str, Any], name: str) -> Iterator[Disagreement]:
+    """Names, element types, ranks and sizes of the inputs and outputs of a component."""
+    ports = part_of(part_of(part_of(workflow, "components"), name), "ports")
+    graph = context.decode_graph
+    sides: tuple[tuple[str, dict[str, Declared]], ...] = (("inputs", graph.inputs), ("outputs", graph.outputs))
+    for side, real in sides:
+        key, declared = f"components.{plain(name)}.ports.{side}", part_of(ports, side)
+        for port in _names(declared):
+            tensor = part_of(declared, port)
+            if port not in real:
+                if tensor.get("optional") is not True:
+                    missing = (quoted(port), f"no such {side[:-1]}", "is not in the graph")
+                    yield Disagreement(f"{key}.{plain(port)}", *missing, NOT_FOUND)
+            elif not fits_port(tensor, real[port]):
+                there = describe(real[port].dtype, real[port].shape)
+                yield Disagreement(f"{key}.{plain(port)}", describe_tensor(tensor), there, there)
+
+
+def _compare_state(context: ContractContext, workflow: dict[str, Any], component: str) -> Iterator[Disagreement]:
+    """Which present is the next past, what it holds, and which axis counts the tokens, of each group of states."""
+    slots = {slot.past: slot for slot in context.contract.slots}
+    groups = part_of(part_of(part_of(workflow, "serving"), "state_service"), "groups")
+    for group in _names(groups):
+        state = part_of(groups, group)
+        aliases = part_of(part_of(state, "ports"), component)
+        path = f"groups.{plain(group)}"
+        pairs = [(label, part_of(aliases, label)) for label in _names(aliases)]
+        found = [(label, pair, slots[pair["input"]]) for label, pair in pairs if _is_past(pair.get("input"), slots)]
+        for label, pair, slot in found:
+            yield from _compare_pair(f"{path}.ports.{plain(component)}.{plain(label)}", pair, slot)
+        yield from _compare_axis(f"{path}.sequence_axis", state, [slot for _, _, slot in found])
+
+
+def _is_past(name: object, slots: dict[str, Slot]) -> bool:
+    return isinstance(name, str) and name in slots
+
+
+def _compare_pair(key: str, pair: dict[str, Any], slot: Slot) -> Iterator[Disagreement]:
+    output, role = pair.get("output"), pair.get("role")
+    if isinstance(output, str) and pair.get("access") != "read_only" and slot.present and output != slot.present:
+        so = "the runtime feeds back the present of another layer or part"
+        right = quoted(slot.present)
+        yield Disagreement(f"{key}.output", quoted(output), f"{quoted(slot.past)} continues as {right}", right, so)
+    if role in ("key", "value") and slot.used_as in ("key", "value") and role != slot.used_as:
+        seen = f"attention reads {quoted(slot.past)} as a {slot.used_as}"
+        yield Disagreement(f"{key}.role", str(role), seen, str(slot.used_as))
+
+
+def _compare_axis(key: str, state: dict[str, Any], slots: list[Slot]) -> Iterator[Disagreement]:
+    """The axis that counts tokens; a state that is replaced as a whole has none."""
+    axis, real = state.get("sequence_axis"), {slot.length_axis for slot in slots}
+    if isinstance(axis, int) and not isinstance(axis, bool) and real and None not in real and axis not in real:
+        numbers = either(number for number in real if number is not None)
+        yield Disagreement(key, str(axis)[:20], f"axis {numbers} counts the tokens", numbers)
