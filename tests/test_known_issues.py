@@ -29,12 +29,14 @@ def test_the_page_is_current() -> None:
     assert (DOCS / "known-issues.md").read_text(encoding="utf-8") == made
 
 
-def test_a_finding_names_the_issue_that_may_explain_it_in_every_format() -> None:
-    for name in ("json", "sarif", "markdown"):
-        done = kvdoctor("step-test", EXPORTS / "marian-4.57.6", "--format", name)
-        assert done.returncode == 1
-        assert MERGE in done.stdout
-    assert "optimum/pull/926" in kvdoctor("step-test", EXPORTS / "marian-4.57.6", "-v").stdout
+def test_a_finding_names_the_issue_that_may_explain_it_in_every_format(tmp_path: Path) -> None:
+    names = ("json", "sarif", "markdown")
+    more = [option for name in names for option in ("--output", f"{name}={tmp_path / name}")]
+    done = kvdoctor("step-test", EXPORTS / "marian-4.57.6", "-v", *more)
+    assert done.returncode == 1
+    assert "optimum/pull/926" in done.stdout
+    for name in names:
+        assert MERGE in (tmp_path / name).read_text(encoding="utf-8"), name
 
 
 def test_a_healthy_model_names_none() -> None:

@@ -103,17 +103,20 @@ def test_nodes_of_one_name_must_agree() -> None:
     assert [found.module for found in find_sources(["n", "n"], [view(node()), view(other), view(one)])] == ["model.b"]
 
 
-@pytest.fixture(scope="module")
-def sick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return load_all()["mask-not-offset-dynamo"].write(tmp_path_factory.mktemp("sick"))
+def in_every_format(model: Path, scratch: Path) -> dict[str, str]:
+    """The report of one run in each format."""
+    names = ("html", "markdown", "junit", "github", "json", "sarif")
+    more = [option for name in names for option in ("--output", f"{name}={scratch / name}")]
+    out = kvdoctor("step-test", str(model), *more)[1]
+    return {"text": out, **{name: (scratch / name).read_text(encoding="utf-8") for name in names}}
 
 
-def test_every_format_leads_to_the_line(sick: Path) -> None:
-    out = kvdoctor("step-test", sick)[1]
-    assert f"  module     {WORDS}\n" in out
+def test_every_format_leads_to_the_line(tmp_path: Path) -> None:
+    written = in_every_format(load_all()["mask-not-offset-dynamo"].write(tmp_path / "model"), tmp_path)
+    assert f"  module     {WORDS}\n" in written["text"]
     for name in ("html", "markdown", "junit", "github"):
-        assert "modeling_llama.py:257" in kvdoctor("step-test", sick, "--format", name)[1].replace("\\", ""), name
-    report = json.loads(kvdoctor("step-test", sick, "--format", "json")[1])
+        assert "modeling_llama.py:257" in written[name].replace("\\", ""), name
+    report = json.loads(written["json"])
     assert report["findings"][0]["sources"] == [
         {
             "node": "node_add_3",
@@ -122,7 +125,7 @@ def test_every_format_leads_to_the_line(sick: Path) -> None:
             "line": "llama/modeling_llama.py:257 forward",
         }
     ]
-    result = json.loads(kvdoctor("step-test", sick, "--format", "sarif")[1])["runs"][0]["results"][0]
+    result = json.loads(written["sarif"])["runs"][0]["results"][0]
     assert f"module: {WORDS}" in result["message"]["text"]
     assert {"name": "model.layers.1.self_attn", "kind": "module"}.items() <= result["locations"][0]["logicalLocations"][
         -1
@@ -135,14 +138,15 @@ def test_an_inspection_names_the_module_of_a_node(tmp_path: Path) -> None:
 
 
 def test_hostile_metadata_are_escaped(tmp_path: Path) -> None:
-    model = load_all()["mask-not-offset-dynamo"].write(tmp_path)
+    model = load_all()["mask-not-offset-dynamo"].write(tmp_path / "model")
     graph = onnx.load(model / "model.onnx")
     hostile = next(one for one in graph.graph.node if one.name == "node_add_3")
     for entry in hostile.metadata_props:
         entry.value = entry.value.replace("self_attn", "\x1b[31m<b>").replace("modeling_llama", "\u202e<i>")
     onnx.save(graph, model / "model.onnx")
+    written = in_every_format(model, tmp_path)
     for name in ("text", "html", "markdown", "sarif"):
-        out = kvdoctor("step-test", model, "--format", name)[1]
+        out = written[name]
         assert "x1b" in out, name
         assert "\x1b" not in out, name
         assert "\u202e" not in out, name
