@@ -65,6 +65,8 @@ MODELS = {
     # 1.8 GB in one file: just under the 2 GiB that protobuf can hold.
     "1.8gb-inside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=True),
     "1.8gb-beside": Sizes(layers=14, heads=24, vocabulary=20_000, inside=False),
+    # The same graph, as deep, and next to no weights.
+    "1.8gb-narrow": Sizes(layers=14, heads=2, vocabulary=1_000, inside=True),
     "1.8gb-crossed": Sizes(layers=14, heads=24, vocabulary=20_000, inside=True, fault="crossed"),
     # Large in one way: in words, and fed by embeddings; in words; in slots; in parameters.
     "embeds-262k": Sizes(layers=1, heads=40, vocabulary=262_144, inside=False, embedded=True),
@@ -80,6 +82,7 @@ MODELS = {
     "tiny-inside": Sizes(layers=2, heads=2, vocabulary=100, inside=True),
     "tiny-fails": Sizes(layers=2, heads=2, vocabulary=100, inside=True, fault="fails"),
     "tiny-differs": Sizes(layers=2, heads=2, vocabulary=100, inside=True, fault="differs"),
+    "tiny-narrow": Sizes(layers=2, heads=2, vocabulary=50, inside=True),
     "tiny-crossed": Sizes(layers=2, heads=2, vocabulary=100, inside=True, fault="crossed"),
     "tiny-embeds": Sizes(layers=2, heads=2, vocabulary=100, inside=True, positions=64, embedded=True),
     "tiny-long": Sizes(layers=2, heads=2, vocabulary=100, inside=True, positions=4096),
