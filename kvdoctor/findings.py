@@ -211,21 +211,39 @@ class Check:
 
     @property
     def documentation(self) -> str:
-        """The docstring of its module, below its own summary."""
-        _, newline, rest = self._module_text.partition("\n")
-        return f"{self.summary}{newline}{rest}"
+        """The docstring of its module; where that defines several checks, with the summary and sections of its own."""
+        sections = _split_sections(self._module_text) | _split_sections(self._own_text)
+        return "\n\n".join([self.summary, *(text for label, text in sections.items() if label)])
 
     @property
     def summary(self) -> str:
-        """The first line of its documentation; where a module defines several checks, that of its own function."""
-        alone = sum(one.module == self.module for one in _REGISTERED.values()) == 1
-        function = next(iter(self.functions.values()))
-        text = self._module_text if alone else inspect.cleandoc(function.__doc__ or "")
-        return text.partition("\n")[0]
+        """The first line of its documentation."""
+        return self._own_text.partition("\n")[0]
 
     @property
     def _module_text(self) -> str:
         return inspect.cleandoc(importlib.import_module(self.module).__doc__ or "")
+
+    @property
+    def _own_text(self) -> str:
+        """The docstring of its function, where its module defines several checks."""
+        alone = sum(one.module == self.module for one in _REGISTERED.values()) == 1
+        function = next(iter(self.functions.values()))
+        return self._module_text if alone else inspect.cleandoc(function.__doc__ or "")
+
+
+SECTIONS = ("What it means", "How it is decided", "Reproduce", "Repair", "Source")
+"""The sections of a check's documentation, in their order."""
+
+
+def _split_sections(text: str) -> dict[str, str]:
+    """The paragraphs of a docstring by the section in which they are; what is before the first one under ""."""
+    found: dict[str, str] = {}
+    label = ""
+    for paragraph in text.split("\n\n"):
+        label = next((one for one in SECTIONS if paragraph.startswith(one)), label)
+        found[label] = f"{found[label]}\n\n{paragraph}" if label in found else paragraph
+    return found
 
 
 _REGISTERED: dict[str, Check] = {}

@@ -74,6 +74,13 @@ def test_every_check_is_explained() -> None:
     assert run(["explain", check.name]).stdout == text
 
 
+def test_each_check_has_a_meaning_of_its_own() -> None:
+    """Also where one module defines several: nobody asks about NaN to read what a wrong past is."""
+    meanings = [check.documentation.partition("What it means:")[2].partition("\n\n")[0] for check in all_checks()]
+    assert all(len(text) > 60 for text in meanings)
+    assert len(set(meanings)) == len(meanings)
+
+
 def test_an_unknown_check_is_answered_with_the_nearest() -> None:
     done = run(["explain", "cross-cache-emtied"])
     assert done.returncode == 2

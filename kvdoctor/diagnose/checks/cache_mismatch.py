@@ -1,7 +1,6 @@
 """Past and present of a slot do not match.
 
-What it means: the output of a step cannot be the input of the next: the element types differ (KV104), or the number of
-heads or the head width (KV105). The runtime refuses the present as the next past, unless the loop adds a cast.
+What it means: the output of a step cannot be the input of the next one.
 
 Reproduce: `kvdoctor inspect MODEL` shows both declarations.
 
@@ -21,7 +20,13 @@ EXPORT_AGAIN = Advice("re-export", "export again, so that past and present agree
 
 @check("KV104", "cache-dtype-mismatch", "contract")
 def cache_dtype_mismatch(context: ContractContext) -> Iterator[Fault]:
-    """Slots whose element types differ."""
+    """Slots whose element types differ.
+
+    What it means: the past and the present of a slot have different element types, so that the output of a step cannot
+    be the input of the next one. The runtime refuses it, unless the loop adds a cast.
+
+    Repair: add casts at the inputs or outputs of the graph, or export again with one element type.
+    """
     differing = [
         (s, past, now)
         for s, past, now in context.declared_pairs()
@@ -45,7 +50,13 @@ def cache_dtype_mismatch(context: ContractContext) -> Iterator[Fault]:
 
 @check("KV105", "cache-shape-mismatch", "contract")
 def cache_shape_mismatch(context: ContractContext) -> Iterator[Fault]:
-    """Slots whose rank, heads or head width differ between past and present, as declared or as observed."""
+    """Slots whose rank, heads or head width differ between past and present, as declared or as observed.
+
+    What it means: the past and the present of a slot have different ranks, numbers of heads or head widths, so that the
+    output of a step cannot be the input of the next one. The runtime refuses it.
+
+    Repair: export again.
+    """
     differing = []
     for slot, past, now in context.declared_pairs():
         if past.shape is None or slot.emptied:

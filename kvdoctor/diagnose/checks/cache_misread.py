@@ -1,10 +1,6 @@
 """A decode step computes wrong logits, and it is known whether it misreads the cache or fills it wrongly.
 
-What it means: a step reads the cache, and adds an entry to it. KV317: the entries are right, but the logits computed
-from them are wrong. The past is scaled, reordered, cut or masked on its way to the attention, the entries are rounded
-or clipped on their way out of the graph, or what follows the attention differs from the call without a cache. KV318:
-wrong keys or values are added. Those of the step are not the ones that a call without a cache computes for the same
-token, or a prefill returns other entries than its own attention used.
+What it means: a step reads the cache, and adds an entry to it; one of the two is wrong.
 
 How it is decided: the entries of a prefill are compared with those of a longer one, and each new entry with the entry
 of the same token in one call over all tokens, layer by layer; then noise is put into entries of the past. Positions,
@@ -29,7 +25,12 @@ from kvdoctor.findings import Fault, Severity, check
 
 @check("KV317", "cache-misread", "runs")
 def cache_misread(context: RunContext) -> Iterator[Fault]:
-    """Right entries in the cache, and wrong logits."""
+    """Right entries in the cache, and wrong logits.
+
+    What it means: the entries of the cache are right, but the logits that a step computes from them are wrong. The past
+    is scaled, reordered, cut or masked on its way to the attention, the entries are rounded or clipped on their way out
+    of the graph, or what follows the attention differs from the call without a cache.
+    """
     yield from _report(
         context, "cache-misread", "the cache holds what a prefill returns, and a step computes wrong logits from it"
     )
@@ -37,7 +38,11 @@ def cache_misread(context: RunContext) -> Iterator[Fault]:
 
 @check("KV318", "new-entries-wrong", "runs")
 def new_entries_wrong(context: RunContext) -> Iterator[Fault]:
-    """Wrong keys or values that a step adds to the cache."""
+    """Wrong keys or values that a step adds to the cache.
+
+    What it means: a step adds other keys or values than a call without a cache computes for the same token, or a
+    prefill returns other entries than its own attention used.
+    """
     text = "the keys or values that are added to the cache are not those of a call without a cache"
     yield from _report(context, "new-entries-wrong", text)
 

@@ -1,9 +1,7 @@
 """Logits with the cache differ from the reference run.
 
 What it means: decoding with the cache runs, but its logits differ from those of one call over the whole sequence
-without a cache, by more than rounding explains, and no other check names the cause, or says whether reading the past or
-adding entries is wrong (KV301). If dropping the past changes nothing at all, or no logit depends on some of it in the
-graph, the graph, or one of its layers, ignores the cache (KV302). NaN or infinity is KV304.
+without a cache, by more than rounding explains.
 
 How it is decided: the difference of each step is measured in standard deviations of the logits. For a dynamically
 quantized model, the noise of its own arithmetic is measured first, by sequences of several lengths without any cache; a
@@ -60,7 +58,12 @@ IGNORED = CauseText(
 
 @check("KV301", "cached-differs", "runs")
 def cached_differs(context: RunContext) -> Iterator[Fault]:
-    """Wrong logits of the checked loop, or of runs of other sizes, without a named cause."""
+    """Wrong logits of the checked loop, or of runs of other sizes, without a named cause.
+
+    What it means: decoding with the cache runs, but its logits differ from those of one call over the whole sequence
+    without a cache, by more than rounding explains. No other check names the cause, or says whether reading the past or
+    adding entries is wrong.
+    """
     run = context.checked_loop
     if run is None or run.shows in REASONS:
         return  # the pipeline reports it as not checked, whichever checks are selected
@@ -103,7 +106,21 @@ def _judge_loop(context: RunContext, run: Run) -> Iterator[Fault]:
 
 @check("KV302", "past-ignored", "runs")
 def past_ignored(context: RunContext) -> Iterator[Fault]:
-    """Wrong logits, and zeroing the self-attention cache changes nothing, or no logit depends on some of it."""
+    """Wrong logits, and zeroing the self-attention cache changes nothing, or no logit depends on some of it.
+
+    What it means: the graph, or one of its layers, ignores the cache. The logits with the cache differ from those of
+    one call over the whole sequence, and they stay the same if the self-attention cache is filled with zeros; or some
+    of the past inputs have no path to the logits in the graph.
+
+    How it is decided: the loop is run again with zeros in place of the cache, which must change the logits; and each
+    past is followed through the graph. Where no other token changes the logits, or the keys and values of a layer, a
+    cache that is ignored would look the same: then the answer is "not checked".
+
+    Reproduce: `kvdoctor step-test MODEL -v`; in a loop of your own, feed zeros as the past and compare the logits.
+
+    Repair: export again. The attention must read the past together with the new keys and values, not the new ones
+    alone.
+    """
     run = context.checked_loop
     leading = leading_cause(context)
     decided = leading is not None and leading[0] == "past-ignored"
@@ -121,7 +138,20 @@ def past_ignored(context: RunContext) -> Iterator[Fault]:
 
 @check("KV304", "non-finite", "runs")
 def non_finite(context: RunContext) -> Iterator[Fault]:
-    """NaN or infinity in the logits of the checked loop, or of runs of other sizes."""
+    """NaN or infinity in the logits of the checked loop, or of runs of other sizes.
+
+    What it means: the logits of some step are NaN or infinite. Common causes are values beyond 65,504 in float16, a
+    mask whose rows hide every token, and a recurrent state that each step amplifies.
+
+    How it is decided: the logits of every step are searched for values that are not finite. With `--thorough`,
+    recurrent states are also fed 2,000 tokens. A vocabulary entry that is -inf in the reference run as well is not a
+    fault.
+
+    Reproduce: `kvdoctor step-test MODEL -v`; the table of steps shows the first one and its past length. `kvdoctor
+    inspect MODEL` names constants that overflow in float16.
+
+    Repair: run the model in float32 or bfloat16, or replace the constant that overflows and export again.
+    """
     run = context.checked_loop
     if run is not None and (steps := _list_not_finite(run)):
         fault = build_difference(context, run, "error", f"logits are not finite at step {', '.join(map(str, steps))}")

@@ -1,9 +1,6 @@
 """External data is missing, truncated, or outside the folder of the model.
 
-What it means: the weights are stored beside the graph, and a file that the graph names does not exist, is shorter than
-the graph requires (KV002), or lies outside both the model's folder and the folder of the real file behind a link
-(KV003). A hub cache, where model and data are links into one `blobs` folder, is valid. The graph was still inspected;
-it cannot be run.
+What it means: the weights are stored beside the graph, and cannot be read.
 
 Reproduce: `python -c "import onnxruntime; onnxruntime.InferenceSession('FILE')"` fails with an external data error.
 
@@ -22,13 +19,23 @@ from kvdoctor.model.external_data import ExternalProblem
 
 @check("KV002", "external-data-missing", "file", incomplete=True)
 def external_data_missing(context: FileContext) -> Iterator[Fault]:
-    """External data that is missing or too short."""
+    """External data that is missing or too short.
+
+    What it means: the weights are stored beside the graph, and a file that the graph names does not exist, or is
+    shorter than the graph requires. The graph was still inspected; it cannot be run.
+    """
     yield from _find_problems(context, {"missing", "truncated"}, "the complete file beside the model")
 
 
 @check("KV003", "external-data-escapes", "file", incomplete=True)
 def external_data_escapes(context: FileContext) -> Iterator[Fault]:
-    """External data outside the folder of the model."""
+    """External data outside the folder of the model.
+
+    What it means: the graph names a data file outside both the model's folder and the folder of the real file behind a
+    link. kvdoctor does not open it. A hub cache, where model and data are links into one `blobs` folder, is valid.
+
+    Repair: put the data file into the model's folder, and save the model with a `location` relative to it.
+    """
     yield from _find_problems(context, {"escapes"}, "a file inside the folder of the model")
 
 

@@ -1,8 +1,6 @@
 """An axis that must be dynamic is declared with a fixed size.
 
-What it means: the past length of a growing cache (KV110), the batch (KV111) or the number of new tokens (KV112) is a
-fixed number in the declared inputs. With a fixed past length no second step can be fed; the other two allow one size
-only.
+What it means: an axis that changes from call to call is a fixed number in the declared inputs.
 
 Reproduce: feed any other size; the runtime answers `Got invalid dimensions for input`.
 
@@ -25,7 +23,11 @@ TWO_TOKENS = "export again with dynamic axes, and with sample inputs of 2 decode
 
 @check("KV110", "past-axis-frozen", "contract")
 def past_axis_frozen(context: ContractContext) -> Iterator[Fault]:
-    """Slots that must grow, with a fixed past length."""
+    """Slots that must grow, with a fixed past length.
+
+    What it means: the past length of a growing cache is a fixed number in the declared inputs. A second step, which has
+    a longer past, cannot be fed.
+    """
     contract = context.contract
     frozen = [slot for slot in contract.growing if slot.size("past") is not None]
     if frozen:
@@ -54,7 +56,11 @@ def _describe_failed_step(context: ContractContext) -> str | None:
 
 @check("KV111", "batch-axis-frozen", "contract")
 def batch_axis_frozen(context: ContractContext) -> Iterator[Fault]:
-    """Token ids or slots with a fixed batch: only a note in a graph of fixed sizes throughout."""
+    """Token ids or slots with a fixed batch: only a note in a graph of fixed sizes throughout.
+
+    What it means: the batch is a fixed number in the declared inputs. The graph takes that many sequences at once, and
+    no other number. In a graph in which all sizes are fixed it is a note.
+    """
     severity: Severity = "note" if _is_fixed(context) else "warning"
     yield from _find_fixed_inputs(context, "batch", lambda _file, _size: severity, "any number of sequences at once")
 
@@ -63,7 +69,9 @@ def batch_axis_frozen(context: ContractContext) -> Iterator[Fault]:
 def sequence_axis_frozen(context: ContractContext) -> Iterator[Fault]:
     """Token ids with a fixed number of new tokens.
 
-    A note in a decode graph beside its own prefill graph, and in graphs of fixed size.
+    What it means: the number of new tokens is a fixed number in the declared inputs. A prompt of another length, or
+    several tokens on top of a cache, cannot be fed in one call. It is a note in a decode graph beside its own prefill
+    graph, and in a graph in which all sizes are fixed.
     """
     paired = context.contract.first_step == "no-past-graph" and not _is_buffered(context)
 

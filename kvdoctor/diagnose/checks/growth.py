@@ -1,13 +1,7 @@
 """The present does not grow by the new tokens.
 
 What it means: after a step with past length P and S new tokens, a growing cache must have length P + S, and a buffer of
-fixed size the same length as before. Here it has another length (KV205), or contains the new tokens alone (KV206), so
-that the history is lost when it is fed back. KV205 is also a present of the right length that does not depend on the
-new tokens: the past is returned unchanged, or rearranged. An exporter can lose the write of new keys and values when it
-traces a cache that is changed in place.
-
-KV206 is also a graph that takes one token a call and in which an earlier token, as far back as its cache reaches, has
-no influence on later logits: it was overwritten, or is masked.
+fixed size the same length as before.
 
 How it is decided: the new tokens are followed through the graph, without a run; a run whose logits match those of a run
 without the cache overrules this. If the graph does not show it, a step with differing logits is run with another token,
@@ -61,7 +55,15 @@ LOST = CauseText(
 
 @check("KV205", "present-does-not-grow", "runs")
 def present_does_not_grow(context: RunContext) -> Iterator[Fault]:
-    """Slots that do not depend on the new tokens, or whose length after a step is neither past + new nor new."""
+    """Slots that do not depend on the new tokens, or whose length after a step is neither past + new nor new.
+
+    What it means: after a step with past length P and S new tokens, a growing cache must have length P + S, and a
+    buffer of fixed size the same length as before. Here the present has another length, or the right length and no
+    dependence on the new tokens: the past is returned unchanged, or rearranged. An exporter can lose the write of new
+    keys and values when it traces a cache that is changed in place.
+
+    Repair: export again.
+    """
     wrong = [item for item in find_wrong_lengths(context) if not drops_past(item)]
     yield from _report_lengths(context, wrong, "the length of the present is not past + new")
     if not wrong and _find_history(context, "present-does-not-grow"):
@@ -74,7 +76,14 @@ def present_does_not_grow(context: RunContext) -> Iterator[Fault]:
 
 @check("KV206", "present-drops-past", "runs")
 def present_drops_past(context: RunContext) -> Iterator[Fault]:
-    """Slots that contain only the new tokens after a step with a past."""
+    """Slots that contain only the new tokens after a step with a past.
+
+    What it means: the present contains the new tokens alone. If it is fed back, the history is lost. In a graph that
+    takes one token a call it means that an earlier token, as far back as its cache reaches, has no influence on later
+    logits: it was overwritten, or is masked.
+
+    Repair: in a loop of your own, append the returned entries to the past; otherwise export again.
+    """
     wrong = [item for item in find_wrong_lengths(context) if drops_past(item)]
     yield from _report_lengths(context, wrong, "the present contains the new tokens alone; the past is dropped")
     if not wrong and _find_history(context, "present-drops-past"):

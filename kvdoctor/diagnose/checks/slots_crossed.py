@@ -1,10 +1,6 @@
 """Names and dataflow of the cache disagree.
 
-What it means: the names say which present is fed back as which past, and the graph says how each is used. If
-`present.0.key` contains the value of the next step, keys and values are swapped (KV306); if it contains the keys of
-another layer, layers are swapped (KV307). Both have the same shapes, so that no runtime reports an error: a loop that
-goes by the names computes wrong logits. If all graphs agree and only the names are wrong, loops work and it is a note:
-a tool that quantizes keys and values differently, or drops layers, would take the wrong ones.
+What it means: the names say which present is fed back as which past, and the graph says how each is used.
 
 How it is decided: each past is followed to the output with its content and to the attention that uses it, before the
 Softmax as a key or after it as a value; and each output that first fills a past to its own attention. A run whose
@@ -53,7 +49,14 @@ class _Crossing:
 
 @check("KV306", "key-value-swapped", "contract")
 def key_value_swapped(context: ContractContext) -> Iterator[Fault]:
-    """Slots filled from the other half of their layer, or only named after it."""
+    """Slots filled from the other half of their layer, or only named after it.
+
+    What it means: the names say which present is fed back as which past, and the graph says how each is used. Here an
+    output named as a key contains the value of its layer, or the other way round. Both have the same shape, so that no
+    runtime reports an error: a loop that goes by the names computes wrong logits. If all graphs agree and only the
+    names are wrong, loops work and it is a note: a tool that quantizes keys and values differently would take the wrong
+    ones.
+    """
     slots = context.contract.slots
     crossed = [item for item in _find_crossings(slots) if item.holds in ("the key", "the value")]
     yield from _report_crossings(context, crossed, "keys and values of the cache are swapped")
@@ -66,7 +69,13 @@ def key_value_swapped(context: ContractContext) -> Iterator[Fault]:
 
 @check("KV307", "layers-swapped", "contract")
 def layers_swapped(context: ContractContext) -> Iterator[Fault]:
-    """Slots filled from another layer, or only named after it."""
+    """Slots filled from another layer, or only named after it.
+
+    What it means: the names say which present is fed back as which past, and the graph says how each is used. Here an
+    output named after one layer contains the keys or values of another. Both have the same shape, so that no runtime
+    reports an error: a loop that goes by the names computes wrong logits. If all graphs agree and only the names are
+    wrong, loops work and it is a note: a tool that drops layers would take the wrong ones.
+    """
     slots = context.contract.slots
     crossed = [item for item in _find_crossings(slots) if item.holds.startswith("layer")]
     yield from _report_crossings(context, crossed, "layers of the cache are swapped")

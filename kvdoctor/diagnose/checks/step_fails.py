@@ -1,7 +1,6 @@
 """A decode step fails.
 
-What it means: the runtime stops with an error in a call that the cache contract allows, and no other check names the
-cause. KV201 is the first step with an empty past, KV202 any other step.
+What it means: the runtime stops with an error in a call that the cache contract allows.
 
 Reproduce: `kvdoctor step-test MODEL -v` lists the inputs and outputs of each step.
 
@@ -35,7 +34,11 @@ EXPORT_AGAIN = "or export again with sample sizes of 2 or more, all different"
 
 @check("KV201", "empty-past-rejected", "runs")
 def empty_past_rejected(context: RunContext) -> Iterator[Fault]:
-    """The first step with past length 0, if it runs with a dummy past of length 1."""
+    """The first step with past length 0, if it runs with a dummy past of length 1.
+
+    What it means: the runtime stops with an error if the past of the first step has length 0, and runs if it has length
+    1. Most loops begin with an empty cache and fail in their first call.
+    """
     run = context.find_run("empty-past")
     if run is not None and rejects_empty_past(context):
         yield _build_fault(context, run, "error", "the first step fails with a past of length 0", "a past of length 0")
@@ -43,7 +46,12 @@ def empty_past_rejected(context: RunContext) -> Iterator[Fault]:
 
 @check("KV202", "step-fails", "runs")
 def step_fails(context: RunContext) -> Iterator[Fault]:
-    """A checked loop, or runs of other sizes, that fail without a named cause."""
+    """A checked loop, or runs of other sizes, that fail without a named cause.
+
+    What it means: the runtime stops with an error in a call that the cache contract allows, and no other check names
+    the cause. It is a warning if only several sequences at once, or another encoder length, fail. A length that no
+    config declares usable is not a fault.
+    """
     run = context.checked_loop
     if run is None:
         return

@@ -1,7 +1,6 @@
 """The model works in the local runtime, and fails or differs under a target.
 
-What it means: the installed runtime opens the file and runs its steps; the target runtime does not, or its logits
-differ. An operator had a bug in that release, an optimization is wrong, or a rule became stricter.
+What it means: the installed runtime runs the model, and the target runtime fails or returns other logits.
 
 How it is decided: the same experiments, with the same feeds, are run in an isolated environment with only the target's
 release. What fails in the local runtime as well is not reported for the target. Logits of experiments that pass in both
@@ -30,7 +29,11 @@ ANOTHER = Advice("re-export", "use a release that runs the model as it is, or ex
 
 @check("KV404", "target-fails", "targets")
 def target_fails(context: TargetContext) -> Iterator[Fault]:
-    """Files and steps that the local runtime runs, and that fail under a target."""
+    """Files and steps that the local runtime runs, and that fail under a target.
+
+    What it means: the installed runtime opens the file and runs its steps; the target runtime does not. An operator is
+    missing or had a bug in that release, or a rule became stricter.
+    """
     for result in _list_other_results(context):
         refused = list(_report_refusals(context, result))
         yield from refused
@@ -40,7 +43,11 @@ def target_fails(context: TargetContext) -> Iterator[Fault]:
 
 @check("KV405", "target-differs", "targets")
 def target_differs(context: TargetContext) -> Iterator[Fault]:
-    """Logits that are right in the local runtime, and wrong or different under a target."""
+    """Logits that are right in the local runtime, and wrong or different under a target.
+
+    What it means: the steps run in both runtimes, and the logits of the target differ. An operator had a bug in that
+    release, or one of its optimizations is wrong.
+    """
     for result in _list_other_results(context):
         yield from _report_runs(context, result, ("differs",))
         if not _find_wrong_runs(context, result):

@@ -1,8 +1,7 @@
 """The file exceeds a limit of a target: its IR version, its opset, or an operator.
 
 What it means: every release of onnxruntime has a largest IR version and a largest ONNX opset that it opens, and a fixed
-set of operators and attributes beyond the standard. A current exporter, or a tool that saved the file again, writes
-numbers that older runtimes refuse, often without need.
+set of operators and attributes beyond the standard.
 
 How it is decided: by a table that was measured by opening small models in every release (docs/targets.md), for each
 `--target`. Without a target, the installed runtime is compared if it refuses the file, and `inspect` compares with the
@@ -52,7 +51,11 @@ def is_ruled_out(file: OnnxFile, limits: ReleaseLimits | None) -> bool:
 
 @check("KV401", "ir-too-new", "targets")
 def ir_too_new(context: TargetContext) -> Iterator[Fault]:
-    """The IR version is newer than a target supports."""
+    """The IR version is newer than a target supports.
+
+    What it means: every release of onnxruntime has a largest IR version that it opens. A current exporter, or a tool
+    that saved the file again, writes a newer one, often without need.
+    """
     found = _find_excesses(context, lambda asked, limits: asked.ir > limits.ir)
     what = f"IR version {max((excess.demands.ir for excess in found), default=0)}"
     yield from _report_excesses(
@@ -62,7 +65,11 @@ def ir_too_new(context: TargetContext) -> Iterator[Fault]:
 
 @check("KV402", "opset-too-new", "targets")
 def opset_too_new(context: TargetContext) -> Iterator[Fault]:
-    """The opset is newer than a target supports."""
+    """The opset is newer than a target supports.
+
+    What it means: every release of onnxruntime has a largest ONNX opset that it opens. A current exporter writes a
+    newer one, often without need.
+    """
     found = _find_excesses(context, lambda asked, limits: asked.opset > limits.opset)
     what = f"opset {max((excess.demands.opset for excess in found), default=0)}"
     yield from _report_excesses(context, found, what, lambda excess: f"supports up to {excess.limits.opset}")
@@ -70,7 +77,11 @@ def opset_too_new(context: TargetContext) -> Iterator[Fault]:
 
 @check("KV403", "operator-unsupported", "targets")
 def operator_unsupported(context: TargetContext) -> Iterator[Fault]:
-    """The graph has an operator, or an attribute of one, that a target does not support on the CPU."""
+    """The graph has an operator, or an attribute of one, that a target does not support on the CPU.
+
+    What it means: every release of onnxruntime has a fixed set of operators beyond the standard, with fixed inputs and
+    attributes. The graph uses one that the target does not have.
+    """
     found = _find_excesses(context, lambda asked, limits: bool(asked.lacking(limits)))
     names = tuple(dict.fromkeys(name for excess in found for name in _list_lacking(excess)))
     what = shorten_names(names) if names else ""

@@ -1,9 +1,6 @@
 """A past that no output fills, or a present that no input takes.
 
-What it means: no present output in the whole set of files can fill a past input (KV102), or no graph takes some present
-outputs as its past (KV103). Often a file is missing: `decoder_model.onnx` needs its `decoder_with_past_model.onnx`, and
-the other way round. The cross-attention cache that a `decoder_with_past` takes and does not return is no fault: the
-loop keeps it. Nor is one that a single decoder takes and no file of the folder makes: the caller's encoder gives it.
+What it means: past inputs and present outputs do not pair over the whole set of files.
 
 Reproduce: compare the names of past inputs and present outputs over all files of the export.
 
@@ -22,7 +19,12 @@ EXPORT_AGAIN = Advice("re-export", "add the missing file of the export, or expor
 
 @check("KV102", "past-without-present", "contract")
 def past_without_present(context: ContractContext) -> Iterator[Fault]:
-    """Slots that neither the prefill nor a decode step fills."""
+    """Slots that neither the prefill nor a decode step fills.
+
+    What it means: no present output in the whole set of files can fill a past input. Often a file is missing:
+    `decoder_with_past_model.onnx` needs its `decoder_model.onnx`. A cross-attention cache that a single decoder takes
+    and no file of the folder makes is no fault: the caller's encoder gives it.
+    """
     contract = context.contract
     if context.stack.operator is not None:
         return  # the operator fills the slots of the graphs within it
@@ -48,7 +50,12 @@ def past_without_present(context: ContractContext) -> Iterator[Fault]:
 
 @check("KV103", "present-without-past", "contract")
 def present_without_past(context: ContractContext) -> Iterator[Fault]:
-    """Present outputs that no past input takes."""
+    """Present outputs that no past input takes.
+
+    What it means: no graph in the whole set of files takes some present outputs as its past. Often a file is missing:
+    `decoder_model.onnx` needs its `decoder_with_past_model.onnx`. A cross-attention cache that a `decoder_with_past`
+    takes and does not return is no fault: the loop keeps it.
+    """
     contract = context.contract
     if context.stack.operator is not None:
         return

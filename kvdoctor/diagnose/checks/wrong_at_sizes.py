@@ -1,9 +1,6 @@
 """Logits are right in the usual loop, and wrong at other lengths or with several new tokens.
 
-What it means: the loop of a few single tokens gives the logits of the reference run. At some lengths of the past
-(KV308), or where several new tokens are put on a cache at once (KV309), it does not. The fault begins at a length, or
-strikes at one alone: a table that ends, a mask or a window of a fixed size, a branch that is taken from some length on.
-Wrong lengths are an error, since every sequence gets there; wrong chunks are a warning, since a loop may do without.
+What it means: the loop of a few single tokens gives the logits of the reference run; other lengths do not.
 
 How it is decided: one step at each past from 1 to 39, steps, chunks and prefills around each number that the graph
 compares a length with, and one step after 49 tokens; chunks of 3 and of 2 tokens. All logits are compared with those of
@@ -38,7 +35,14 @@ ONE_TOKEN = Advice("caller", "feed one token per step once there is a cache, or 
 
 @check("KV308", "wrong-at-lengths", "runs")
 def wrong_at_lengths(context: RunContext) -> Iterator[Fault]:
-    """Wrong logits at some lengths of the past."""
+    """Wrong logits at some lengths of the past.
+
+    What it means: the loop of a few single tokens gives the logits of the reference run, and at some lengths of the
+    past it does not. The fault begins at a length, or is at one alone: a table that ends, a mask or a window of a fixed
+    size, a branch that is taken from some length on. It is an error, since every sequence gets there.
+
+    Repair: look at the numbers of the graph at which the wrong lengths begin, or export again with other sample sizes.
+    """
     for run, use in _unnamed(context, AT_LENGTHS):
         cause = f"with {use.words}, logits with the cache differ from logits without it"
         fault = build_difference(context, run, severity_of(run, use), cause)
@@ -47,7 +51,14 @@ def wrong_at_lengths(context: RunContext) -> Iterator[Fault]:
 
 @check("KV309", "chunk-differs", "runs")
 def chunk_differs(context: RunContext) -> Iterator[Fault]:
-    """Wrong logits of several new tokens at once."""
+    """Wrong logits of several new tokens at once.
+
+    What it means: single tokens on a cache give the logits of the reference run, and several new tokens at once do not
+    (chunked prefill, a second turn, speculation). It is a warning, since a loop can feed one token per step.
+
+    Repair: feed one token per step once there is a cache, or export again with several new tokens on a past in the
+    sample inputs.
+    """
     for run, use in _unnamed(context, CHUNKS):
         cause = f"with {use.words}, logits with the cache differ from logits without it"
         yield replace(build_difference(context, run, use.severity, cause), use=use.required, repair=ONE_TOKEN)
