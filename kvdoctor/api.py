@@ -113,9 +113,9 @@ class RecordOptions(ReproOptions, total=False):
 
 
 class SpeedOptions(ProbeOptions, total=False):
-    """The options of `speed`; `earlier` is a report of it to compare with (`--against`)."""
+    """The options of `speed`; `against` is an earlier report of it to compare with."""
 
-    earlier: "Path | None"
+    against: "Path | None"
     fail_on: "FailOn"
 
 
@@ -348,7 +348,7 @@ def speed(path: "Path", **options: "Unpack[SpeedOptions]") -> "Report":
     """Measure how fast each stack decodes on this machine, and what is worse than in an earlier report.
 
     Raises:
-        UsageError: there is nothing at the path, or `earlier` is no report of `speed`.
+        UsageError: there is nothing at the path, or `against` is no report of `speed`.
         KvdoctorError: ONNX Runtime cannot be started.
     """
     began = time.perf_counter()
@@ -357,12 +357,12 @@ def speed(path: "Path", **options: "Unpack[SpeedOptions]") -> "Report":
     from kvdoctor.report.json_format import read_report as read
     from kvdoctor.runtime.client import Runtime
 
-    earlier = None if choices.earlier is None else read(choices.earlier, WRITES_SPEED)
+    earlier = None if choices.against is None else read(choices.against, WRITES_SPEED)
 
     with Runtime(asked.limits) as runtime:
         from kvdoctor.diagnose.speed import measure_speed
 
-        return _timed(began, measure_speed(os.fspath(path), asked, earlier, runtime, choices.earlier))
+        return _timed(began, measure_speed(os.fspath(path), asked, earlier, runtime, choices.against))
 
 
 def loop(  # noqa: PLR0913 - one for each option of the command

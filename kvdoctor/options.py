@@ -256,12 +256,11 @@ class GateChoices:
 class SpeedChoices:
     """The options of `speed` alone."""
 
-    earlier: str | None = option(
+    against: str | None = option(
         File(metavar="REPORT"),
         None,
         "Compare with this JSON report of `kvdoctor speed`; exit with code 1 if something got worse (docs/speed.md).",
         ("speed",),
-        flag="against",
         group=INPUT,
     )
 

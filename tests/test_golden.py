@@ -282,7 +282,7 @@ def test_a_numpy_that_draws_other_numbers_is_said(golden: Path, tmp_path: Path) 
     file.write_bytes(pack(with_head(head)(arrays)))
     code, report = compare(EXPORTS / "gpt2", file)
     assert code == 3
-    assert "draws other random numbers" in report["not_checked"][0]["reason"]
+    assert "generates other random numbers" in report["not_checked"][0]["reason"]
 
 
 def test_the_check_alone_without_golden_numbers_is_not_health() -> None:

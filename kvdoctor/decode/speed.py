@@ -1,7 +1,7 @@
 """How fast a model decodes at some lengths of the past, and when it got slower. Standard library only.
 
 A figure is the median of several rounds, and its spread is that of the rounds: on a machine that does other things, a
-difference within the spread means nothing, and rounds that lie too far apart decide nothing.
+difference within the spread means nothing, and rounds that vary too much decide nothing.
 """
 
 from collections.abc import Iterator

@@ -262,7 +262,7 @@ def _size_of(kept: GoldenStack) -> ModelSize:
 def _find_misfit(kept: GoldenStack, golden: Golden, contract: CacheContract) -> str | None:
     """Why a stack of the right sizes cannot be decoded with the golden feeds."""
     if checksum_draws(golden.seed) != kept.draws:
-        return "numpy draws other random numbers than at its making; record it again"
+        return "the installed numpy generates other random numbers than the one that recorded it; record it again"
     if contract.encoder_length not in (None, kept.states):
         return f"it was fed {kept.states} encoder states, and this model takes {contract.encoder_length}"
     return None

@@ -179,7 +179,7 @@ def _compare(now: SpeedFacts, old: SpeedFacts) -> tuple[tuple[SpeedDifference, .
     noisy = [f"{one.what} at a past of {one.past}" for one in differences if one.noisy]
     if not noisy:
         return differences, reasons
-    reason = f"the rounds lie too far apart to tell: {', '.join(noisy)}"
+    reason = f"the rounds vary too much to decide: {', '.join(noisy)}"
     everything = len(noisy) == len(compared) * TIMES
     open_check = NotChecked(now.stack, SLOWER, reason, essential=everything)
     return differences, reasons + CheckResults(not_checked=(open_check,))

@@ -3,9 +3,9 @@
 What it means: a step that is fed the same past again and again needs the same memory each time. Here the resident
 memory of the process grows with the number of steps, so a long conversation or a server runs out of it.
 
-How it is decided: `kvdoctor speed` repeats one step on a past of 16 tokens 2,000 times, or for 20 seconds. The resident
-memory after the first 200 of them, or after 10 seconds, is compared with that after the last; more than 8 MiB is a
-leak. Where fewer than 100 steps follow, it is not checked.
+How it is decided: `kvdoctor speed` repeats one step on a past of 16 tokens: 200 times (or for 10 seconds), and then
+2,000 times more (or until 20 seconds have passed in all). The resident memory after the first steps is compared with
+that after the last; more than 8 MiB is a leak. Where fewer than 100 steps follow the first ones, it is not checked.
 
 Reproduce: `kvdoctor speed MODEL`.
 
