@@ -11,7 +11,7 @@ Public issues that show up in decoders with a KV cache. A finding that one of th
 message. The table is part of the package: nothing is looked up in the network. Made from
 `kvdoctor/diagnose/known_issues.json` by `python docs/make_known_issues.py`; to add one, add an entry with its address.
 
-| what happens | findings | mended | source |
+| what happens | findings | fixed in | source |
 | --- | --- | --- | --- |
 """
 
@@ -25,7 +25,7 @@ def row(known: KnownIssue) -> str:
     """One entry."""
     issue, checks = known.issue, ", ".join(f"`{name}`" for name in known.checks)
     project, number = issue.url.removeprefix("https://github.com/").split("/")[1:4:2]
-    return f"| {issue.title} | {checks} | {issue.mended or ''} | [{project} #{number}]({issue.url}) |\n"
+    return f"| {issue.title} | {checks} | {issue.fixed_in or ''} | [{project} #{number}]({issue.url}) |\n"
 
 
 if __name__ == "__main__":

@@ -133,12 +133,12 @@ class KnownFinding:
 class Issue:
     """A public issue of another project: its address, what happens in a few words, and the release that mends it.
 
-    `mended` is None where no release is known to mend it.
+    `fixed_in` is None where no release is known to fix it.
     """
 
     url: str
     title: str
-    mended: str | None
+    fixed_in: str | None
 
 
 @record

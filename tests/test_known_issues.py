@@ -56,7 +56,7 @@ def test_a_message_leads_to_its_issue() -> None:
     done = kvdoctor("explain", "qdq_actions.cc:137 Missing required scale: decoder.embed_scale for node: x")
     assert done.returncode == 0
     assert SCALE in done.stdout
-    assert "mended in onnxruntime 1.27.0" in done.stdout
+    assert "fixed in onnxruntime 1.27.0" in done.stdout
 
 
 def test_a_code_lists_the_issues_of_its_check() -> None:

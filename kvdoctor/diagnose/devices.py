@@ -32,7 +32,6 @@ When = Literal[
 """What a limit is about; `_FOUND` has the question to the graph for each."""
 NOT_ASKED = {"Constant", "If", "Loop", "Scan"}
 """Operators that lists of kernels leave out: constants are folded, and control flow has limits of its own."""
-MOST_NODES = 3
 
 
 @record

@@ -49,7 +49,7 @@ def list_issues() -> tuple[KnownIssue, ...]:
     names = ("checks", "quotes", "operators", "producers")
     return tuple(
         KnownIssue(
-            Issue(entry["url"], entry["title"], entry["mended"]), *(tuple(entry.get(name, ())) for name in names)
+            Issue(entry["url"], entry["title"], entry["fixed_in"]), *(tuple(entry.get(name, ())) for name in names)
         )
         for entry in entries
     )

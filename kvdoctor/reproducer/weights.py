@@ -45,10 +45,9 @@ SCALES = {"DequantizeLinear": 1, "MatMulNBits": 2, "QuantizeLinear": 1}
 
 @dataclass
 class ReplacedWeights:
-    """The numbers of replaced and kept tensors, and the bytes of the replaced ones."""
+    """The numbers of replaced and of kept tensors."""
 
     replaced: int = 0
-    replaced_bytes: int = 0
     kept: int = 0
 
 
@@ -159,7 +158,6 @@ class WeightReplacer:
         else:
             tensor.raw_data = content
         self.tally.replaced += 1
-        self.tally.replaced_bytes += len(content)
 
     def _fetch(self, tensor: TensorProto) -> None:
         """Read a small constant from an external file."""

@@ -151,7 +151,6 @@ class Dialect:
     inputs: tuple[RoleRule, ...] = ()
     outputs: tuple[RoleRule, ...] = ()
     encoder_inputs: tuple[RoleRule, ...] = ()
-    encoder_outputs: tuple[RoleRule, ...] = ()
     order: int = 50
 
     def find_slots(self, names: Iterable[str]) -> Iterator[SlotName]:

@@ -45,8 +45,6 @@ POSITIONS: tuple[Role, ...] = (
 )
 """Inputs that tell a step its position."""
 
-Walk = Generator[Call, Answer, Array | None]
-
 
 def each_row_alone(builder: FeedBuilder, stop: int) -> "Generator[Call, Answer, Array]":
     """The logits of the first `stop` tokens, float[batch, stop, vocabulary]: each row by itself, token by token."""

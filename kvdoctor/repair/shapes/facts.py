@@ -152,11 +152,6 @@ def read_constant(facts: ShapeFacts, site: ConstantUse, numbers: tuple[int, ...]
     return ValueFacts(axes, terms, fed=False, table=site, even=prod(dims) == 1)
 
 
-def plain(dims: "tuple[int, ...]") -> Dims:
-    """Terms of sizes that are numbers."""
-    return tuple(whole(dim) for dim in dims)
-
-
 @dataclass(eq=False)
 class GraphScope:
     """The values of a graph or branch; values of enclosing graphs are looked up there. `path` is for messages."""

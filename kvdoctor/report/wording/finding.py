@@ -62,8 +62,8 @@ def _format_source(source: NodeSource) -> str:
 
 
 def format_issue(issue: Issue) -> str:
-    """`https://...: a title; mended in ort 2.0.0-rc.11`."""
-    return f"{issue.url}: {issue.title}" + (f"; mended in {issue.mended}" if issue.mended else "")
+    """`https://...: a title; fixed in ort 2.0.0-rc.11`."""
+    return f"{issue.url}: {issue.title}" + (f"; fixed in {issue.fixed_in}" if issue.fixed_in else "")
 
 
 def known_reason(finding: Finding) -> str | None:
