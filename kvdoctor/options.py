@@ -326,7 +326,7 @@ class ReExportChoices:
         group=REPAIR,
     )
     keep_unproved: bool = option(
-        Flag(), False, "Write OUT although the repair could not be proved.", ("re-export",), group=REPAIR
+        Flag(), False, "Write OUT even if the repair could not be proved.", ("re-export",), group=REPAIR
     )
     layout: str | None = option(
         Text("the name of a layout", "NAME"),

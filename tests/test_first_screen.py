@@ -181,7 +181,7 @@ def test_a_context_that_longer_runs_do_not_reach_is_named(
 
 def test_what_is_undecided_is_no_pass_and_says_what_decides(tmp_path: Path, runtime: Runtime) -> None:
     lines = screen(diagnosed("layout-aihub-trocr-healthy", tmp_path, runtime), 300)
-    at = lines.index("? not diagnosed: this is no pass")
+    at = lines.index("? not diagnosed: not a pass")
     assert lines[at + 1].split()[0] == "why"
     assert lines[at + 2].split()[:3] == ["decide", "no", "command:"]
     assert "exit 3" in lines[-1]

@@ -24,7 +24,10 @@ _option = partial(click.option, cls=GroupedOption, group=OUTPUT)
     "Keep a small digest of what a healthy model returns.",
     epilog=examples(
         ("kvdoctor record exports/marian -o golden.npz", "keep what it returns"),
-        ("kvdoctor record exports/marian --consumer held -o golden.npz --force", "for a loop that holds, again"),
+        (
+            "kvdoctor record exports/marian --consumer held -o golden.npz --force",
+            "for the held loop; replaces the file",
+        ),
     ),
 )
 @click.argument("path", type=click.Path())
@@ -50,7 +53,7 @@ def record(path: str, out: str, force: bool, **given: Any) -> NoReturn:
 
 
 @command(
-    "Measure how fast a model decodes here.",
+    "Measure decoding speed on this machine.",
     epilog=examples(
         ("kvdoctor speed exports/llama --output speed.json", "first token, steps, memory"),
         ("kvdoctor speed exports/llama --against speed.json", "what got slower since"),

@@ -219,9 +219,9 @@ def _show_working(page: Page, report: Report) -> None:
 
 
 def _show_undecided(page: Page, report: Report) -> None:
-    """That the verdict is no pass, why, and what decides."""
+    """That the verdict is not a pass, why, and what decides."""
     page.line("")
-    page.line("? not diagnosed: this is no pass", VERDICTS["incomplete"])
+    page.line("? not diagnosed: not a pass", VERDICTS["incomplete"])
     page.pairs(explain_undecided(report, "-v"))
 
 

@@ -18,7 +18,7 @@ LABEL_WIDTH = 11
 VERDICT_WORDS = {
     "healthy": "healthy",
     "unhealthy": "unhealthy",
-    "incomplete": "not diagnosed, which is no pass",
+    "incomplete": "not diagnosed, not a pass",
     "nothing-found": "nothing found in the files; step-test runs decode steps",
 }
 AS_HERE = "the probe shows what the same calls show here; step-test checks the model itself"
