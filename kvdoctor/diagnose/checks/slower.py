@@ -5,9 +5,9 @@ peak of the memory or the bytes of cache that a step writes are larger than they
 of the runtime, or another execution provider.
 
 How it is decided: `kvdoctor speed` measures five rounds at each length of the past. A time is worse if its median is
-larger by more than a tenth and by more than the range of the rounds in both reports. Where the rounds differ by more
-than half, the machine was busy and the figure is not compared (not checked). Memory may be larger by a tenth and
-16 MiB, the written bytes not at all.
+larger by more than a tenth and by more than the ranges of the rounds in both reports, added. Where these add up to more
+than half of the time, the machine was busy and the figure is not compared (not checked). Memory may be larger by a
+tenth and 16 MiB, the written bytes not at all.
 
 Reproduce: `kvdoctor speed MODEL --against speed.json`.
 
