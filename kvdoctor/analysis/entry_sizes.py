@@ -21,7 +21,7 @@ def find_entry_sizes(dataflow: Dataflow, past: str, shape: tuple[Dim, ...]) -> S
     if found is None:
         return (None,) * rank
     value, axes = found
-    sizes = dict(zip(axes, _sizes_of(dataflow.flow, value, rank, MOST_NODES_BACK), strict=True))
+    sizes = dict(zip(axes, _sizes_of(dataflow.flow, value, len(axes), MOST_NODES_BACK), strict=True))
     return tuple(sizes.get(axis) for axis in range(rank))
 
 
