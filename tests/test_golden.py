@@ -17,6 +17,7 @@ from support.isolated import EXPORTS, kvdoctor
 
 from kvdoctor.decode.golden import GoldenWalk, checksum_draws, find_difference, pack, unpack
 from kvdoctor.decode.paired_walks import Walk
+from kvdoctor.diagnose.golden import render_golden
 
 CHECK = "golden-differs"
 Arrays = dict[str, "np.ndarray[Any, Any]"]
@@ -127,6 +128,12 @@ def test_what_is_no_golden_file_is_refused(tmp_path: Path) -> None:
         file.write_bytes(content)
         refuses(file)
     refuses(tmp_path / "missing.npz", "is no file")
+
+
+def test_a_negative_seed_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "seed.npz"
+    file.write_bytes(render_golden("model", (), -1, "1.32.0"))
+    refuses(file, "the seed is negative")
 
 
 def pickled() -> bytes:

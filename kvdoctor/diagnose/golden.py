@@ -122,7 +122,9 @@ def read_golden(path: str) -> Golden:
             raise ValueError(f"it is not of the schema {SCHEMA}")  # noqa: TRY301 - said with the file's name below
         stacks = tuple(_read_stack(number, facts, arrays) for number, facts in enumerate(_get(head, "stacks", list)))
         model, runtime = (_get(head, name, str)[:80] for name in ("model", "onnxruntime"))
-        return Golden(path, model, runtime, _get(head, "seed", int), stacks)
+        if (seed := _get(head, "seed", int)) < 0:
+            raise ValueError("the seed is negative")  # noqa: TRY301 - said with the file's name below
+        return Golden(path, model, runtime, seed, stacks)
     except ValueError as error:
         raise UsageError(
             f"{path!r} holds no golden numbers that can be read: {error}; `kvdoctor record` writes them anew"
