@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Role, Slot, SlotKind
-from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, Scenario, as_array
+from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment
 from kvdoctor.decode.experiments.cache_entries import (
     as_probe,
@@ -337,7 +337,6 @@ EXPERIMENTS = (
         OWN_SESSION,
         "the loop in a process of its own, in turn with a second sequence",
         own_session,
-        Scenario(),
         applies=takes_one,
         one_token=True,
         fresh=True,
