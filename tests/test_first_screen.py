@@ -14,7 +14,7 @@ from support.hostile import hostile_report
 from support.text_fixtures import load_all
 
 from kvdoctor import UsageError
-from kvdoctor.decode.quoted_errors import quote_error
+from kvdoctor.decode.runs import quote_error
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.findings import KnownFinding, NotChecked
 from kvdoctor.gating.models import find_models

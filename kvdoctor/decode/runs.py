@@ -1,5 +1,6 @@
 """What runs showed: small facts about each step, never tensors. Standard library only."""
 
+import re
 from dataclasses import field
 from typing import Literal
 
@@ -34,6 +35,9 @@ WRONG: tuple[Outcome, ...] = ("failed", "differs", "died")
 """The outcomes of a run that shows a fault."""
 UNDECIDED: tuple[Outcome, ...] = ("ambiguous", "inconclusive")
 """The outcomes of a run whose numbers show neither a fault nor its absence."""
+
+SHORTEST, LONGEST = 30, 150
+"""Characters of a runtime's message that are quoted."""
 
 
 @record
@@ -279,3 +283,15 @@ class Run:
     def shows(self) -> Outcome:
         """The outcome, but for what is rounding alone."""
         return "passed" if self.by_rounding else self.outcome
+
+
+def quote_error(error: str) -> str:
+    """The end of a runtime's message, which says what is wrong; paths and names of functions stand before it.
+
+    It is for a person to read: no cause is decided by it.
+    """
+    sentences = [part for part in re.split(r"(?<=[.:]) ", error.strip()) if part]
+    quoted = ""
+    while sentences and len(quoted) < SHORTEST:
+        quoted = f"{sentences.pop()} {quoted}".strip()
+    return quoted if len(quoted) <= LONGEST else f"... {quoted[4 - LONGEST :]}"

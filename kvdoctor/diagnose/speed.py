@@ -11,7 +11,7 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.analysis.thresholds import Threshold
 from kvdoctor.decode.messages import PairedSide, SpeedDone, SpeedJob, count_threads
-from kvdoctor.decode.quoted_errors import quote_error
+from kvdoctor.decode.runs import quote_error
 from kvdoctor.decode.speed import PASTS, SpeedDifference, find_worse
 from kvdoctor.diagnose.context import ContractContext, SpeedContext, extend_context
 from kvdoctor.diagnose.facts import build_report, stack_facts

@@ -20,7 +20,8 @@ from kvdoctor.diagnose.not_checked import find_undecided_steps, find_unmet_preco
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding, NotChecked
-from kvdoctor.loops.plan import NoLoop, make_plan
+from kvdoctor.loops.make_plan import make_plan
+from kvdoctor.loops.plan import NoLoop
 from kvdoctor.loops.probe import list_runs
 from kvdoctor.loops.vectors import LoopTarget, Vector, observe
 from kvdoctor.options import Options

@@ -19,7 +19,8 @@ from kvdoctor.errors import UsageError, did_you_mean
 from kvdoctor.loops import probe
 from kvdoctor.loops.check import VectorResult, check
 from kvdoctor.loops.language import CannotBuild, Language, languages
-from kvdoctor.loops.plan import NoLoop, make_plan
+from kvdoctor.loops.make_plan import make_plan
+from kvdoctor.loops.plan import NoLoop
 from kvdoctor.loops.project import render
 from kvdoctor.loops.vectors import LoopTarget, ObservedLoop, Vector, observe
 from kvdoctor.model.output_folder import LOOP_MARK, refuse_unfit, whole_folder

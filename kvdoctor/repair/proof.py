@@ -9,8 +9,7 @@ from kvdoctor.contract import CacheContract, Dim
 from kvdoctor.decode.calls import save_call
 from kvdoctor.decode.messages import CompareJob, TrialDone, TrialModel, ValuePair
 from kvdoctor.decode.parity import compare, judge
-from kvdoctor.decode.quoted_errors import quote_error
-from kvdoctor.decode.runs import HELD_LOOP, LOOPS, UNDECIDED, Run
+from kvdoctor.decode.runs import HELD_LOOP, LOOPS, UNDECIDED, Run, quote_error
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.errors import WorkerDied
 from kvdoctor.findings import Finding

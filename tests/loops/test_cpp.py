@@ -30,7 +30,8 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.loops.check import build_cache, find_library
 from kvdoctor.loops.languages.cpp import LANGUAGE, expressions
-from kvdoctor.loops.plan import CallPlan, Input, LoopPlan, make_plan
+from kvdoctor.loops.make_plan import make_plan
+from kvdoctor.loops.plan import CallPlan, Input, LoopPlan
 from kvdoctor.loops.project import render
 
 FIXTURES = ("marian-4.57.6", "llama-gqa", "whisper", "gpt2", "t5")

@@ -11,7 +11,8 @@ from support.isolated import EXPORTS
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.loops.languages.csharp import LANGUAGE, expressions
-from kvdoctor.loops.plan import Input, LoopPlan, make_plan
+from kvdoctor.loops.make_plan import make_plan
+from kvdoctor.loops.plan import Input, LoopPlan
 from kvdoctor.loops.project import render
 
 HOSTILE = ('a"b', "a\\", "a\nb\r\tc", "${x} {y}", "*/ // ", '"""', "\x011", "é7", "\u2028", "class", "x" * 10_000, "")

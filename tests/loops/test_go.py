@@ -29,7 +29,8 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.loops.language import languages
 from kvdoctor.loops.languages.go import expressions, needs
-from kvdoctor.loops.plan import Input, LoopPlan, make_plan
+from kvdoctor.loops.make_plan import make_plan
+from kvdoctor.loops.plan import Input, LoopPlan
 from kvdoctor.loops.project import render
 
 EXPORTS = Path(__file__).parents[2] / "fixtures" / "exports"

@@ -17,10 +17,10 @@ from support.isolated import EXPORTS, kvdoctor
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.loops.language import languages
-from kvdoctor.loops.languages.java.expressions import Call, layouts, literal, value
-from kvdoctor.loops.languages.java.refusals import refuses
+from kvdoctor.loops.languages.java.expressions import Call, layouts, literal, refuses, value
+from kvdoctor.loops.make_plan import make_plan
 from kvdoctor.loops.pipeline import LoopRequest, write_loop
-from kvdoctor.loops.plan import Input, LoopPlan, make_plan
+from kvdoctor.loops.plan import Input, LoopPlan
 from kvdoctor.loops.project import render
 from kvdoctor.options import Options
 

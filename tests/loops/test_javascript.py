@@ -15,7 +15,8 @@ from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.loops.language import languages
 from kvdoctor.loops.languages.typescript import expressions
 from kvdoctor.loops.languages.typescript.annotations import Annotations
-from kvdoctor.loops.plan import Input, LoopPlan, make_plan
+from kvdoctor.loops.make_plan import make_plan
+from kvdoctor.loops.plan import Input, LoopPlan
 from kvdoctor.loops.project import render
 
 LANGUAGES = ("typescript", "javascript")

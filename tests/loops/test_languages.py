@@ -18,7 +18,7 @@ from support.sampling import spread
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.loops.language import languages
-from kvdoctor.loops.plan import make_plan
+from kvdoctor.loops.make_plan import make_plan
 from kvdoctor.loops.vectors import Vector, differences
 from kvdoctor.model.output_folder import LOOP_MARK
 

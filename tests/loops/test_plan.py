@@ -11,7 +11,8 @@ from support.isolated import EXPORTS
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.loops.languages.python.expressions import literal, shape
-from kvdoctor.loops.plan import LoopPlan, make_plan
+from kvdoctor.loops.make_plan import make_plan
+from kvdoctor.loops.plan import LoopPlan
 from kvdoctor.loops.project import comment
 
 

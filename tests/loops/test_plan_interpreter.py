@@ -20,7 +20,8 @@ from test_loop_of_each_layout import LOOPS
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.loops.languages.python import LANGUAGE
-from kvdoctor.loops.plan import NoLoop, make_plan
+from kvdoctor.loops.make_plan import make_plan
+from kvdoctor.loops.plan import NoLoop
 from kvdoctor.loops.project import render
 from kvdoctor.loops.vectors import LoopTarget, ObservedLoop, Vector, differences, observe
 from kvdoctor.options import Options

@@ -24,8 +24,9 @@ from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.loops.check import build_cache, find_library
 from kvdoctor.loops.judge import judge
 from kvdoctor.loops.languages.rust import LANGUAGE, ORT, expressions
+from kvdoctor.loops.make_plan import make_plan
 from kvdoctor.loops.pipeline import LoopRequest, write_loop
-from kvdoctor.loops.plan import INTEGERS, CallPlan, Input, LoopPlan, make_plan
+from kvdoctor.loops.plan import INTEGERS, CallPlan, Input, LoopPlan
 from kvdoctor.loops.project import render
 from kvdoctor.options import Options
 from kvdoctor.runtime.client import Runtime

@@ -9,7 +9,8 @@ from onnx.numpy_helper import from_array, to_array
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.loops.plan import LoopPlan, make_plan
+from kvdoctor.loops.make_plan import make_plan
+from kvdoctor.loops.plan import LoopPlan
 from support import text_fixtures
 
 TWO_KINDS = "layout-per-layer-embeddings-healthy"

@@ -8,10 +8,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvdoctor.analysis.abstract_run.arithmetic import as_weight, combine, multiply, softmax
+from kvdoctor.analysis.abstract_run.arithmetic import combine, softmax
+from kvdoctor.analysis.abstract_run.products import multiply
 from kvdoctor.analysis.abstract_run.reading import Reading
 from kvdoctor.analysis.abstract_run.shaping import join
-from kvdoctor.analysis.abstract_run.values import MOST_ELEMENTS, UNKNOWN, Abstract, number_for, size_of, unknown
+from kvdoctor.analysis.abstract_run.values import (
+    MOST_ELEMENTS,
+    UNKNOWN,
+    Abstract,
+    as_weight,
+    number_for,
+    size_of,
+    unknown,
+)
 from kvdoctor.decode.calls import Array
 from kvdoctor.records import record
 

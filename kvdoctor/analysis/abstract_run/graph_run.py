@@ -7,6 +7,8 @@ import numpy as np
 
 from kvdoctor.analysis.abstract_run.arithmetic import COMPUTING
 from kvdoctor.analysis.abstract_run.attention import ATTENTIONS
+from kvdoctor.analysis.abstract_run.indexing import INDEXING
+from kvdoctor.analysis.abstract_run.products import PRODUCTS
 from kvdoctor.analysis.abstract_run.reading import Reading
 from kvdoctor.analysis.abstract_run.shaping import SHAPING
 from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, read_tensor
@@ -18,7 +20,7 @@ Rule = Callable[[Reading], Abstract | list[Abstract]]
 RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniformLike", "Dropout")
 """Operators that may return something else in each call."""
 
-RULES: dict[str, Rule] = {**SHAPING, **COMPUTING, **ATTENTIONS}
+RULES: dict[str, Rule] = {**SHAPING, **INDEXING, **COMPUTING, **PRODUCTS, **ATTENTIONS}
 ANY_NUMPY = (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError, AttributeError, MemoryError)
 """What numpy raises on numbers that a graph should not have: the value is unknown then."""
 

@@ -116,6 +116,13 @@ def numbers_for(key: str, at: Array) -> Array:
     return found
 
 
+def as_weight(value: Abstract) -> Abstract:
+    """A weight that is stored in integers is one number like any other."""
+    if value.data is None and value.key and value.shape is not None:
+        return Abstract(value.shape, np.full((1,) * len(value.shape), number_for(value.key)), key=value.key)
+    return value
+
+
 def read_tensor(tensor: TensorProto, key: str) -> Abstract:
     """The value of a constant: exact where it holds numbers of the graph, one number where it is a weight."""
     shape = tuple(int(size) for size in tensor.dims)

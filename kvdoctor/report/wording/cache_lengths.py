@@ -3,8 +3,7 @@
 from typing import Literal
 
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.decode.quoted_errors import quote_error
-from kvdoctor.decode.runs import REPLAY, WRONG, ObservedTensor, Run, Step
+from kvdoctor.decode.runs import REPLAY, WRONG, ObservedTensor, Run, Step, quote_error
 from kvdoctor.records import record
 from kvdoctor.report.wording.runs import format_difference, format_logits
 

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvdoctor.decode.quoted_errors import quote_error
-from kvdoctor.decode.runs import LOOPS, SEARCH, WRONG, Run
+from kvdoctor.decode.runs import LOOPS, SEARCH, WRONG, Run, quote_error
 from kvdoctor.findings import Finding
 from kvdoctor.report.document import Report, counts
 from kvdoctor.report.wording.alike import FindingGroup

@@ -17,7 +17,7 @@ from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import PairedDone, PairedJob, PairedSide
 from kvdoctor.decode.paired_walks import Walk, plan_walks
 from kvdoctor.decode.parity import compare, judge, slot_difference
-from kvdoctor.decode.quoted_errors import quote_error
+from kvdoctor.decode.runs import quote_error
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.runtime.worker.runner import StackRunner

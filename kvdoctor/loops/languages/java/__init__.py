@@ -2,7 +2,6 @@
 
 from kvdoctor.loops.language import Language
 from kvdoctor.loops.languages.java import expressions
-from kvdoctor.loops.languages.java.refusals import refuses
 
 CLASSES = ("Arguments", "Decoder", "Main", "Probe", "Providers", "Run")
 
@@ -32,5 +31,5 @@ LANGUAGE = Language(
     build=(("mvn", "-q", "package"),),
     run=("java", "-jar", "target/decode-loop.jar"),
     tools=("java", "mvn"),
-    refuses=refuses,
+    refuses=expressions.refuses,
 )
