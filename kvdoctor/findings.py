@@ -1,34 +1,14 @@
-"""Findings: what a check reports, the registry of checks, and the fingerprint by which a finding is recognized again.
+"""Findings: what a check reports, and the registry of checks.
 
 A check is one file under `diagnose/checks/`: a docstring that explains the fault, and a function with the `check`
 decorator. Its code, name and text come from there and nowhere else. `diagnose.run_checks` runs the checks.
-
-The fingerprint lets a baseline, and code scanning, recognize a fault. It is made of what the fault is, and of nothing
-that may change while the fault stays:
-
-1. the name of its check;
-2. the graph it is in: the *part* that the file plays, read from its graph (`merged`; `step` takes a past, `first-step`
-   makes one, ...), the kind of the stack (merged, pair, ...), and how the weights of the file are stored (`float16`;
-   `uint8` and MatMulNBits), which separates the variants of a model;
-3. its `subject` (names of inputs, outputs, nodes, tensors), sorted; a file stands there as the part that it plays;
-4. `Fault.apart` (an experiment, a target), where the subject does not separate two faults of one check.
-
-So a fingerprint survives renamed or moved files, folders and stacks, other wording and numbers in a finding, another
-severity, and another order of nodes or findings. It changes when the fault affects more or fewer layers, and when the
-exporter renames nodes. A fault whose subject is a whole file (the runtime refuses it) has the fingerprint of every such
-fault of that file.
-
-Two findings of one model with the same fingerprint (two files with the same part and the same fault) are numbered by
-the names of their stacks and files. The path of the model is not part of it: a baseline for several models adds it.
 """
 
 import importlib
 import inspect
-import json
 import pkgutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -37,8 +17,6 @@ from kvdoctor.errors import did_you_mean
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
-    # Modules that read graphs are loaded only where a graph is read: a gate without changes needs none of them.
-    from kvdoctor.analysis.stacks import OnnxFile, StackFiles
     from kvdoctor.diagnose.context import (
         CallerContext,
         ContractContext,
@@ -48,7 +26,6 @@ if TYPE_CHECKING:
         SpeedContext,
         TargetContext,
     )
-    from kvdoctor.model.view import GraphView
 
 Severity = Literal["note", "warning", "error"]
 Confidence = Literal["confirmed", "suspected"]
@@ -57,15 +34,6 @@ Round = Literal["file", "contract", "targets", "runs", "golden", "speed", "calle
 """When a check runs. Each round has a context of its own (`diagnose.context`)."""
 
 CHECKS = "kvdoctor.diagnose.checks"
-
-FINGERPRINT_LENGTH = 16
-"""Hexadecimal digits, that is 64 bits: enough that no two of some millions coincide by chance."""
-
-PACKED = ("NBits", "Bnb4", "Quantize", "Integer", "QLinear")
-"""Parts of the names of operators that compute with packed or rounded weights."""
-
-NAMED_ALONE = ("encoder", "embedding", "other")
-"""Roles of files that only their names identify."""
 
 
 @record
@@ -83,7 +51,7 @@ class Fault:
 
     `effects` are consequences, which are not reported as faults of their own; `evidence` is what the location of the
     fault showed. `use` is the documented use that does not work: for a user who requires it the fault is an error.
-    `apart` separates faults of one check with the same subject, by an experiment or a target (see fingerprints above).
+    `apart` separates faults of one check with the same subject, by an experiment or a target (`diagnose.fingerprints`).
     `nodes` are the nodes that it names, each by its name in the graph, or by the first value that it makes.
     """
 
@@ -376,90 +344,3 @@ def why_no_check(words: Iterable[str]) -> str | None:
 
 def _matches(wanted: tuple[str, ...], code: str, name: str) -> bool:
     return any(code.startswith(word.upper()) or word.lower() == name for word in wanted)
-
-
-@record
-class FindingOrigin:
-    """Where a finding comes from: its file and its stack, as far as it has them, and all files of the model."""
-
-    file: "OnnxFile | None" = None
-    stack: "StackFiles | None" = None
-    files: "tuple[OnnxFile, ...]" = ()
-
-
-def make_finding(one: Check, fault: Fault, origin: FindingOrigin) -> Finding:
-    """The finding of a fault: with the code and name of its check, its stack and its fingerprint."""
-    shared = {field.name for field in fields(Fault)} & {field.name for field in fields(Finding)}
-    facts: dict[str, Any] = {name: getattr(fault, name) for name in shared}
-    identity = compute_fingerprint(one.name, fault.subject, fault.apart, origin)
-    stack = origin.stack.name if origin.stack else None
-    return Finding(code=one.code, name=one.name, stack=stack, fingerprint=identity, **facts)
-
-
-def with_distinct_fingerprints(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """The findings of one model, each with a fingerprint of its own."""
-    by_name = sorted(range(len(findings)), key=lambda at: (findings[at].stack or "", findings[at].file or "", at))
-    distinct = dict(zip(by_name, number_repeated([findings[at].fingerprint for at in by_name]), strict=True))
-    return tuple(replace(finding, fingerprint=distinct[at]) for at, finding in enumerate(findings))
-
-
-def compute_fingerprint(check: str, subject: Iterable[str], apart: Sequence[str], origin: FindingOrigin) -> str:
-    """The fingerprint of one finding, by the rule above."""
-    parts = {one.name: part_of(one) for one in origin.files}
-    graph = [
-        part_of(origin.file) if origin.file else "",
-        origin.stack.kind if origin.stack else "",
-        *(_describe_weights(origin.file) if origin.file else ()),
-    ]
-    about = sorted(parts.get(name, name) for name in subject)
-    identity = json.dumps([check, graph, about, [parts.get(name, name) for name in apart]])
-    return _digest(identity.encode("ascii"))
-
-
-def number_repeated(fingerprints: Sequence[str]) -> list[str]:
-    """The fingerprints without repetition: the second of two equal ones, and each later one, gets another value."""
-    counts: Counter[str] = Counter()
-    distinct = []
-    for one in fingerprints:
-        counts[one] += 1
-        again = f"{one} {counts[one]}".encode("ascii")
-        distinct.append(one if counts[one] == 1 else _digest(again))
-    return distinct
-
-
-def _digest(content: bytes) -> str:
-    import hashlib
-
-    return hashlib.sha256(content).hexdigest()[:FINGERPRINT_LENGTH]
-
-
-def part_of(file: "OnnxFile") -> str:
-    """The part that a file plays, by its graph alone."""
-    from kvdoctor.analysis.stacks import takes_past
-
-    if file.view is None or file.role in ("generator", "unreadable"):
-        return file.role
-    if takes_past(file.view):
-        return "merged" if file.view.branches is not None else "step"
-    return "beside" if file.role in NAMED_ALONE else "first-step"
-
-
-def _describe_weights(file: "OnnxFile") -> list[str]:
-    """How most weights are stored, and the operators that read packed or rounded ones."""
-    if file.view is None:
-        return []
-    packed = sorted(op for op in file.view.operators if any(word in op for word in PACKED))
-    return [_find_commonest_type(file.view), *packed]
-
-
-def _find_commonest_type(view: "GraphView") -> str:
-    """The element type with the most weights."""
-    from kvdoctor.model.view import ELEMENT_TYPES
-
-    sizes: Counter[str] = Counter()
-    for tensor in view.model.graph.initializer:
-        count = 1
-        for size in tensor.dims:
-            count *= size
-        sizes[ELEMENT_TYPES.get(tensor.data_type, "")] += count
-    return min(sizes, key=lambda kind: (-sizes[kind], kind), default="")

@@ -16,9 +16,10 @@ from kvdoctor.analysis.model_folder import ModelFolder, SideCars
 from kvdoctor.analysis.slot_memory import Workload
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract
+from kvdoctor.diagnose.fingerprints import with_distinct_fingerprints
 from kvdoctor.diagnose.known_issues import find_issues
 from kvdoctor.diagnose.run_checks import CheckResults
-from kvdoctor.findings import Finding, with_distinct_fingerprints
+from kvdoctor.findings import Finding
 from kvdoctor.model.files import sha256
 from kvdoctor.model.proto import NodeProto, onnx_version
 from kvdoctor.model.traverse import STANDARD

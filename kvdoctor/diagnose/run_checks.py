@@ -3,19 +3,18 @@
 from dataclasses import replace
 
 from kvdoctor.diagnose.context import ContractContext, FileContext
+from kvdoctor.diagnose.fingerprints import FindingOrigin, make_finding
 from kvdoctor.diagnose.node_source import find_sources
 from kvdoctor.findings import (
     CannotCheck,
     Check,
     Fault,
     Finding,
-    FindingOrigin,
     NodeSource,
     NotChecked,
     Round,
     Selection,
     checks_of,
-    make_finding,
 )
 from kvdoctor.records import record
 

@@ -8,11 +8,12 @@ import threading
 from dataclasses import replace
 
 from kvdoctor.diagnose.facts import environment
+from kvdoctor.diagnose.fingerprints import FindingOrigin, make_finding
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.diagnose.run_checks import CheckResults
 from kvdoctor.errors import KvdoctorError, UnreadableError, UsageError, WorkerDied
-from kvdoctor.findings import Advice, Fault, FindingOrigin, NotChecked, find_check, make_finding
+from kvdoctor.findings import Advice, Fault, NotChecked, find_check
 from kvdoctor.gating.jobs import GateJob
 from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.report.document import Report, decide

@@ -12,8 +12,9 @@ from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Array
 from kvdoctor.decode.messages import ExperimentJob
+from kvdoctor.diagnose.fingerprints import with_distinct_fingerprints
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
-from kvdoctor.findings import Finding, with_distinct_fingerprints
+from kvdoctor.findings import Finding
 from kvdoctor.model.files import SIDE_CARS
 from kvdoctor.model.output_folder import copy_whole
 from kvdoctor.options import Options
