@@ -16,8 +16,8 @@ from support.graph_faults import EXPORTS, broken, node
 
 from kvdoctor.decode.runs import PartDifference, Run
 from kvdoctor.diagnose.locate.graph_runner import CannotLocate, GraphRunner
-from kvdoctor.diagnose.locate.modules import Module, ModuleCall, ModuleComparison, ModuleSearch, measure
-from kvdoctor.diagnose.locate.parts import part_of
+from kvdoctor.diagnose.locate.module_call import Module, ModuleCall, part_of
+from kvdoctor.diagnose.locate.modules import ModuleComparison, ModuleSearch, measure
 from kvdoctor.diagnose.locate.scopes import match_scopes
 from kvdoctor.options import Options
 from kvdoctor.report.wording.parts import describe_parts, tabulate_parts

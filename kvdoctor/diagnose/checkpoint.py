@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.decode.runs import Outcome, Run, Step
-from kvdoctor.decode.tolerances import Tolerance, find_tolerance
+from kvdoctor.decode.tolerances import ALIKE, UNLIKE, Tolerance, find_tolerance
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import NotChecked
+from kvdoctor.model.precision import ROUNDED
 from kvdoctor.records import record
 from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, ScriptProcess, transformers_for
 
@@ -30,14 +31,6 @@ NAME = "against-checkpoint"
 """The experiment whose runs these are."""
 GREEDY = "greedy-against-checkpoint"
 """The experiment whose greedy tokens are compared."""
-
-ROUNDED = re.compile(r"quantize|QLinear|Integer|NBits|QAttention|QGemm", re.IGNORECASE)
-"""Operators that compute with weights rounded to 8 bits or fewer."""
-ALIKE, UNLIKE = 0.8, 0.5
-"""Bounds of the correlation over the vocabulary by which such logits are judged: the worst of 15 tiny models rounded to
-8 and 4 bits had 0.91 as a mean over the steps, and two different models have none. A single logit may be off by more
-than a standard deviation of the logits.
-"""
 
 
 class CannotCompare(Exception):

@@ -8,7 +8,8 @@ from typing import Any
 from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checkpoint import NAME, ROUNDED_WEIGHTS, Arithmetic, CannotCompare, Checkpoint
 from kvdoctor.diagnose.locate.graph_runner import SECONDS, CannotLocate, GraphRunner, TrialFailed
-from kvdoctor.diagnose.locate.modules import Module, ModuleCall, ModuleComparison, ModuleSearch, measure
+from kvdoctor.diagnose.locate.module_call import Module, ModuleCall
+from kvdoctor.diagnose.locate.modules import ModuleComparison, ModuleSearch, measure
 from kvdoctor.diagnose.locate.search import LocateContext, branches_taken, file_of
 
 

@@ -9,7 +9,7 @@ from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.choices import Consumer, Required
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.runs import PAGED_LOOP, ObservedTensor, Run, Step
-from kvdoctor.decode.tolerances import Tolerance, find_tolerance
+from kvdoctor.decode.tolerances import ALIKE, UNLIKE, Tolerance, find_tolerance
 from kvdoctor.errors import as_argument
 from kvdoctor.findings import Advice
 from kvdoctor.model.view import Declared, GraphView
@@ -18,9 +18,9 @@ from kvdoctor.records import record
 if TYPE_CHECKING:
     from kvdoctor.decode.caller_trace.check import TraceCheck
     from kvdoctor.decode.caller_trace.probe import ProbeRun
+    from kvdoctor.decode.golden import GoldenDifference
+    from kvdoctor.decode.messages import PairedSide
     from kvdoctor.decode.speed import SpeedDifference
-    from kvdoctor.diagnose.draft import DraftModel
-    from kvdoctor.diagnose.golden import GoldenComparison
     from kvdoctor.report.facts import SpeedFacts
     from kvdoctor.runtime.targets import Target
     from kvdoctor.runtime.targets.result import Refused, TargetResult
@@ -43,6 +43,20 @@ class FileContext:
         return _advise_graph_repair(self.folder, (), text)
 
 
+@record(slots=False)
+class DraftModel:
+    """A draft: its path as given, the stack that decodes, and the ids of its tokenizer by token; None without one."""
+
+    shown: str
+    side: "PairedSide"
+    tokens: dict[str, int] | None
+
+    @property
+    def contract(self) -> CacheContract:
+        """How to drive it."""
+        return self.side.contract
+
+
 @record(slots=False, kw_only=True)
 class ContractContext:
     """Round `contract`: one stack and its cache contract.
@@ -60,7 +74,7 @@ class ContractContext:
     targets: "tuple[Target, ...]" = ()
     tolerances: Mapping[str, float] = field(default_factory=dict)
     runs: tuple[Run, ...] = ()
-    draft: "DraftModel | None" = None
+    draft: DraftModel | None = None
 
     def find_run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""
@@ -164,11 +178,31 @@ class RunContext(TargetContext):
     thorough: bool = False
 
 
+@record
+class GoldenComparison:
+    """How what a stack returns compares with golden numbers.
+
+    `difference` is the first place where it differs, None where it agrees; `words` say what was compared and how
+    closely. `correlation` decides where the weights are rounded otherwise, None where the tolerance does.
+    """
+
+    golden: str
+    tolerance: Tolerance
+    words: str
+    difference: "GoldenDifference | None" = None
+    correlation: float | None = None
+
+    @property
+    def unclear(self) -> bool:
+        """Whether rounded weights explain the difference as well as a fault does."""
+        return self.correlation is not None and UNLIKE <= self.correlation < ALIKE
+
+
 @record(slots=False, kw_only=True)
 class GoldenContext(RunContext):
     """Round `golden`: adds the comparison with golden numbers."""
 
-    golden: "GoldenComparison"
+    golden: GoldenComparison
 
 
 @record(slots=False, kw_only=True)

@@ -12,11 +12,11 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.messages import GradeJob, PairedSide
+from kvdoctor.diagnose.context import DraftModel
 from kvdoctor.diagnose.variants import run_grades
 from kvdoctor.errors import UsageError
 from kvdoctor.model.files import side_car_folder
 from kvdoctor.options import Options
-from kvdoctor.records import record
 from kvdoctor.report.facts import DraftFacts
 from kvdoctor.runtime.client import Runtime
 
@@ -24,20 +24,6 @@ PROMPTS = 4
 """Prompts that are decoded, unless the user gives one."""
 MOST_BYTES = 64 << 20
 """Bytes of a tokenizer.json up to which it is read; the largest in use have some 35 MB."""
-
-
-@record(slots=False)
-class DraftModel:
-    """A draft: its path as given, the stack that decodes, and the ids of its tokenizer by token; None without one."""
-
-    shown: str
-    side: PairedSide
-    tokens: dict[str, int] | None
-
-    @property
-    def contract(self) -> CacheContract:
-        """How to drive it."""
-        return self.side.contract
 
 
 def open_draft(path: str) -> DraftModel:

@@ -14,7 +14,6 @@ from kvdoctor._version import __version__
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.golden import (
-    GoldenDifference,
     GoldenWalk,
     checksum_draws,
     correlate,
@@ -29,13 +28,13 @@ from kvdoctor.decode.golden import (
     unpack,
 )
 from kvdoctor.decode.messages import Digested, DigestJob, PairedSide
-from kvdoctor.decode.tolerances import TOLERANCES, Tolerance, find_tolerance
-from kvdoctor.diagnose.checkpoint import ALIKE, ROUNDED, UNLIKE
-from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.decode.tolerances import TOLERANCES, UNLIKE, find_tolerance
+from kvdoctor.diagnose.context import ContractContext, GoldenComparison
 from kvdoctor.diagnose.model_size import ModelSize, measure_size
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import NotChecked
+from kvdoctor.model.precision import ROUNDED
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime
@@ -84,26 +83,6 @@ class Golden:
     def words(self) -> str:
         """What it is, in words: `golden.npz (marian, onnxruntime 1.31.1)`."""
         return f"{self.file} ({self.model}, onnxruntime {self.onnxruntime})"
-
-
-@record
-class GoldenComparison:
-    """How what a stack returns compares with golden numbers.
-
-    `difference` is the first place where it differs, None where it agrees; `words` say what was compared and how
-    closely. `correlation` decides where the weights are rounded otherwise, None where the tolerance does.
-    """
-
-    golden: str
-    tolerance: Tolerance
-    words: str
-    difference: GoldenDifference | None = None
-    correlation: float | None = None
-
-    @property
-    def unclear(self) -> bool:
-        """Whether rounded weights explain the difference as well as a fault does."""
-        return self.correlation is not None and UNLIKE <= self.correlation < ALIKE
 
 
 def read_golden(path: str) -> Golden:

@@ -19,6 +19,7 @@ from kvdoctor.decode.tolerances import list_loosened
 from kvdoctor.diagnose.context import (
     CallerContext,
     ContractContext,
+    DraftModel,
     GoldenContext,
     RunContext,
     TargetContext,
@@ -50,7 +51,6 @@ from kvdoctor.runtime.targets import Target, of_release
 if TYPE_CHECKING:
     from kvdoctor.decode.caller_trace.check import TraceCheck
     from kvdoctor.diagnose.checkpoint import Checkpoint
-    from kvdoctor.diagnose.draft import DraftModel
     from kvdoctor.diagnose.golden import Golden
     from kvdoctor.runtime.targets.result import TargetResult
 
@@ -98,7 +98,7 @@ class _Session:
     runtime: Runtime
     checkpoint: "Checkpoint | None"
     golden: "Golden | None" = None
-    draft: "DraftModel | None" = None
+    draft: DraftModel | None = None
 
     @property
     def logits(self) -> Path | None:
@@ -222,7 +222,7 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
     )
 
 
-def _open_draft(options: Options) -> "DraftModel | None":
+def _open_draft(options: Options) -> DraftModel | None:
     if options.draft is None:
         return None
     from kvdoctor.diagnose.draft import open_draft

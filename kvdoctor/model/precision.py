@@ -1,6 +1,7 @@
 """How exactly a graph computes: how far its arithmetic lets two right computations of the same logits differ."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 
 from kvdoctor.contract import Exactness, Slot
@@ -15,6 +16,9 @@ ROUNDING = {"QLinearMatMul", "QGemm", "QLinearAdd", "QLinearMul", "QLinearSoftma
 
 INT8_LEVEL = 4
 """`accuracy_level` of MatMulNBits from which what is multiplied is rounded to 8 bits as well, row by row."""
+
+ROUNDED = re.compile(r"quantize|QLinear|Integer|NBits|QAttention|QGemm", re.IGNORECASE)
+"""Operators that compute with weights rounded to 8 bits or fewer."""
 
 EIGHT_BITS = {"int8", "uint8"}
 

@@ -12,7 +12,6 @@ not a fault.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kvdoctor.contract import describe
 from kvdoctor.decode.runs import ObservedTensor, Run, Step
@@ -20,9 +19,6 @@ from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_
 from kvdoctor.diagnose.checks._faults import describe_location, find_undeclared_size, list_nodes, name_node
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
-
-if TYPE_CHECKING:
-    pass
 
 SHOWN_ROLES = ("token_ids", "token_and_position", "embeddings", "past")
 

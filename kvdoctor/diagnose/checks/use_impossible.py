@@ -17,15 +17,11 @@ refuses to crop a sliding-window layer that has seen more tokens than its window
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from kvdoctor.contract import describe
-from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.diagnose.context import ContractContext, DraftModel
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.report.wording.units import shorten_names
-
-if TYPE_CHECKING:
-    from kvdoctor.diagnose.draft import DraftModel
 
 
 @check("KV115", "use-impossible", "contract")
@@ -57,7 +53,7 @@ def use_impossible(context: ContractContext) -> Iterator[Fault]:
             )
 
 
-def _judge_draft(context: ContractContext, draft: "DraftModel") -> Iterator[Fault]:
+def _judge_draft(context: ContractContext, draft: DraftModel) -> Iterator[Fault]:
     """What keeps a draft from going back to the tokens that were accepted."""
     from kvdoctor.decode.experiments.multi_turn import find_uncut
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import FaultLocation, PartDifference
 from kvdoctor.diagnose.locate.graph_runner import CannotLocate, GraphRunner
-from kvdoctor.diagnose.locate.parts import list_parts
+from kvdoctor.diagnose.locate.module_call import Module, ModuleCall, list_parts
 from kvdoctor.diagnose.locate.runnable import LAYER, RunnableGraph, RunnableNode
 from kvdoctor.diagnose.locate.scopes import match_scopes
 from kvdoctor.diagnose.node_source import module_of
@@ -36,36 +36,6 @@ MOVING = {"Reshape", "Transpose", "Cast", "Identity", "Squeeze", "Unsqueeze", "E
 """Operators that compute nothing new: they are left out where other nodes stand between."""
 UNKNOWN = -1.0
 """The difference of a value that is finite on one side only."""
-
-
-@record(slots=False)
-class Module:
-    """A module of the checkpoint: all its names, its class, and what it was given and gave."""
-
-    names: tuple[str, ...]
-    kind: str
-    given: "Array | None"
-    gave: "Array | None"
-
-    @property
-    def name(self) -> str:
-        """Its first name."""
-        return self.names[0]
-
-    @property
-    def shown(self) -> str:
-        """How people call it."""
-        return f"{self.name} ({self.kind})" if self.name else f"the model itself ({self.kind})"
-
-
-@record(slots=False)
-class ModuleCall:
-    """One call of the checkpoint: its modules in the order in which they ended, the names of two, and the feeds."""
-
-    modules: tuple[Module, ...]
-    embedding: str
-    head: str
-    feeds: Path
 
 
 @record(slots=False)

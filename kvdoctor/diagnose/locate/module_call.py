@@ -1,17 +1,20 @@
-"""The parts of a decoder by the names of its modules: embedding, each layer's attention and MLP, final norm, head.
+"""One call of a checkpoint: its modules, and the parts of the decoder that they belong to by their names.
 
-A norm of a layer is a part by its own name, such as `input_layernorm`: it stands before or behind the attention.
+The parts are the embedding, each layer's attention and MLP, the final norm and the head. A norm of a layer is a part by
+its own name, such as `input_layernorm`: it stands before or behind the attention.
 """
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import PartDifference
 from kvdoctor.diagnose.locate.runnable import LAYER
+from kvdoctor.records import record
 
 if TYPE_CHECKING:
-    from kvdoctor.diagnose.locate.modules import ModuleCall
+    from kvdoctor.decode.calls import Array
 
 NORM = re.compile(r"norm|\bln_|(?:^|[._])ln\d?(?:[._]|$)", re.IGNORECASE)
 CROSS = re.compile(r"encoder_attn|cross_?attn|EncDecAttention|cross_attention", re.IGNORECASE)
@@ -20,7 +23,37 @@ MIXER = re.compile(r"mixer|mamba|linear_attn|conv", re.IGNORECASE)
 MLP = re.compile(r"mlp|ffn?|feed_?forward|fc\d?|dense|moe|experts", re.IGNORECASE)
 
 
-def list_parts(call: "ModuleCall", differences: Mapping[str, float], limit: float) -> tuple[PartDifference, ...]:
+@record(slots=False)
+class Module:
+    """A module of the checkpoint: all its names, its class, and what it was given and gave."""
+
+    names: tuple[str, ...]
+    kind: str
+    given: "Array | None"
+    gave: "Array | None"
+
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.names[0]
+
+    @property
+    def shown(self) -> str:
+        """How people call it."""
+        return f"{self.name} ({self.kind})" if self.name else f"the model itself ({self.kind})"
+
+
+@record(slots=False)
+class ModuleCall:
+    """One call of the checkpoint: its modules in the order in which they ended, the names of two, and the feeds."""
+
+    modules: tuple[Module, ...]
+    embedding: str
+    head: str
+    feeds: Path
+
+
+def list_parts(call: ModuleCall, differences: Mapping[str, float], limit: float) -> tuple[PartDifference, ...]:
     """The parts in the order of the graph, each with the largest difference of its modules."""
     found: dict[tuple[int | None, str], float] = {}
     for module in call.modules:
