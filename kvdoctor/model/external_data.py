@@ -75,16 +75,43 @@ class _Use:
     needed: int | None
 
 
+@record
+class ExternalReference:
+    """Where the bytes of a tensor lie: `length` bytes at `offset` of the file at `location`, as the model names it."""
+
+    location: str
+    offset: int
+    length: int
+
+
+def is_external(tensor: TensorProto) -> bool:
+    """Whether the bytes of a tensor lie in another file."""
+    return bool(tensor.data_location == TensorProto.EXTERNAL)
+
+
+def read_reference(tensor: TensorProto) -> ExternalReference | None:
+    """Where the bytes of an external tensor lie, None for any other; a length that is not given is that of its dims.
+
+    Raises:
+        ValueError: its numbers are none, which `examine` reports.
+    """
+    if not is_external(tensor):
+        return None
+    entries = {entry.key: _text(entry.value) for entry in tensor.external_data}
+    length = int(entries.get("length") or 0) or _count_bytes(tensor) or 0
+    return ExternalReference(entries.get("location", ""), int(entries.get("offset") or 0), length)
+
+
 def external_tensors(model: ModelProto) -> Iterator[TensorProto]:
     """Yield the tensors of a model, at any depth, whose data lie in another file."""
     graphs = [model.graph]
     for training in model.training_info:
         graphs += [training.initialization, training.algorithm]
     for graph in graphs:
-        yield from filter(_is_external, _graph_tensors(graph))
+        yield from filter(is_external, _graph_tensors(graph))
     for function in model.functions:
-        yield from filter(_is_external, _attribute_tensors(function.attribute_proto))
-        yield from filter(_is_external, _node_tensors(function.node))
+        yield from filter(is_external, _attribute_tensors(function.attribute_proto))
+        yield from filter(is_external, _node_tensors(function.node))
 
 
 def examine(model: ModelProto, model_path: Path) -> tuple[tuple[ExternalFile, ...], tuple[ExternalProblem, ...]]:
@@ -96,7 +123,7 @@ def examine(model: ModelProto, model_path: Path) -> tuple[tuple[ExternalFile, ..
     uses: dict[str, list[_Use]] = {}
     for tensor in external_tensors(model):
         entries = {_text(entry.key): _text(entry.value) for entry in tensor.external_data}
-        use = _Use(_text(tensor.name), entries.get("offset", "0"), entries.get("length", "0"), _needed(tensor))
+        use = _Use(_text(tensor.name), entries.get("offset", "0"), entries.get("length", "0"), _count_bytes(tensor))
         uses.setdefault(entries.get("location", ""), []).append(use)
     files: list[ExternalFile] = []
     problems: list[ExternalProblem] = []
@@ -107,13 +134,9 @@ def examine(model: ModelProto, model_path: Path) -> tuple[tuple[ExternalFile, ..
             files.append(ExternalFile(location, path, size))
         if problem:
             problems.append(problem)
-        elif size is not None and (torn := _torn(location, size, users)):
-            problems.append(torn)
+        elif size is not None and (short := _describe_short_file(location, size, users)):
+            problems.append(short)
     return tuple(files), tuple(problems)
-
-
-def _is_external(tensor: TensorProto) -> bool:
-    return bool(tensor.data_location == TensorProto.EXTERNAL)
 
 
 def _graph_tensors(graph: GraphProto) -> Iterator[TensorProto]:
@@ -149,7 +172,7 @@ def _text(value: str | bytes) -> str:
     return os.fsdecode(value) if isinstance(value, bytes) else value
 
 
-def _needed(tensor: TensorProto) -> int | None:
+def _count_bytes(tensor: TensorProto) -> int | None:
     """Return the bytes that dims and data_type ask for, or None where they do not tell."""
     bits = BITS.get(tensor.data_type)
     if bits is None or any(dim < 0 for dim in tensor.dims):
@@ -208,7 +231,7 @@ def _leaves(location: str) -> str | None:
     return None
 
 
-def _torn(location: str, size: int, users: list[_Use]) -> ExternalProblem | None:
+def _describe_short_file(location: str, size: int, users: list[_Use]) -> ExternalProblem | None:
     found = [(use, *defect) for use in users if (defect := _defect(use, size))]
     if not found:
         return None

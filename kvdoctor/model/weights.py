@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.errors import UnreadableError
-from kvdoctor.model.external_data import examine
+from kvdoctor.model.external_data import examine, read_reference
 from kvdoctor.model.proto import NodeProto, TensorProto
 from kvdoctor.model.skeleton import payload_left_out, read_skeleton
 from kvdoctor.model.traverse import constant_tensor
@@ -180,13 +180,11 @@ def _is_index(weight: Weight) -> bool:
 
 def _locate(name: str, tensor: TensorProto, places: dict[str, Path]) -> Weight | None:
     dims = tuple(int(size) for size in tensor.dims)
-    if tensor.data_location == TensorProto.EXTERNAL:
-        facts = {entry.key: entry.value for entry in tensor.external_data}
-        path = places.get(facts.get("location", ""))
-        width = _width(tensor.data_type) if tensor.data_type in TYPES else 0
-        length = int(facts.get("length") or prod(dims) * width)
-        offset = int(facts.get("offset") or 0)
-        return None if path is None else Weight(name, tensor.data_type, dims, length, path, offset)
+    if (reference := read_reference(tensor)) is not None:
+        path = places.get(reference.location)
+        if path is None:
+            return None
+        return Weight(name, tensor.data_type, dims, reference.length, path, reference.offset)
     if payload_left_out(tensor):
         return None
     body = bytes(tensor.raw_data) if tensor.HasField("raw_data") else _numbers(tensor)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvdoctor.errors import UsageError
+from kvdoctor.model.external_data import read_reference
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.skeleton import NESTED
 from kvdoctor.model.wire import LEN, MAX_FILE, FileWindow, encode_varint
@@ -60,10 +61,10 @@ class _Writing:
         """The pieces of a tensor: its pointer into the file replaced by the bytes it points to."""
         content = self.graph.read(start, end)
         tensor = TensorProto.FromString(content)
-        facts = {entry.key: entry.value for entry in tensor.external_data}
-        if tensor.data_location != TensorProto.EXTERNAL or facts.get("location", "").encode() != self.location:
+        reference = read_reference(tensor)
+        if reference is None or os.fsencode(reference.location) != self.location:
             return [content]
-        span = SourceBytes(int(facts.get("offset") or 0), int(facts.get("length") or 0))
+        span = SourceBytes(reference.offset, reference.length)
         if span.start + span.length > self.weights.size:
             raise UsageError(f"the weights of {tensor.name!r} are no longer where they were; was the model changed?")
         tensor.ClearField("external_data")
@@ -89,7 +90,7 @@ def write_model(model: ModelProto, source: Path, target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
     with source.open("rb") as weights, partial.open("wb") as out:
         content = model.SerializeToString()
-        writing = _Writing(FileWindow(io.BytesIO(content)), FileWindow(weights), source.name.encode())
+        writing = _Writing(FileWindow(io.BytesIO(content)), FileWindow(weights), os.fsencode(source.name))
         pieces = writing.message("ModelProto", 0, len(content))
         if _size(pieces) > MAX_FILE:
             raise UsageError(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvdoctor._version import __version__
-from kvdoctor.model.external_data import BITS, external_tensors
+from kvdoctor.model.external_data import BITS, external_tensors, is_external, read_reference
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, TensorProto
 from kvdoctor.model.skeleton import MAX_WHOLE, PORTION, payload_left_out
 from kvdoctor.model.traverse import all_nodes, bodies_of
@@ -137,7 +137,7 @@ class WeightReplacer:
             tensor.ClearField(text)
         self._fetch(tensor)
         count = math.prod(tensor.dims)
-        absent = payload_left_out(tensor) or tensor.data_location == TensorProto.EXTERNAL
+        absent = payload_left_out(tensor) or is_external(tensor)
         if tensor.data_type in INTEGERS:
             keep = not absent and (count <= MAX_INTEGERS or tensor.data_type == TensorProto.BOOL)
         else:
@@ -163,12 +163,12 @@ class WeightReplacer:
         """Read a small constant from an external file."""
         bits, count = BITS.get(tensor.data_type, 0), math.prod(tensor.dims)
         wanted = tensor.data_type in INTEGERS or count <= MAX_FLOATS
-        if tensor.data_location != TensorProto.EXTERNAL or not wanted or bits * count > MAX_WHOLE * 8:
+        reference = read_reference(tensor)
+        if reference is None or not wanted or bits * count > MAX_WHOLE * 8:
             return
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        with (self.folder / entries["location"]).open("rb") as file:
-            file.seek(int(entries.get("offset", 0)))
-            tensor.raw_data = file.read(-(-bits * count // 8))
+        with (self.folder / reference.location).open("rb") as file:
+            file.seek(reference.offset)
+            tensor.raw_data = file.read(reference.length)
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
 
@@ -214,18 +214,19 @@ def weight_digest(tensor: TensorProto, known: str, position: str) -> str:
     content.CopyFrom(tensor)
     content.ClearField("name")
     # The content is unknown if the skeleton leaves it out: then it equals no other weight.
-    unknown = payload_left_out(tensor) or tensor.data_location == TensorProto.EXTERNAL
+    unknown = payload_left_out(tensor) or is_external(tensor)
     return position if unknown else hashlib.sha256(content.SerializeToString()).hexdigest()
 
 
 def store_digests(model: ModelProto, folder: Path) -> None:
     """Store digests of external weights in their doc strings, as `read_skeleton` does for weights inside the file."""
     for tensor in external_tensors(model):
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        length = int(entries.get("length", 0)) or -(-BITS.get(tensor.data_type, 0) * math.prod(tensor.dims) // 8)
-        digest = hashlib.sha256()
-        with (folder / entries["location"]).open("rb") as file:
-            file.seek(int(entries.get("offset", 0)))
+        reference = read_reference(tensor)
+        if reference is None:
+            continue
+        length, digest = reference.length, hashlib.sha256()
+        with (folder / reference.location).open("rb") as file:
+            file.seek(reference.offset)
             while length > 0 and (part := file.read(min(length, PORTION))):
                 digest.update(part)
                 length -= len(part)

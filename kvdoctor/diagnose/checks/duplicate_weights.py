@@ -21,6 +21,7 @@ from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.context import FileContext, RunContext
 from kvdoctor.errors import UnreadableError
 from kvdoctor.findings import CannotCheck, Fault, check
+from kvdoctor.model.external_data import read_reference
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import GraphView
@@ -69,7 +70,7 @@ def duplicate_weights_of_file(context: FileContext) -> Iterator[Fault]:
 
 def _find_copies(file: OnnxFile, context: RunContext | FileContext) -> Iterator[Fault]:
     try:
-        weights = list(_stored(file))
+        weights = list(_list_weights(file))
         copies = [same for same in alike(weights).values() if len(same) > 1]
     except (OSError, UnreadableError) as error:
         raise CannotCheck(f"{file.name} could not be read again: {error}") from None
@@ -92,25 +93,25 @@ def _find_copies(file: OnnxFile, context: RunContext | FileContext) -> Iterator[
     )
 
 
-def _stored(file: OnnxFile) -> Iterator[StoredWeight]:
+def _list_weights(file: OnnxFile) -> Iterator[StoredWeight]:
     """The large initializers of a file, at any depth."""
     places = {found.location: found.path for found in file.external if found.bytes is not None}
     if file.external_problems:
         return
     for scope in GraphView(read_skeleton(file.path, located=True).model).scopes():
         for tensor in scope.graph.initializer:
-            if (weight := stored(tensor, {**places, file.path.name: file.path})) is not None:
+            if (weight := locate_weight(tensor, {**places, file.path.name: file.path})) is not None:
                 yield weight
 
 
-def stored(tensor: TensorProto, places: dict[str, Path]) -> StoredWeight | None:
+def locate_weight(tensor: TensorProto, places: dict[str, Path]) -> StoredWeight | None:
     """Where the bytes of a large initializer lie, by the files that locations name; None for a small one."""
-    facts = {entry.key: entry.value for entry in tensor.external_data}
-    offset, length = facts.get("offset") or "0", facts.get("length") or "0"
-    path = places.get(facts.get("location", ""))
-    if path is None or tensor.data_location != TensorProto.EXTERNAL or int(length) < SMALLEST:
+    reference = read_reference(tensor)
+    path = places.get(reference.location) if reference is not None else None
+    if reference is None or path is None or reference.length < SMALLEST:
         return None
-    return StoredWeight(tensor.name, (tensor.data_type, *tensor.dims), path, int(offset), int(length))
+    kind = (tensor.data_type, *tensor.dims)
+    return StoredWeight(tensor.name, kind, path, reference.offset, reference.length)
 
 
 def alike(weights: list[StoredWeight]) -> dict[bytes, list[StoredWeight]]:

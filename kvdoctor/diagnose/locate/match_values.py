@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode
+from kvdoctor.model.external_data import read_reference
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.records import record
 
@@ -129,11 +130,9 @@ class _Numbering:
 
 def content(tensor: TensorProto, source: Path) -> str:
     """A constant by its type, its sizes and its bytes, of a large one those at either end."""
-    if tensor.data_location == TensorProto.EXTERNAL:
-        facts = {entry.key: entry.value for entry in tensor.external_data}
-        start, length = int(facts.get("offset", 0)), int(facts.get("length", 0))
-        path = source.parent / facts.get("location", "")
-        with path.open("rb") as file:
+    if (reference := read_reference(tensor)) is not None:
+        start, length = reference.offset, reference.length
+        with (source.parent / reference.location).open("rb") as file:
             file.seek(start)
             first = file.read(min(length or SAMPLE, SAMPLE))
             file.seek(start + max(length - SAMPLE, 0), os.SEEK_SET)

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from kvdoctor.errors import UsageError
 from kvdoctor.model.edit import replace_all
-from kvdoctor.model.external_data import BITS, examine, external_tensors
+from kvdoctor.model.external_data import examine, external_tensors, is_external, read_reference
 from kvdoctor.model.output_folder import copy_whole
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.skeleton import PORTION, read_skeleton
@@ -56,17 +56,10 @@ def read_located(path: Path, root: Path) -> ModelProto:
 
 def span_of(tensor: TensorProto) -> TensorBytes:
     """The location of the bytes of an external tensor."""
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    length = int(entries.get("length", "0") or "0") or size_of(tensor)
-    return TensorBytes(entries["location"], int(entries.get("offset", "0") or "0"), length)
-
-
-def size_of(tensor: TensorProto) -> int:
-    """The number of bytes by dims and type."""
-    bits = BITS[tensor.data_type]
-    for dim in tensor.dims:
-        bits *= dim
-    return -(-bits // 8)
+    reference = read_reference(tensor)
+    if reference is None:
+        raise ValueError(f"{tensor.name} is not external")
+    return TensorBytes(reference.location, reference.offset, reference.length)
 
 
 def point(tensor: TensorProto, span: TensorBytes) -> None:
@@ -124,7 +117,7 @@ class EqualTensors:
 
     @staticmethod
     def _place(tensor: TensorProto) -> TensorBytes | bytes:
-        if tensor.data_location == TensorProto.EXTERNAL:
+        if is_external(tensor):
             return span_of(tensor)
         copy = TensorProto()
         copy.CopyFrom(tensor)
@@ -236,8 +229,8 @@ def _data_file(spans: set[TensorBytes], root: Path, home: Path) -> dict[TensorBy
 
 def _write_model(model: ModelProto, root: Path, file: BinaryIO, inline: bool) -> None:
     """Write a model; weights that go inside are copied from file to file."""
-    streamed = [tensor for tensor in _copies(model.graph.initializer) if inline and _is_external(tensor)]
-    replace_all(model.graph.initializer, [t for t in model.graph.initializer if not (inline and _is_external(t))])
+    streamed = [tensor for tensor in _copies(model.graph.initializer) if inline and is_external(tensor)]
+    replace_all(model.graph.initializer, [t for t in model.graph.initializer if not (inline and is_external(t))])
     graph = model.graph.SerializeToString()
     heads = [_head(tensor) for tensor in streamed]
     length = len(graph) + sum(len(head) + span_of(tensor).length for head, tensor in zip(heads, streamed, strict=True))
@@ -257,7 +250,3 @@ def _head(tensor: TensorProto) -> bytes:
     bare.ClearField("data_location")
     body = bytes(bare.SerializeToString()) + RAW_DATA_TAG + encode_varint(length)
     return INITIALIZER_TAG + encode_varint(len(body) + length) + body
-
-
-def _is_external(tensor: TensorProto) -> bool:
-    return bool(tensor.data_location == TensorProto.EXTERNAL)

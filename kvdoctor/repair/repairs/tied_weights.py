@@ -9,7 +9,7 @@ hold one each; the others are removed. Values, nodes and outputs stay as they ar
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvdoctor.diagnose.checks.duplicate_weights import StoredWeight, alike, stored
+from kvdoctor.diagnose.checks.duplicate_weights import StoredWeight, alike, locate_weight
 from kvdoctor.model.edit import new_name, rename_reads
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.traverse import graphs_in, nodes_in, own_names
@@ -41,7 +41,7 @@ def _merge_copies(context: RepairContext, file: str) -> Iterator[Change]:
     for scope in GraphView(model).scopes():
         quantized[id(scope.graph)] = _find_read_quantized(scope)
         for tensor in scope.graph.initializer:
-            weight = stored(tensor, {**places, source.path.name: Path(source.path)})
+            weight = locate_weight(tensor, {**places, source.path.name: Path(source.path)})
             if weight is not None and tensor.name not in inputs:
                 weights.append(weight)
                 held[id(weight)] = (scope, tensor)
