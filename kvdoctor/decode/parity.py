@@ -234,6 +234,11 @@ def slot_difference(actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, A
     return _round(worst / max(float(want.std()), LEAST_DEVIATION)) if np.isfinite(worst) else None
 
 
+def describe_gap(difference: LogitsDifference) -> str:
+    """How far logits are apart, in words."""
+    return f"off by {difference.relative:.1e} standard deviations" if difference.finite else "not finite"
+
+
 def judge(difference: LogitsDifference, limit: Tolerance, noise: float = 0.0) -> Verdict:
     """Say whether a difference is noise, too much, or between.
 

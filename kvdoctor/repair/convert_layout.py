@@ -13,7 +13,6 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.runs import LOOPS
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.errors import UsageError, as_argument
@@ -34,7 +33,15 @@ from kvdoctor.repair.layouts.registry import (
     new_name,
 )
 from kvdoctor.repair.lowering.raising import change_versions
-from kvdoctor.repair.proof import SplitEncoder, equal, prove, prove_loops, prove_split_encoder
+from kvdoctor.repair.proof import (
+    SplitEncoder,
+    equal,
+    prove,
+    prove_close,
+    prove_loops,
+    prove_no_new_finding,
+    prove_split_encoder,
+)
 from kvdoctor.repair.rediagnose import diagnose_copy
 from kvdoctor.repair.request import LayoutRequest
 from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
@@ -361,10 +368,8 @@ def _prove_conversion(
         yield Proof(one.stack.name, f"the layout {one.layout.name} is read as a stack", False, "no stack was found")
         return
     yield from prove_loops(stack, after)
-    known = {finding.name for finding in before.report.findings}
-    known |= {revealed for name in known for revealed in REVEALED.get(name, ())}
-    new = sorted({f.name for f in after.report.findings if f.severity != "note"} - known)
-    yield Proof(stack, "no finding that was not there before", not new, ", ".join(new))
+    revealed = {name for finding in before.report.findings for name in REVEALED.get(finding.name, ())}
+    yield prove_no_new_finding(stack, before.report, after.report, revealed)
     if one.made.cut is None:
         yield _compare_loops(one, stack, before, after)
         if one.layout.consumer:
@@ -395,9 +400,7 @@ def _compare_loops(one: ConvertedStack, stack: str, before: DiagnosisSide, after
         return Proof(stack, f"{claim}, bit for bit", True, f"{old.size} numbers")
     width = one.contract.vocabulary or old.size
     limit = find_tolerance(one.contract.exactness, after.tolerances)
-    found = compare(new.reshape(1, -1, width), old.reshape(1, -1, width), limit)
-    text = f"off by {found.relative:.1e} standard deviations of the logits" if found.finite else "not finite"
-    return Proof(stack, claim, judge(found, limit) == "pass", text)
+    return prove_close(Proof(stack, claim, False), new.reshape(1, -1, width), old.reshape(1, -1, width), limit)
 
 
 def _read_loop_logits(side: DiagnosisSide, stack: str) -> "np.ndarray[Any, Any] | None":

@@ -14,7 +14,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.experiments.generated_tokens import PROMPTS
 from kvdoctor.decode.experiments.loop_vectors import UNDECIDED
 from kvdoctor.decode.messages import ExperimentJob
-from kvdoctor.decode.parity import compare, judge
+from kvdoctor.decode.parity import compare, describe_gap, judge
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.records import record
 from kvdoctor.repair.layouts.genai_config import NAME
@@ -216,7 +216,6 @@ def _compare_logits(
                 return Proof(stack, claim, False, f"their shape is {list(got.shape)}, not {list(one.logits.shape)}")
             found = compare(got[None], one.logits[None].astype(np.float32), limit)
             if judge(found, limit) != "pass":
-                text = f"off by {found.relative:.1e} standard deviations" if found.finite else "not finite"
-                return Proof(stack, claim, False, f"prompt of {len(one.prompt)}: {text}")
+                return Proof(stack, claim, False, f"prompt of {len(one.prompt)}: {describe_gap(found)}")
             worst = max(worst, found.relative)
     return Proof(stack, claim, True, f"within {worst:.1e} standard deviations" if worst else "bit for bit")

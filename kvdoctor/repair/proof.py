@@ -1,6 +1,6 @@
 """The proof of a repaired stack: the finding is gone, no new one appears, the loops pass, the numbers are kept."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.contract import CacheContract, Dim
 from kvdoctor.decode.calls import save_call
 from kvdoctor.decode.messages import CompareJob, TrialDone, TrialModel, ValuePair
-from kvdoctor.decode.parity import compare, judge
+from kvdoctor.decode.parity import compare, describe_gap, judge
 from kvdoctor.decode.runs import HELD_LOOP, LOOPS, UNDECIDED, Run, quote_error
-from kvdoctor.decode.tolerances import find_tolerance
+from kvdoctor.decode.tolerances import Tolerance, find_tolerance
 from kvdoctor.errors import WorkerDied
 from kvdoctor.findings import Finding
 from kvdoctor.model.proto import ValueInfoProto
@@ -86,7 +86,20 @@ def _prove_findings(stack: str, applied: list[Applied], before: DiagnosisSide, a
         and not _shows_under_target_only(finding)
         and _could_show_before(finding, stack, before)
     ]
-    yield Proof(stack, "no finding that was not there before", not fresh, ", ".join(fresh))
+    yield _prove_none_new(stack, fresh)
+
+
+def prove_no_new_finding(stack: str, before: Report, after: Report, revealed: Iterable[str] = ()) -> Proof:
+    """The claim that a conversion of a healthy copy brings no finding; `revealed` are checks that it lets see more.
+
+    Stacks and files may have other names since, so findings of all of them are compared, by their check.
+    """
+    known = {finding.name for finding in before.findings} | set(revealed)
+    return _prove_none_new(stack, sorted({one.name for one in after.findings if one.severity != "note"} - known))
+
+
+def _prove_none_new(stack: str, fresh: Sequence[str]) -> Proof:
+    return Proof(stack, "no finding that was not there before", not fresh, ", ".join(fresh))
 
 
 def _could_show_before(finding: Finding, stack: str, before: DiagnosisSide) -> bool:
@@ -184,9 +197,14 @@ def _prove_first_step(stack: str, keeps: Keeps, old: Any, new: Any, after: Diagn
     if new is None or contract is None or new.shape != old.shape:
         return Proof(stack, claim, False, "no logits of that shape")
     limit = find_tolerance(contract.exactness, after.tolerances)
+    return prove_close(Proof(stack, claim, False), new, old, limit)
+
+
+def prove_close(claim: Proof, new: Any, old: Any, limit: Tolerance) -> Proof:
+    """The claim with whether logits, float[batch, tokens, vocabulary], are as close as the arithmetic allows."""
     found = compare(new, old, limit)
-    text = f"off by {found.relative:.1e} standard deviations of the logits" if found.finite else "not finite"
-    return Proof(stack, claim, judge(found, limit) == "pass", text)
+    text = f"{describe_gap(found)} of the logits" if found.finite else describe_gap(found)
+    return replace(claim, holds=judge(found, limit) == "pass", detail=text)
 
 
 def equal(old: Any, new: Any) -> bool:

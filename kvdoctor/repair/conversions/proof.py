@@ -6,7 +6,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.messages import PairedDone, PairedJob, PairedSide
 from kvdoctor.records import record
 from kvdoctor.repair.conversions.registry import Converted
-from kvdoctor.repair.proof import prove_loops
+from kvdoctor.repair.proof import prove_loops, prove_no_new_finding
 from kvdoctor.repair.session import DiagnosisSide, RepairSession
 from kvdoctor.report.repair_record import Proof
 
@@ -37,9 +37,7 @@ def prove_conversions(
 ) -> Iterator[Proof]:
     """The claims on a converted stack, and whether they hold; `before` is the diagnosis of the base."""
     yield from prove_loops(base.stack, after, before)
-    known = {finding.name for finding in before.report.findings} | set(made.reveals)
-    new = sorted({f.name for f in after.report.findings if f.severity != "note"} - known)
-    yield Proof(base.stack, "no finding that was not there before", not new, ", ".join(new))
+    yield prove_no_new_finding(base.stack, before.report, after.report, made.reveals)
     yield from _compare(session, made, base, after.contract(base.stack))
 
 

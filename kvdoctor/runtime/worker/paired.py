@@ -16,7 +16,7 @@ from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, Refus
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import PairedDone, PairedJob, PairedSide
 from kvdoctor.decode.paired_walks import Walk, plan_walks
-from kvdoctor.decode.parity import compare, judge, slot_difference
+from kvdoctor.decode.parity import compare, describe_gap, judge, slot_difference
 from kvdoctor.decode.runs import quote_error
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.decode.tolerances import find_tolerance
@@ -202,8 +202,7 @@ class _Pair:
         found = compare(got, wanted, self.tolerance)
         within = found.finite and found.relative <= self.job.allowed
         if not within and judge(found, self.tolerance) != "pass":
-            text = f"off by {found.relative:.1e} standard deviations" if found.finite else "not finite"
-            raise _Differs(f"logits {text}{how}")
+            raise _Differs(f"logits {describe_gap(found)}{how}")
         tally.worst = max(tally.worst, found.relative)
 
     def _compare_caches(self, call: Call, got: Answer, want: Answer) -> None:
