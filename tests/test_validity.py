@@ -76,7 +76,7 @@ def circle(graph: GraphProto) -> None:
 
 
 PLACES: dict[str, tuple[Callable[[GraphProto], None], str]] = {
-    "a value computed twice": (doubled, "Identity 'again' computes "),
+    "a value computed twice": (doubled, 'Identity "again" computes '),
     "a value that nothing computes": (unknown_input, "reads 'nowhere', which nothing computes"),
     "an output that nothing computes": (unknown_output, "nothing computes the output 'nobody'"),
     "too many inputs": (third_input, "has 3 inputs; opset 14 allows 2"),
@@ -155,7 +155,7 @@ def test_what_the_table_does_not_know_is_not_judged() -> None:
     )
     assert find_violations(GraphView(newer)) == ()
     newer.opset_import[0].version = 17
-    assert find_violations(GraphView(newer)) == ("graph: Novelty 'y' is no operator of ONNX",)
+    assert find_violations(GraphView(newer)) == ('graph: Novelty "y" is no operator of ONNX',)
     newer.graph.node[0].op_type = "SimplifiedLayerNormalization"
     assert find_violations(GraphView(newer)) == ()
     newer.graph.node[0].op_type, newer.graph.node[0].domain = "Novelty", "org.example"
@@ -164,7 +164,7 @@ def test_what_the_table_does_not_know_is_not_judged() -> None:
         helper.make_function("org.example", "Novelty", ["a"], ["b"], [helper.make_node("Relu", ["c"], ["b"])], [])
     )
     newer.functions[0].opset_import.extend(newer.opset_import)
-    assert find_violations(GraphView(newer)) == ("function 'Novelty': Relu 'b' reads 'c', which nothing computes",)
+    assert find_violations(GraphView(newer)) == ("function 'Novelty': Relu \"b\" reads 'c', which nothing computes",)
 
 
 def test_the_table_of_operators_is_that_of_onnx() -> None:

@@ -123,6 +123,11 @@ class Node:
     name: str
     op: str
 
+    @property
+    def shown(self) -> str:
+        """As reports name it."""
+        return f'{self.op} "{self.name}"'
+
 
 FaultSource = Literal["feed", "graph", "optimization", "buffer-reuse", "kernel", "precision"]
 """The component at fault: the sizes or values fed, the graph itself, an optimization of the runtime, its reuse of
@@ -262,6 +267,12 @@ class Run:
             return "the loop in the first session" if self.experiment == OWN_SESSION else "other histories"
         own = "its own first pass" if self.experiment == PLAIN_LOOP else "each row alone"
         return own if self.repeats else "the reference run"
+
+    @property
+    def fault_node(self) -> Node | None:
+        """The node at which it fails or first differs: the one that was located, else the one that its error names."""
+        located = self.location.node if self.location is not None else None
+        return located or self.node
 
     @property
     def by_rounding(self) -> bool:

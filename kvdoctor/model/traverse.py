@@ -33,6 +33,11 @@ def bodies_of(attribute: AttributeProto) -> Iterator[GraphProto]:
     yield from attribute.graphs
 
 
+def describe_node(node: NodeProto) -> str:
+    """A node as reports name it: by its operator and its name, or by its first output where it has none."""
+    return f'{node.op_type} "{node.name or next(filter(None, node.output), "")}"'
+
+
 def find_attribute(node: NodeProto, name: str) -> AttributeProto | None:
     """The attribute of a node that has this name."""
     return next((attribute for attribute in node.attribute if attribute.name == name), None)

@@ -10,7 +10,15 @@ from typing import Any
 
 from kvdoctor.model.operators import OF_RUNTIME, Signature, find_signature, is_operator, newest_opset
 from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, NodeProto
-from kvdoctor.model.traverse import STANDARD, are_equal_constants, bodies_of, own_names, stable_order, values_read
+from kvdoctor.model.traverse import (
+    STANDARD,
+    are_equal_constants,
+    bodies_of,
+    describe_node,
+    own_names,
+    stable_order,
+    values_read,
+)
 from kvdoctor.model.view import GraphView
 
 Names = frozenset[str]
@@ -64,16 +72,16 @@ class _Rules:
         listed = list(nodes)
         _, cyclic = stable_order([values_read(node) for node in listed], [node.output for node in listed])
         if cyclic:
-            yield f"{path}: {_title(listed[cyclic[0]])} needs a value that depends on its own output"
+            yield f"{path}: {describe_node(listed[cyclic[0]])} needs a value that depends on its own output"
         for node in listed:
-            place = f"{path}: {_title(node)}"
+            place = f"{path}: {describe_node(node)}"
             for name in dict.fromkeys(node.input):
                 if name and name not in visible:
                     yield f"{place} reads {name!r}, which nothing computes"
             yield from (f"{place} {problem}" for problem in self._judge_operator(node))
             for attribute in node.attribute:
                 for body in bodies_of(attribute):
-                    inner = f"{node.op_type} {node.name!r}, {attribute.name}"
+                    inner = f"{describe_node(node)}, {attribute.name}"
                     yield from self.judge_graph(body, inner, visible)
 
     def _judge_operator(self, node: NodeProto) -> Iterator[str]:
@@ -131,11 +139,7 @@ def _made_twice(nodes: Iterable[NodeProto], given: Iterable[str], path: str) -> 
     for node in nodes:
         for name in filter(None, node.output):
             if name in inputs or (name in made and not are_equal_constants(made[name], node)):
-                other = "is an input" if name in inputs else f"{_title(made[name])} computes"
-                yield f"{path}: {_title(node)} computes {name!r}, which {other}{'' if name in inputs else ' too'}"
+                other = "is an input" if name in inputs else f"{describe_node(made[name])} computes"
+                too = "" if name in inputs else " too"
+                yield f"{path}: {describe_node(node)} computes {name!r}, which {other}{too}"
             made[name] = node
-
-
-def _title(node: NodeProto) -> str:
-    """The operator and the name of a node, or its first output where it has none."""
-    return f"{node.op_type} {(node.name or next(filter(None, node.output), ''))!r}"

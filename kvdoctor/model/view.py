@@ -15,7 +15,7 @@ from kvdoctor.model.proto import (
     TensorShapeProto,
     ValueInfoProto,
 )
-from kvdoctor.model.traverse import bodies_of, constant_tensor, nodes_in, normalize_domain
+from kvdoctor.model.traverse import bodies_of, constant_tensor, describe_node, nodes_in, normalize_domain
 from kvdoctor.records import record
 
 ELEMENT_TYPES = {number: name.lower() for name, number in TensorProto.DataType.items()}
@@ -166,7 +166,7 @@ class GraphView:
         for node in self.model.graph.node:
             if node.op_type == "If" and node.input:
                 switch, holds = self._condition(node.input[0])
-                bodies = {a.name: Scope(a.g, f"If {node.name!r}, {a.name}", self.main) for a in node.attribute}
+                bodies = {a.name: Scope(a.g, f"{describe_node(node)}, {a.name}", self.main) for a in node.attribute}
                 if switch in flags and {"then_branch", "else_branch"} <= set(bodies):
                     chosen, other = bodies["then_branch"], bodies["else_branch"]
                     chosen, other = (chosen, other) if holds else (other, chosen)
@@ -269,4 +269,4 @@ def _scopes_below(scope: Scope) -> Iterator[Scope]:
     for node in scope.graph.node:
         for attribute in node.attribute:
             for body in bodies_of(attribute):
-                yield from _scopes_below(Scope(body, f"{node.op_type} {node.name!r}, {attribute.name}", scope))
+                yield from _scopes_below(Scope(body, f"{describe_node(node)}, {attribute.name}", scope))

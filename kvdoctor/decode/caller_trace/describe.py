@@ -103,7 +103,7 @@ def is_harmless(held: "TraceCheck", one: "ContractViolation", run: Run | None) -
 
 
 def _place(run: Run) -> str:
-    return f' in {run.node.op} "{run.node.name}"' if run.node else ""
+    return f" in {run.node.shown}" if run.node else ""
 
 
 def quote_error(step: "TraceStep") -> str:

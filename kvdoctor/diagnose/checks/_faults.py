@@ -111,13 +111,12 @@ def name_node(place: FaultLocation) -> str | None:
     if place.node is None:
         return None
     inside = f" in {place.scope}" if place.scope else ""
-    return f'{place.node.op} "{place.node.name}"{inside}'
+    return f"{place.node.shown}{inside}"
 
 
 def list_nodes(run: Run | None) -> tuple[str, ...]:
     """The node at which a run fails or first differs, as `Fault.nodes` has it."""
-    located = run.location.node if run is not None and run.location is not None else None
-    node = located or (run.node if run is not None else None)
+    node = run.fault_node if run is not None else None
     return (node.name,) if node is not None and node.name else ()
 
 

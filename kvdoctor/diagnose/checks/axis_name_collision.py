@@ -57,7 +57,7 @@ def axis_name_collision(context: ContractContext) -> Iterator[Fault]:
 
 
 def _fails(context: ContractContext, run: Run, presents: tuple[str, ...]) -> Fault:
-    place = f'{run.node.op} "{run.node.name}"' if run.node else f"file {context.decode_file}"
+    place = run.node.shown if run.node else f"file {context.decode_file}"
     return Fault(
         severity="error",
         file=context.decode_file,

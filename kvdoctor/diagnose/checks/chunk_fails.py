@@ -30,6 +30,6 @@ def chunk_fails(context: RunContext) -> Iterator[Fault]:
     if run is None or run.outcome != "failed" or judged is None or judged.outcome != "passed":
         return
     fault = build_fault(context, run, WORDS, "warning")
-    place = f'{run.node.op} "{run.node.name}"' if run.node else fault.where
+    place = run.node.shown if run.node else fault.where
     observed = f"chunk, step {run.failed_step}: {run.error}"
     yield replace(fault, use="chunked-prefill", where=place, observed=observed, nodes=list_nodes(run) or fault.nodes)

@@ -66,7 +66,7 @@ def context_limit_fails(context: RunContext) -> Iterator[Fault]:
                 advice="export again with tables of the declared length, or declare the length that the graph supports",
             )
             fault = build_fault(context, run, words, use.severity)
-            place = f'{run.node.op} "{run.node.name}"' if run.node else fault.where
+            place = run.node.shown if run.node else fault.where
             observed = f"step {run.failed_step}: {run.error}" if run.error else fault.observed
             nodes = list_nodes(run) or fault.nodes
             yield replace(fault, where=place, observed=observed, use=use.required, nodes=nodes)

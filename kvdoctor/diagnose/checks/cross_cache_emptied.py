@@ -96,4 +96,4 @@ def _list_effects(context: ContractContext) -> Iterator[str]:
 
 
 def _name_node(run: Run) -> str:
-    return f' in {run.node.op} "{run.node.name}"' if run.node else ""
+    return f" in {run.node.shown}" if run.node else ""

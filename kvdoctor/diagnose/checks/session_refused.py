@@ -44,7 +44,7 @@ def session_refused(context: RunContext) -> Iterator[Fault]:
             cause = f"the runtime refuses the file; level {opens_at!r} opens it, and then a step fails"
             advice = Advice("re-export", "export again, without the tool that changed the graph afterwards")
             run = context.checked_loop
-            place = f' in {run.node.op} "{run.node.name}"' if run and run.node else ""
+            place = f" in {run.node.shown}" if run and run.node else ""
             nodes = list_nodes(run)
             effects = (f"opened at level {opens_at!r}, step {run.failed_step if run else '?'} fails{place}",)
         else:

@@ -91,9 +91,9 @@ def _list_fed(context: RunContext, step: Step | None) -> list[tuple[str, Observe
 
 
 def _build_fault(context: RunContext, run: Run, severity: Severity, cause: str, declared: str) -> Fault:
-    node = run.location.node if run.location and run.location.node else run.node
+    node = run.fault_node
     place = name_node(run.location) if run.location else None
-    place = place or (f'{node.op} "{node.name}"' if node else f"file {context.decode_file}")
+    place = place or (node.shown if node else f"file {context.decode_file}")
     step = run.steps[-1] if run.steps else None
     mismatch = find_undeclared_size(context, run)
     shown = ", ".join(f"{name} {describe(seen.dtype, seen.shape)}" for name, seen in _list_fed(context, step)[:3])

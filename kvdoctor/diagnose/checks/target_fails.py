@@ -138,8 +138,7 @@ def _rate(experiment: str) -> tuple[Severity, Required | None]:
 
 
 def _describe_where(run: Run, target: Target) -> str:
-    node = run.location.node if run.location is not None and run.location.node is not None else run.node
-    place = f', {node.op} "{node.name}"' if node is not None else ""
+    place = f", {run.fault_node.shown}" if run.fault_node is not None else ""
     return f"{run.experiment}, step {run.failed_step or 0}{place}, under {target.words}"
 
 

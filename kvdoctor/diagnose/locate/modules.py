@@ -218,7 +218,7 @@ class ModuleSearch:
             words = f"no single module stands out: differences grow, and the output of {first.module.shown} is {off}"
         place = nodes[0] if nodes else None
         match = LAYER.search(first.module.name)
-        listed = ", ".join(f'{node.in_file.op} "{node.in_file.name}"' for node in nodes[:SHOWN_NODES])
+        listed = ", ".join(node.in_file.shown for node in nodes[:SHOWN_NODES])
         more = f" and {len(nodes) - SHOWN_NODES} more" if len(nodes) > SHOWN_NODES else ""
         return FaultLocation(
             node=place.in_file if place is not None else None,

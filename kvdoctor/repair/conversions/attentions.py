@@ -15,7 +15,7 @@ from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto,
 from kvdoctor.model.traverse import names_in, normalize_domain, opset_version, readers, subgraphs
 from kvdoctor.model.view import ELEMENT_TYPES
 from kvdoctor.options import ReExportChoices
-from kvdoctor.repair.conversions.lm_head import Scopes, describe_node, find_ends, find_maker
+from kvdoctor.repair.conversions.lm_head import Scopes, describe_op, find_ends, find_maker
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.workspace import CannotRepair, RepairContext
 from kvdoctor.report.repair_record import Change
@@ -103,7 +103,7 @@ def _find_weights(scopes: Scopes, slots: tuple[Slot, ...]) -> _Weights:
             continue
         if layer.number in weights.found:
             raise CannotRepair(
-                f"the node {describe_node(node)} is a second Softmax over the keys of layer {layer.number}"
+                f"the node {describe_op(node)} is a second Softmax over the keys of layer {layer.number}"
             )
         weights.found[layer.number] = _follow_weights(scopes, node, layer, reading)
     for layer in layers:
@@ -193,17 +193,17 @@ def _follow_weights(
             other = next((given for given in product.input if given != name), "")
             if _find_root(scopes, other) != layer.value:
                 raise CannotRepair(
-                    f"the node {describe_node(product)} multiplies the weights of layer {layer.number} with something "
+                    f"the node {describe_op(product)} multiplies the weights of layer {layer.number} with something "
                     "else than its cross-attention values"
                 )
             return str(name)
         if not found:
             raise CannotRepair(
-                f"no product with the values of layer {layer.number} follows the node {describe_node(seen[-1])}"
+                f"no product with the values of layer {layer.number} follows the node {describe_op(seen[-1])}"
             )
         seen.append(found[0])
         name = str(found[0].output[0])
-    raise CannotRepair(f"too many nodes follow {describe_node(softmax)}")
+    raise CannotRepair(f"too many nodes follow {describe_op(softmax)}")
 
 
 def _refuse_layer(layer: _Layer, reading: dict[str, list[tuple[NodeProto, int]]]) -> NoReturn:
@@ -215,7 +215,7 @@ def _refuse_layer(layer: _Layer, reading: dict[str, list[tuple[NodeProto, int]]]
                 continue
             if node.op_type not in MOVING or normalize_domain(node.domain):
                 raise CannotRepair(
-                    f"the node {describe_node(node)} takes the keys of layer {layer.number}, and no Softmax behind it "
+                    f"the node {describe_op(node)} takes the keys of layer {layer.number}, and no Softmax behind it "
                     "gives weights that can be returned"
                 )
             names += [made for made in node.output if made not in names]

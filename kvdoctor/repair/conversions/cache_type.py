@@ -30,7 +30,7 @@ from kvdoctor.model.traverse import (
 from kvdoctor.model.view import ELEMENT_TYPES, integers
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
-from kvdoctor.repair.conversions.lm_head import Scopes, describe_node, find_maker
+from kvdoctor.repair.conversions.lm_head import Scopes, describe_op, find_maker
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.conversions.row_codec import FLOAT16, STORED, Row, RowCodec, slice_shape
 from kvdoctor.repair.conversions.static_cache import forget_trace
@@ -241,7 +241,7 @@ class _Writer:
     def _visit_branches(self, slot: Slot, scopes: Scopes, node: NodeProto, name: str) -> str:
         reading = (other for other, _ in readers(scopes[-1]).get(name, ()) if self._computes_with(other))
         if (reader := next(reading, None)) is not None:
-            raise CannotRepair(f"the node {describe_node(reader)} reads {name!r}, which both branches return")
+            raise CannotRepair(f"the node {describe_op(reader)} reads {name!r}, which both branches return")
         index = list(node.output).index(name)
         for body in subgraphs(node):
             scale = self._visit(slot, (*scopes, body), body.output[index].name)
@@ -266,7 +266,7 @@ class _Writer:
             return self._store_joined(slot, scopes, name, node)
         if slot.past in needed_for(graph, [name]):
             raise CannotRepair(
-                f"the node {describe_node(node)} makes {name!r} of {slot.past!r}: new rows do not meet that past in a "
+                f"the node {describe_op(node)} makes {name!r} of {slot.past!r}: new rows do not meet that past in a "
                 "Concat, ScatterND or TensorScatter"
             )
         exact = fresh_name(f"{name}.exact", self.codec.known)
@@ -284,7 +284,7 @@ class _Writer:
 
     def _store_joined(self, slot: Slot, scopes: Scopes, name: str, node: NodeProto) -> str:
         """Join stored rows to a stored past, and their scales to its scales."""
-        graph, described, kind = scopes[-1], describe_node(node), str(node.op_type)
+        graph, described, kind = scopes[-1], describe_op(node), str(node.op_type)
         if normalize_domain(node.domain) or kind not in JOINS:
             raise CannotRepair(f"the node {described} takes {slot.past!r} itself", FUSED.get(kind, ""))
         if node.input[0] != slot.past or (kind == "Concat" and len(node.input) != JOINED):

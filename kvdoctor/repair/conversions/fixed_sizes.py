@@ -18,7 +18,7 @@ from kvdoctor.model.traverse import names_in, opset_version, producer, readers
 from kvdoctor.model.view import GraphView
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
-from kvdoctor.repair.conversions.lm_head import describe_node
+from kvdoctor.repair.conversions.lm_head import describe_op
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.workspace import CannotRepair, RepairContext
 from kvdoctor.report.repair_record import Change
@@ -94,7 +94,7 @@ def _refuse_shape(context: RepairContext, contract: CacheContract) -> None:
 def _refuse_node(context: RepairContext, name: str, why: str) -> NoReturn:
     """Name the node that reads an input."""
     found = readers(context.model(context.file_of("decode")).graph).get(name, ())
-    node = f"the node {describe_node(found[0][0])}" if found else f"the input {name!r}"
+    node = f"the node {describe_op(found[0][0])}" if found else f"the input {name!r}"
     context.cannot(f"{node} reads {name!r}, {why}")
 
 
@@ -108,7 +108,7 @@ def _refuse_past(context: RepairContext, contract: CacheContract, model: ModelPr
         fused = next((node for node, _ in reading.get(slot.past, ()) if node.op_type in LENGTH_OPERATORS), None)
         if fused is not None:
             context.cannot(
-                f"the node {describe_node(fused)} counts the entries of {slot.past!r} from its start, so that padding "
+                f"the node {describe_op(fused)} counts the entries of {slot.past!r} from its start, so that padding "
                 "on the left cannot be hidden"
             )
         if slot.present is None or slot.carry != "feed-back" or slot.growth != "grow":

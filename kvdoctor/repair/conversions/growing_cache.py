@@ -18,7 +18,7 @@ from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.conversions.fused_cache import declare_length, is_fused, list_growing_rules
 from kvdoctor.repair.conversions.length_uses import PAST, LengthUses
-from kvdoctor.repair.conversions.lm_head import describe_node
+from kvdoctor.repair.conversions.lm_head import describe_op
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.conversions.static_cache import forget_trace
 from kvdoctor.repair.shapes.freeing import AxisFreeing, CannotFree, read_declared_sizes
@@ -133,7 +133,7 @@ def _find_write(context: RepairContext, model: ModelProto, slot: Slot, uses: Len
     if len(found) == 1 and axes[0] is not None:
         return _Write(slot, found[0][0], axes[0])
     other = next((node for (node, _), axis in zip(found, axes, strict=True) if axis is None), None)
-    words = f"the node {describe_node(other)} reads" if other is not None else "not one node alone reads"
+    words = f"the node {describe_op(other)} reads" if other is not None else "not one node alone reads"
     return context.cannot(f"{words} {slot.past!r}, where a write of new rows is expected")
 
 
@@ -174,7 +174,7 @@ def _join(model: ModelProto, write: _Write, file: str) -> Change:
     node.attribute.add(name="axis", i=write.axis, type=2)
     for name in given:
         drop_unused(model.graph, name)
-    return Change(file, describe_node(node), before, "joins them to it")
+    return Change(file, describe_op(node), before, "joins them to it")
 
 
 def _drop_unread_inputs(model: ModelProto, contract: CacheContract, file: str) -> Iterator[Change]:

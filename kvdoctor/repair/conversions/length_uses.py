@@ -16,7 +16,7 @@ from kvdoctor.model.edit import keep_only
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import find_attribute, needed_for, normalize_domain, producer, values_read
 from kvdoctor.records import record
-from kvdoctor.repair.conversions.lm_head import describe_node
+from kvdoctor.repair.conversions.lm_head import describe_op
 from kvdoctor.repair.shapes.facts import GraphScope, ShapeFacts, ValueFacts, WalkNotes
 from kvdoctor.repair.shapes.freeing import read_declared_sizes
 from kvdoctor.repair.shapes.number_rules import NUMBERS
@@ -186,7 +186,7 @@ class LengthUses:
         if found is None or found.numbers is None or None in found.numbers:
             return False
         if found.others:
-            raise CannotRepair(f"the node {describe_node(node)} selects one of several lengths by its condition")
+            raise CannotRepair(f"the node {describe_op(node)} selects one of several lengths by its condition")
         return True
 
     def _is_from_past(self, use: _Use) -> bool:
@@ -208,7 +208,7 @@ class LengthUses:
         """A Range of new positions counts from the tokens in the buffer, one of all columns ends at N."""
         start, end = (self._single(scope, node, index) for index in (0, 1))
         if start is None or end is None:
-            raise CannotRepair(f"the node {describe_node(node)} counts from or to a number that is not known")
+            raise CannotRepair(f"the node {describe_op(node)} counts from or to a number that is not known")
         for index, term in enumerate((start, end)):
             use = _Use(scope, node, index, (term,))
             if PAST not in term.symbols:
@@ -263,7 +263,7 @@ class LengthUses:
             if not self._is_cut(start, end, size):
                 continue
             if step != whole(1) or start is None or end is None:
-                raise CannotRepair(f"the node {describe_node(node)} cuts an axis of the past's length in another way")
+                raise CannotRepair(f"the node {describe_op(node)} cuts an axis of the past's length in another way")
             new_starts[at], new_ends[at] = self._cut(_Use(scope, node, 1, (start, end)), start, end, size)
         if new_starts != list(starts):
             self._replace(_Use(scope, node, 1, starts), new_starts)
@@ -329,7 +329,7 @@ class LengthUses:
         use.node.input[use.index] = self.writer.shaped(entries, [len(entries)] if rank else [], element)
         before = ", ".join(map(str, use.terms))
         after = ", ".join(map(str, terms))
-        self.changes.append(Change(self.graph.file, describe_node(use.node), f"reads {before}", f"reads {after}"))
+        self.changes.append(Change(self.graph.file, describe_op(use.node), f"reads {before}", f"reads {after}"))
 
     def _entry(self, use: _Use, term: Term | None) -> int | Term:
         if term is None:
@@ -339,7 +339,7 @@ class LengthUses:
     def _refuse(self, use: _Use, term: Term | None = None) -> NoReturn:
         lengths = ", ".join("?" if one is None else str(one) for one in (use.terms if term is None else (term,)))
         raise CannotRepair(
-            f"the node {describe_node(use.node)} uses the length of the past in an unknown way (input {use.index}: "
+            f"the node {describe_op(use.node)} uses the length of the past in an unknown way (input {use.index}: "
             f"{lengths})"
         )
 

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import constant_tensor, find_attribute, normalize_domain, producer, readers, subgraphs
+from kvdoctor.model.traverse import (
+    constant_tensor,
+    describe_node,
+    find_attribute,
+    normalize_domain,
+    producer,
+    readers,
+    subgraphs,
+)
 from kvdoctor.records import record
 from kvdoctor.repair.workspace import CannotRepair
 
@@ -42,10 +50,10 @@ class Head:
     values: frozenset[str]
 
 
-def describe_node(node: NodeProto) -> str:
-    """A node as errors name it."""
-    kind = f"{node.domain}.{node.op_type}" if normalize_domain(node.domain) else str(node.op_type)
-    return f'{kind} "{node.name or next(iter(node.output), "")}"'
+def describe_op(node: NodeProto) -> str:
+    """A node as errors name it, its operator with the domain that it is of."""
+    domain = normalize_domain(node.domain)
+    return f"{domain}.{describe_node(node)}" if domain else describe_node(node)
 
 
 def find_heads(main: GraphProto, logits: str, contract: CacheContract) -> tuple[Head, ...]:
@@ -120,7 +128,7 @@ class _Search:
                 self.visit(scopes, node.input[index])
         else:
             raise CannotRepair(
-                f"the node {describe_node(node)} between the LM head and the logits is none that computes each row "
+                f"the node {describe_op(node)} between the LM head and the logits is none that computes each row "
                 "from the same row"
             )
 
@@ -136,16 +144,16 @@ class _Search:
         """Whether a product takes rows of hidden states and the weights of the vocabulary, both by its own words."""
         allowed = {0, 2} if node.op_type == "MatMulInteger" else {0}
         if 0 not in computed or not set(computed) <= allowed:
-            raise CannotRepair(f"the node {describe_node(node)} looks like the LM head, and its weights are computed")
+            raise CannotRepair(f"the node {describe_op(node)} looks like the LM head, and its weights are computed")
         turned = find_attribute(node, "transA")
         if turned is not None and turned.i:
-            raise CannotRepair(f"the node {describe_node(node)} looks like the LM head, and takes columns, not rows")
+            raise CannotRepair(f"the node {describe_op(node)} looks like the LM head, and takes columns, not rows")
         if node.op_type in ("MatMulNBits", "MatMulBnb4"):
             return True
         dims = find_dims(scopes, node.input[1])
         if dims is None or len(dims) != 2:
             shape = "of unknown shape" if dims is None else f"of rank {len(dims)}"
-            raise CannotRepair(f"the node {describe_node(node)} looks like the LM head, and its weights are {shape}")
+            raise CannotRepair(f"the node {describe_op(node)} looks like the LM head, and its weights are {shape}")
         return True
 
     def _cuts_vocabulary(self, scopes: Scopes, node: NodeProto) -> bool:
@@ -164,7 +172,7 @@ class _Search:
         for name in node.input:
             dims = find_dims(scopes, name) if name and self.is_fixed(scopes, name) else None
             if dims is not None and len(dims) > 1 and dims[-2] != 1:
-                raise CannotRepair(f"the node {describe_node(node)} behind the LM head has a constant for each row")
+                raise CannotRepair(f"the node {describe_op(node)} behind the LM head has a constant for each row")
 
     def is_fixed(self, scopes: Scopes, name: str) -> bool:
         """Whether a value is a weight, or computed of weights alone."""
@@ -228,7 +236,7 @@ def _refuse_other_readers(scopes: Scopes, head: Head, logits: str, search: _Sear
             for reader, _ in found.get(name, ()):
                 if id(reader) not in search.nodes and not _returns_only(reader, name):
                     raise CannotRepair(
-                        f"the node {describe_node(reader)} reads {name!r}, which lies between the LM head and the "
+                        f"the node {describe_op(reader)} reads {name!r}, which lies between the LM head and the "
                         f"logits, for another output"
                     )
         other = next((value.name for value in graph.output if value.name in head.values - {logits}), None)

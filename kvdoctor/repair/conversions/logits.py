@@ -11,7 +11,7 @@ from kvdoctor.model.edit import fresh_name, replace_all, sort_nodes
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from kvdoctor.model.traverse import names_in, opset_version
 from kvdoctor.options import ReExportChoices
-from kvdoctor.repair.conversions.lm_head import Head, describe_node, find_ends, find_heads
+from kvdoctor.repair.conversions.lm_head import Head, describe_op, find_ends, find_heads
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.conversions.static_cache import forget_trace
 from kvdoctor.repair.workspace import RepairContext
@@ -80,7 +80,7 @@ def _insert(model: ModelProto, heads: tuple[Head, ...], port: Port, choice: Logi
         head.node.input[head.index] = kept
         sort_nodes(head.graph)
         replace_all(head.graph.value_info, [v for v in head.graph.value_info if v.name not in head.values])
-        changes.append(Change(file, describe_node(head.node), f"reads every row of {hidden}", f"reads {rows}"))
+        changes.append(Change(file, describe_op(head.node), f"reads every row of {hidden}", f"reads {rows}"))
     sort_nodes(model.graph)
     size = 1 if choice == "last" else fresh_name("kept_sequence_length", known)
     before = port.shape[port.axes.index("new")] if port.shape is not None else None

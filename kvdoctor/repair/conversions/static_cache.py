@@ -21,7 +21,7 @@ from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.conversions.fused_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
 from kvdoctor.repair.conversions.length_uses import LengthUses
-from kvdoctor.repair.conversions.lm_head import describe_node
+from kvdoctor.repair.conversions.lm_head import describe_op
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
@@ -93,12 +93,12 @@ def _refuse_shape(context: RepairContext, contract: CacheContract) -> None:
     for port in decode.inputs:
         if port.role in LENGTHS and (port.role == "token_and_position" or port.shape not in ((), (1,))):
             found = readers(context.model(decode.file).graph).get(port.name, ())
-            node = f"the node {describe_node(found[0][0])}" if found else "no node"
+            node = f"the node {describe_op(found[0][0])}" if found else "no node"
             context.cannot(f"{node} reads {port.name!r}, which gives the length of the past beside its shape")
     switch = decode.port("branch_switch")
     if switch is not None:
         found = readers(context.model(decode.file).graph).get(switch.name, ())
-        node = f"the node {describe_node(found[0][0])}" if found else f"the input {switch.name!r}"
+        node = f"the node {describe_op(found[0][0])}" if found else f"the input {switch.name!r}"
         context.cannot(f"{node} selects a branch without a past, which has nothing to write into")
 
 
@@ -129,7 +129,7 @@ def _find_growing(context: RepairContext, contract: CacheContract, model: ModelP
         if slot.present is None or slot.carry != "feed-back" or slot.growth != growth or slot.trimmed:
             how = "is trimmed" if slot.trimmed else f"{slot.growth}, {slot.carry}"
             node = producer(model.graph, slot.present or "")
-            maker = f"the node {describe_node(node)}: " if node is not None else ""
+            maker = f"the node {describe_op(node)}: " if node is not None else ""
             context.cannot(f"{maker}the cache of {slot.past!r} does not grow by concatenation ({how})")
         if slot.size("past") is not None:
             context.cannot(f"the past of {slot.past!r} is fixed at {slot.size('past')} rows")
@@ -159,18 +159,18 @@ def _find_join(context: RepairContext, model: ModelProto, slot: Slot) -> _Join:
             continue
         join = _read_join(context, slot, node, index, at)
         if found is not None:
-            context.cannot(f"the node {describe_node(node)} is a second one that reads {slot.past!r}")
+            context.cannot(f"the node {describe_op(node)} is a second one that reads {slot.past!r}")
         found = join
     if found is None:
         context.cannot(f"no node joins new rows to {slot.past!r}")
     if not any(node is found.node for node in model.graph.node):
-        context.cannot(f"the node {describe_node(found.node)} joins new rows to {slot.past!r} inside a subgraph")
+        context.cannot(f"the node {describe_op(found.node)} joins new rows to {slot.past!r} inside a subgraph")
     _refuse_other_present(context, model, slot, found)
     return found
 
 
 def _read_join(context: RepairContext, slot: Slot, node: NodeProto, index: int, at: int) -> _Join:
-    name = f"the node {describe_node(node)}"
+    name = f"the node {describe_op(node)}"
     if node.op_type == "Concat" and not node.domain:
         axis = find_attribute(node, "axis")
         if index or len(node.input) != 2 or axis is None or axis.i % len(slot.axes) != at:
@@ -197,11 +197,9 @@ def _refuse_other_present(context: RepairContext, model: ModelProto, slot: Slot,
         node = producer(model.graph, name)
         if node is None or node.op_type != "Identity":
             words = (
-                f"the node {describe_node(node)}"
-                if node is not None
-                else f"no node but an input or a weight, {name!r},"
+                f"the node {describe_op(node)}" if node is not None else f"no node but an input or a weight, {name!r},"
             )
-            context.cannot(f"{words} makes {slot.present!r} from what {describe_node(join.node)} joined")
+            context.cannot(f"{words} makes {slot.present!r} from what {describe_op(join.node)} joined")
         name = node.input[0]
     context.cannot(f"no node makes {slot.present!r}")
 
@@ -247,7 +245,7 @@ class _RowWriter:
                     del names[-1]
             self.model.graph.node.append(written)
             node = written
-        return Change(file, describe_node(node), before, f"writes them at {self.position} ({node.op_type})")
+        return Change(file, describe_op(node), before, f"writes them at {self.position} ({node.op_type})")
 
     def _turn(self, node: NodeProto, slot: Slot, at: int, new: str) -> None:
         """Make a node the one that writes."""

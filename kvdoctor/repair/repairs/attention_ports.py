@@ -13,6 +13,7 @@ from kvdoctor.diagnose.checks.attention_cache_half_wired import counts_whole, gi
 from kvdoctor.model.cache_operators import CachePorts, ports_of
 from kvdoctor.model.edit import new_name
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
+from kvdoctor.model.traverse import describe_node
 from kvdoctor.model.view import Scope
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
@@ -35,7 +36,7 @@ def _repair_operators(model: ModelProto, scope: Scope, file: str) -> Iterator[Ch
         ports = ports_of(node.domain, node.op_type)
         if ports is None:
             continue
-        title = f'{scope.path}, {node.op_type} "{node.name or node.output[0]}"'
+        title = f"{scope.path}, {describe_node(node)}"
         if added := _name_presents(model, node, ports):
             yield Change(file, title, "no present output for its past", f"returns {', '.join(added)}")
         if counts_whole(node, ports, scope):

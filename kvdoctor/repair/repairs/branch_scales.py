@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvdoctor.model.edit import fresh_name
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import Readers, own_names, readers
+from kvdoctor.model.traverse import Readers, describe_node, own_names, readers
 from kvdoctor.model.view import Scope
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
@@ -53,7 +53,7 @@ def _copy_scales(scope: Scope, file: str) -> Iterator[Change]:
             before = node.input[at]
             node.input[at] = copied[tensor.name]
             word = {SCALE: "scale", WEIGHT: "weight", ZERO_POINT: "zero point"}[at]
-            title = f'{scope.path}, DequantizeLinear "{node.name or node.output[0]}", {word}'
+            title = f"{scope.path}, {describe_node(node)}, {word}"
             yield Change(
                 file, title, f"{before}, of the enclosing graph", f"{copied[tensor.name]}, a copy in the branch"
             )

@@ -7,6 +7,7 @@ Ensures: the target gives the same axes for an empty past as for every other len
 
 from kvdoctor.contract import Graph
 from kvdoctor.model.proto import ModelProto
+from kvdoctor.model.traverse import describe_node
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.agreement import EXPORT_AGAIN, compare_with_original, find_graph, list_changes
 from kvdoctor.repair.shapes.facts import WalkedReshape
@@ -14,7 +15,6 @@ from kvdoctor.repair.shapes.freeing import (
     AxisFreeing,
     CannotFree,
     Edit,
-    describe_node,
     read_declared_sizes,
     set_allowzero,
 )

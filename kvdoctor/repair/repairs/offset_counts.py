@@ -17,7 +17,7 @@ from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.agreement import EXPORT_AGAIN, find_graph, list_changes
 from kvdoctor.repair.shapes.facts import ConstantUse, Dims, GraphScope, NodeInputs
-from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, describe_node, read_declared_sizes
+from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, describe_place, read_declared_sizes
 from kvdoctor.repair.shapes.terms import Term, read_lengths, symbol, whole
 from kvdoctor.repair.shapes.writing import Writer
 from kvdoctor.repair.workspace import CannotRepair, RepairContext
@@ -49,7 +49,7 @@ class Offsets:
 
     def _edit(self, r: NodeInputs) -> Edit | None:
         changed = {"Range": self._range, "Slice": self._slice, "Trilu": self._trilu}[r.node.op_type](r)
-        return Edit(describe_node(r.node, r.scope.path), BEFORE[r.node.op_type], changed) if changed else None
+        return Edit(describe_place(r.node, r.scope.path), BEFORE[r.node.op_type], changed) if changed else None
 
     def _numbers(self, r: NodeInputs, index: int) -> list[Term] | None:
         return self._settle(r.at(index).numbers)

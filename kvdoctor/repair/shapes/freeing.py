@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.contract import Axis, Graph
 from kvdoctor.model.edit import drop_unread_constants
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-from kvdoctor.model.traverse import bodies_of
+from kvdoctor.model.traverse import bodies_of, describe_node
 from kvdoctor.model.view import integers
 from kvdoctor.records import record
 from kvdoctor.repair.shapes.facts import BakedNumber, ConstantUse, GraphScope, ShapeFacts, SizeConflict, WalkNotes
@@ -77,7 +77,7 @@ class AxisFreeing:
             CannotFree: the graph does not tell how; the model may be changed in part.
         """
         for conflict in self.conflicts[:1]:
-            place = describe_node(conflict.node, conflict.scope)
+            place = describe_place(conflict.node, conflict.scope)
             raise CannotFree(f"in {place} {conflict.words}; the graph does not tell which is meant")
         writer, sites = Writer(self.model, self.lengths), self._bound()
         names = [site.node.input[site.index] for site, _ in sites]
@@ -109,7 +109,7 @@ class AxisFreeing:
             name = one.site.tensor.name or "a constant" if one.site else ""
             what = f"{name} {list(one.site.tensor.dims)}" if one.site else "a value computed from constants alone"
             raise CannotFree(
-                f"{what}, which {describe_node(one.node, one.path)} reads, may hold only the traced position: whether "
+                f"{what}, which {describe_place(one.node, one.path)} reads, may hold only the traced position: whether "
                 "it was computed for that position, and its values at others, are not in the file"
             )
 
@@ -146,14 +146,14 @@ class AxisFreeing:
     def _rewrite(self, site: ConstantUse, entries: dict[tuple[str, int], Term], writer: Writer) -> None:
         axes = {at: term for (kind, at), term in entries.items() if kind == "axis"}
         before = f"{site.tensor.name or 'constant'} {_describe_tensor(site.tensor)}"
-        where = f"{describe_node(site.node, site.scope)}, input {site.index}"
+        where = f"{describe_place(site.node, site.scope)}, input {site.index}"
         if axes:
             table = Table(self.values(site.tensor), axes, site.node, self.facts.size)
             found = table.rewritten(writer)
             if found is None:
                 sizes = " and ".join(f"{term} = {self.facts.size(term)}" for term in axes.values())
                 raise CannotFree(
-                    f"{before}, which {describe_node(site.node, site.scope)} reads, was computed for {sizes}: its "
+                    f"{before}, which {describe_place(site.node, site.scope)} reads, was computed for {sizes}: its "
                     "values do not show those at other lengths, and what it was computed from is not in the file"
                 )
             site.node.input[site.index] = found.value
@@ -275,10 +275,9 @@ def set_allowzero(node: NodeProto, opset: int) -> None:
     node.attribute.add(name="allowzero", i=1, type=2)
 
 
-def describe_node(node: NodeProto, scope: str = "main graph") -> str:
-    """A node as reports name it."""
-    name = node.name or next(iter(node.output), "")
-    return f'{node.op_type} "{name}"' + (f" ({scope})" if scope != "main graph" else "")
+def describe_place(node: NodeProto, scope: str) -> str:
+    """A node as reports name it, and the subgraph that it stands in."""
+    return describe_node(node) + (f" ({scope})" if scope != "main graph" else "")
 
 
 def _describe_tensor(tensor: TensorProto) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import STANDARD, bodies_of, nodes_in
+from kvdoctor.model.traverse import STANDARD, bodies_of, describe_node, nodes_in
 from kvdoctor.model.view import integers
 from kvdoctor.repair.shapes.facts import (
     MOST_NUMBERS,
@@ -142,7 +142,7 @@ class ShapeWalk:
         results: list[list[ValueFacts]] = []
         for attribute in node.attribute:
             for body in bodies_of(attribute):
-                inner = GraphScope(body, f"If {node.name!r}, {attribute.name}", inside)
+                inner = GraphScope(body, f"{describe_node(node)}, {attribute.name}", inside)
                 self._graph(body, inner)
                 results.append([inner.known(value.name) or UNKNOWN for value in body.output])
         for index, name in enumerate(node.output):

@@ -186,5 +186,4 @@ def _format_result(run: Run, step: Step) -> str:
         return "equal" if off == "0" else f"{'within' if right and found.relative < LARGE else 'off by'} {off}"
     if run.died_by is not None:
         return f"ends the process ({run.died_by})"
-    node = run.location.node if run.location is not None and run.location.node is not None else run.node
-    return f'fails in {node.op} "{node.name}"' if node is not None else "fails"
+    return f"fails in {run.fault_node.shown}" if run.fault_node is not None else "fails"

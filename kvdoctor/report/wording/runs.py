@@ -34,7 +34,7 @@ def describe_result(run: Run, why: str = "") -> str:
     `why` is the known reason for an experiment that no verdict rests on to fail.
     """
     if run.outcome == "failed":
-        return why or (f'in {run.node.op} "{run.node.name}"' if run.node else "the runtime reports an error")
+        return why or (f"in {run.node.shown}" if run.node else "the runtime reports an error")
     differences = [step.difference for step in run.steps if step.difference]
     worst = max((difference.relative for difference in differences), default=None)
     float32 = run.unrounded.worst if run.unrounded is not None and run.unrounded.relative else None
@@ -63,7 +63,7 @@ def describe_fault_location(run: Run) -> Iterator[tuple[str, str]]:
     if run.location is None:
         return
     place = run.location
-    node = f'{place.node.op} "{place.node.name}"' if place.node else "no single node"
+    node = place.node.shown if place.node else "no single node"
     layer = f", layer {place.layer}" if place.layer is not None else ""
     yield "location", node + layer + (f", in {place.scope}" if place.scope else "")
     for name, seen in place.shapes.items():
