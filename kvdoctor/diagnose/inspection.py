@@ -66,7 +66,9 @@ def _leave_out_repeated(results: CheckResults) -> CheckResults:
 
     def is_repeated(finding: Finding) -> bool:
         alone = finding.name == "invalid-graph" and not finding.evidence
-        return alone and any(repr(name) in finding.observed for name in unread.get(finding.file, ()))
+        # A value stands there in single quotes, a node in double ones; the names of both may be the same.
+        named = (shown for name in unread.get(finding.file, ()) for shown in (repr(name), f'"{name}"'))
+        return alone and any(shown in finding.observed for shown in named)
 
     return replace(results, findings=tuple(finding for finding in results.findings if not is_repeated(finding)))
 
