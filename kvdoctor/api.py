@@ -293,7 +293,7 @@ def re_export(
         _refuse_without_checkpoint(how, path)
         from kvdoctor.repair import pipeline
 
-        return _timed(began, pipeline.re_export(request, asked))
+        return pipeline.re_export(request, asked).timed(began)
     if request.conversions:
         raise UsageError(f"--{request.conversions[0].title}: export first, then convert the result in a second call")
     from kvdoctor.repair.export.pipeline import export_from_checkpoint
@@ -301,7 +301,7 @@ def re_export(
     export = ExportRequest(
         how.from_, exporter=how.exporter, opset=how.opset, dtype=how.dtype, task=how.task, because=how.because
     )
-    return _timed(began, export_from_checkpoint(replace(request, export=export), asked, asked.show_line))
+    return export_from_checkpoint(replace(request, export=export), asked, asked.show_line).timed(began)
 
 
 def repro(path: "Path", out: "Path", *, force: bool = False, **options: "Unpack[ReproOptions]") -> "Report":
@@ -362,7 +362,7 @@ def speed(path: "Path", **options: "Unpack[SpeedOptions]") -> "Report":
     with Runtime(asked.limits) as runtime:
         from kvdoctor.diagnose.speed import measure_speed
 
-        return _timed(began, measure_speed(os.fspath(path), asked, earlier, runtime, choices.against))
+        return measure_speed(os.fspath(path), asked, earlier, runtime, choices.against).timed(began)
 
 
 def loop(  # noqa: PLR0913 - one for each option of the command
@@ -660,13 +660,6 @@ def cache_folder() -> FilePath:
     from kvdoctor.runtime.environments import cache_folder as folder
 
     return folder() / "gate"
-
-
-def _timed(began: float, report: "Report") -> "Report":
-    """The report with the seconds of the whole command."""
-    from kvdoctor.report.document import TOTAL_SECONDS
-
-    return replace(report, measured={**report.measured, TOTAL_SECONDS: round(time.perf_counter() - began, 3)})
 
 
 def _read(command: str, given: Mapping[str, Any], path: "Path | None" = None) -> Options:

@@ -11,7 +11,7 @@ from kvdoctor.comparison.graph_diff import compare_graphs, match_files
 from kvdoctor.comparison.run_diff import LOCAL, CannotCompareLogits, agrees_less, compare_logits, compare_outcomes
 from kvdoctor.comparison.sides import DiagnosedSide, diagnose_sides
 from kvdoctor.errors import UnreadableError, UsageError
-from kvdoctor.findings import Finding, Selection, means_incomplete
+from kvdoctor.findings import Finding, means_incomplete
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.diff_document import (
@@ -234,10 +234,7 @@ def _compare_findings(
 
 def _comparable_findings(sides: _Sides, report: Report) -> list[Finding]:
     """The findings that both sides could have, by the checks selected for both and by whether both were run."""
-    selections = [sides.options.selection]
-    for side in (sides.a.report, sides.b.report):
-        arguments = side.arguments
-        selections.append(Selection(tuple(arguments.get("select") or ()), tuple(arguments.get("ignore") or ())))
+    selections = (sides.options.selection, sides.a.report.selection, sides.b.report.selection)
     static = sides.static or any(side.report.command in NO_RUNS for side in (sides.a, sides.b))
     return [
         finding

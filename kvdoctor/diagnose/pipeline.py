@@ -43,7 +43,7 @@ from kvdoctor.diagnose.variants import grade_variants
 from kvdoctor.findings import Finding, NotChecked, Round, Selection
 from kvdoctor.options import Options
 from kvdoctor.records import record
-from kvdoctor.report.document import TOTAL_SECONDS, Report
+from kvdoctor.report.document import Report
 from kvdoctor.report.facts import DraftFacts, StackFacts
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.targets import Target, of_release
@@ -125,8 +125,7 @@ def step_test(
             return step_test(path, options, fresh, plan)
     began = time.perf_counter()
     report = _test_steps(path, options, runtime, plan)
-    measured = {**report.measured, TOTAL_SECONDS: round(time.perf_counter() - began, 3)}
-    return replace(report, notes=(*report.notes, *list_loosened(options.tolerances)), measured=measured)
+    return replace(report, notes=(*report.notes, *list_loosened(options.tolerances))).timed(began)
 
 
 def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) -> Report:

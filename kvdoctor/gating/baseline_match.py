@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from kvdoctor.choices import RESTS_ON
-from kvdoctor.findings import Finding, KnownFinding, Selection, find_check, means_incomplete
+from kvdoctor.findings import Finding, KnownFinding, find_check, means_incomplete
 from kvdoctor.gating.baseline import Baseline, BaselineEntry, sort_entries
 from kvdoctor.records import record, to_plain
 from kvdoctor.report.document import Report, counts, decide, is_open
@@ -155,7 +155,7 @@ def _mark_known(report: Report, known: dict[str, BaselineEntry], day: dt.date) -
     if report.verdict != "unhealthy":
         return replace(report, findings=findings)
     command = report.command if report.runs else "inspect"
-    verdict = decide(command, findings, report.not_checked, report.arguments["fail_on"])
+    verdict = decide(command, findings, report.not_checked, report.fail_on)
     return replace(report, findings=findings, verdict=verdict)
 
 
@@ -188,9 +188,8 @@ def _would_find(report: Report, path: str, entry: BaselineEntry) -> bool:
     check = find_check(entry.code)
     if check is None:
         return True  # the check was removed from kvdoctor, so the finding cannot come back
-    selection = Selection(tuple(report.arguments.get("select", ())), tuple(report.arguments.get("ignore", ())))
     unchecked = (one.code.rstrip("*") for one in report.not_checked if "-" not in one.code)
-    if not selection.takes(check.code, check.name) or any(map(check.code.startswith, unchecked)):
+    if not report.selection.takes(check.code, check.name) or any(map(check.code.startswith, unchecked)):
         return False
     if "targets" in check.rounds:
         return bool(report.targets)
@@ -262,7 +261,7 @@ def _findings_that_count(baseline: Baseline, found: MatchedReports) -> list[tupl
     """The findings that count, as entries without a reason, each with its headline."""
     found_entries = []
     for report in found.reports:
-        lowest = report.arguments["fail_on"]
+        lowest = report.fail_on
         for finding in report.findings:
             if counts(finding, "error" if lowest == "never" else lowest) and not means_incomplete(finding.code):
                 model, shape = model_path(report, baseline.folder), interface_digest(report)

@@ -25,7 +25,7 @@ from kvdoctor.loops.plan import NoLoop
 from kvdoctor.loops.probe import list_runs
 from kvdoctor.loops.vectors import LoopTarget, Vector, observe
 from kvdoctor.options import Options
-from kvdoctor.report.document import TOTAL_SECONDS, Report
+from kvdoctor.report.document import Report
 from kvdoctor.runtime.client import Runtime
 
 SIZES: tuple[Axis, ...] = ("kv_heads", "head_dim", "layers")
@@ -52,8 +52,8 @@ def judge(path: str, result: str, options: Options, runtime: Runtime) -> Report:
     facts = stack_facts(context.stack, context.contract, folder.side_cars)
     report = build_report("judge", folder, options, _name_once(found), [facts])
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", "?"), **report.environment}
-    measured = {**report.measured, TOTAL_SECONDS: round(time.perf_counter() - began, 3)}
-    return replace(report, environment=environment, runs=tuple(seen), notes=(*notes, *report.notes), measured=measured)
+    full = replace(report, environment=environment, runs=tuple(seen), notes=(*notes, *report.notes))
+    return full.timed(began)
 
 
 def _find_context(folder: ModelFolder, runs: tuple[ProbeRun, ...], result: str, options: Options) -> ContractContext:

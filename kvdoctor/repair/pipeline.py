@@ -119,7 +119,7 @@ def _refuse(before: Report, tried: RepairedFiles, refusal: CannotConvert) -> Rep
 
 def _has_errors(report: Report) -> bool:
     """Whether there are findings that count."""
-    return exit_code(report, report.arguments.get("fail_on", "error")) == EXIT_FINDINGS
+    return exit_code(report, report.fail_on) == EXIT_FINDINGS
 
 
 def _diagnose(path: str, options: Options, runtime: Runtime, logits: Path) -> DiagnosisSide:

@@ -1,14 +1,15 @@
 """The document of a command: what it found out about one model. Its field names are the public contract."""
 
+import time
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 from kvdoctor._version import __version__
-from kvdoctor.choices import FailOn
+from kvdoctor.choices import FAIL_ON, FailOn
 from kvdoctor.decode.runs import Run
 from kvdoctor.errors import Unhealthy
-from kvdoctor.findings import SEVERITIES, Finding, NotChecked, means_incomplete, reaches
+from kvdoctor.findings import SEVERITIES, Finding, NotChecked, Selection, means_incomplete, reaches
 from kvdoctor.records import record, to_plain
 from kvdoctor.report.facts import (
     DraftFacts,
@@ -101,6 +102,21 @@ class Report:
     measured: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @property
+    def fail_on(self) -> FailOn:
+        """The lowest severity that counts as a failure; `error` where the command has no such option."""
+        asked = self.arguments.get("fail_on", "error")
+        return next((level for level in FAIL_ON if level == asked), "error")
+
+    @property
+    def selection(self) -> Selection:
+        """The checks that were selected."""
+        return Selection(tuple(self.arguments.get("select") or ()), tuple(self.arguments.get("ignore") or ()))
+
+    def timed(self, began: float) -> "Report":
+        """The report with the seconds of the whole command, which began at that value of `time.perf_counter`."""
+        return replace(self, measured={**self.measured, TOTAL_SECONDS: round(time.perf_counter() - began, 3)})
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON document."""
         body = to_plain(self)
@@ -125,7 +141,7 @@ class Report:
             Unhealthy: there are findings that count, or the model could not be checked; the message lists them, and
                 its first line names the worst, which is what pytest's summary shows.
         """
-        if exit_code(self, self.arguments.get("fail_on", "error")) != EXIT_HEALTHY:
+        if exit_code(self, self.fail_on) != EXIT_HEALTHY:
             raise Unhealthy(f"{name_worst(self)}\n{self}")
 
 

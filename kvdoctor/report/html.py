@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code
+from kvdoctor.report.document import Report, exit_code, exit_code_of_all
 from kvdoctor.report.page import findings, overview, repair, stack
 from kvdoctor.report.page.blocks import APPENDIX, KINDS, PagePosition, chip, code, section, table, write_page
 from kvdoctor.report.page.markup import Content, Element, h
@@ -97,8 +97,7 @@ def _part(place: PagePosition, name: str, title: str, *content: Content, class_:
 
 
 def _gate_header(verdict: str, reports: Sequence[Report], last: Sequence[str]) -> Element:
-    codes = [exit_code(report, overview.fail_on(report)) for report in reports]
-    code_number = next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in codes), EXIT_HEALTHY)
+    code_number = exit_code_of_all(exit_code(report, report.fail_on) for report in reports)
     counts = [
         chip(f"{number} {name.replace('-', ' ')}", KINDS[name])
         for name in ORDER

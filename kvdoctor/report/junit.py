@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from xml.etree import ElementTree as ET
 
 from kvdoctor.decode.runs import Run
-from kvdoctor.findings import Check, Finding, NotChecked, Selection, all_checks
+from kvdoctor.findings import Check, Finding, NotChecked, all_checks
 from kvdoctor.report.document import Report, counts
 from kvdoctor.report.safe import printable, shortened
 from kvdoctor.report.wording.finding import format_headline, list_details
@@ -120,7 +120,7 @@ def _checks(report: Report, stack: str | None) -> Iterator[ET.Element]:
 
 def _why_not_run(report: Report, stack: str | None, check: Check) -> str | None:
     """Why a check without a finding does not pass: a reason; empty if it is no case at all; None if it passes."""
-    chosen = Selection(tuple(report.arguments.get("select", ())), tuple(report.arguments.get("ignore", ())))
+    chosen = report.selection
     rounds = {"file"} if stack is None else ASKED_BY.get(report.command, ROUNDS)
     rounds = rounds | ({"targets"} if report.targets and stack is not None else set())
     if not (chosen.takes(check.code, check.name) and rounds & set(check.rounds)) or not report.model.files:
@@ -147,7 +147,7 @@ def _others(report: Report, stack: str | None) -> Iterator[ET.Element]:
 
 
 def _counts(report: Report, finding: Finding) -> bool:
-    return counts(finding, report.arguments.get("fail_on", "error"))
+    return counts(finding, report.fail_on)
 
 
 def _evidence(finding: Finding) -> str:

@@ -15,7 +15,7 @@ from kvdoctor._version import __version__
 from kvdoctor.findings import SEVERITIES, Check, Finding, NotChecked, all_checks
 from kvdoctor.report import json_format
 from kvdoctor.report.artifact_paths import path_of, uri
-from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code
+from kvdoctor.report.document import Report, exit_code, exit_code_of_all
 from kvdoctor.report.safe import printable, shortened
 from kvdoctor.report.wording.finding import format_headline, known_reason, list_details
 
@@ -142,8 +142,7 @@ def _logical(finding: Finding, most: int) -> Iterator[dict[str, str]]:
 
 def _invocation(reports: list[Report], left_out: int) -> dict[str, Any]:
     """How the run ended. A check that could not run is not a result: it is a notification of the tool."""
-    codes = {exit_code(report, report.arguments.get("fail_on", "error")) for report in reports}
-    code = next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in codes), EXIT_HEALTHY)
+    code = exit_code_of_all(exit_code(report, report.fail_on) for report in reports)
     notices = [(report, entry) for report in reports for entry in report.not_checked]
     notices.sort(key=lambda notice: not notice[1].essential)
     notifications = [_notification(report, entry) for report, entry in notices[:MOST_NOTICES]]

@@ -113,7 +113,7 @@ def print_contracts(report: Report, console: Console) -> None:
 
 
 def _exit_code(report: Report) -> int:
-    return exit_code(report, report.arguments.get("fail_on", "error"))
+    return exit_code(report, report.fail_on)
 
 
 def _show_title(page: Page, report: Report, verbosity: int) -> None:
@@ -179,7 +179,7 @@ def _show_cards(page: Page, report: Report, verbosity: int, in_short: bool = Fal
 
 def _is_shown(finding: Finding, report: Report) -> bool:
     """Whether a finding stands on the screen: a note does only where it counts."""
-    return finding.severity != "note" or counts(finding, report.arguments.get("fail_on", "error"))
+    return finding.severity != "note" or counts(finding, report.fail_on)
 
 
 def _show_rest(page: Page, groups: Sequence[FindingGroup]) -> None:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from kvdoctor.choices import FAIL_ON, FailOn
 from kvdoctor.findings import Finding
 from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code
 from kvdoctor.report.page import findings
@@ -56,12 +55,6 @@ ADVISED_COMMAND = re.compile(r"(kvdoctor .+?)   \((.+)\)")
 """A command with a remark on it."""
 
 
-def fail_on(report: Report) -> FailOn:
-    """The lowest severity that counts as a failure."""
-    asked = report.arguments.get("fail_on", "error")
-    return next((level for level in FAIL_ON if level == asked), "error")
-
-
 def count_chips(report: Report) -> list[Element]:
     """The number of findings of each severity, alike ones of several stacks once, and of checks that could not run."""
     found = Counter(group.first.severity for group in group_findings(_find_told(report)))
@@ -85,8 +78,8 @@ def banner(verdict: str, meaning: Content, *content: Content) -> Element:
 
 def verdict_header(report: Report, place: PagePosition) -> Element:
     """The command, the model, and the verdict on it."""
-    code_number = exit_code(report, fail_on(report))
-    threshold = f" (--fail-on {fail_on(report)})" if code_number != EXIT_INCOMPLETE else ""
+    code_number = exit_code(report, report.fail_on)
+    threshold = f" (--fail-on {report.fail_on})" if code_number != EXIT_INCOMPLETE else ""
     lines: list[Content] = [_show_reasons(report)]
     if _find_told(report) or report.not_checked:
         lines.append(h("div", count_chips(report), class_="chips"))

@@ -13,7 +13,7 @@ from kvdoctor.report.wording.targets import select_local_runs
 
 def find_deciding(report: Report, groups: Sequence[FindingGroup]) -> list[FindingGroup]:
     """The findings that are shown in full: those that count; else the warnings, unless a repair left them."""
-    main = [group for group in groups if counts(group.first, report.arguments.get("fail_on", "error"))]
+    main = [group for group in groups if counts(group.first, report.fail_on)]
     if main or report.repair is not None:
         return main
     return [group for group in groups if group.first.severity != "note"]

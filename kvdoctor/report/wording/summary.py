@@ -140,8 +140,8 @@ def name_worst(report: "Report") -> str:
 
 def _find_counted(report: "Report") -> list[Finding]:
     """The findings that count by the report's `fail_on`; by errors where it has none."""
-    fail_on = report.arguments.get("fail_on", "error")
-    return [finding for finding in report.findings if reaches(finding, "error" if fail_on == "never" else fail_on)]
+    lowest = "error" if report.fail_on == "never" else report.fail_on
+    return [finding for finding in report.findings if reaches(finding, lowest)]
 
 
 def summarize(report: "Report") -> str:
