@@ -7,7 +7,7 @@ Shapes are written as `float[batch, kv_heads, past, head_dim]`: the words below 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -174,6 +174,17 @@ class Port:
     axes: tuple[Axis, ...] = ()
     value: float | None = None
 
+    def dim(self, axis: Axis) -> Dim:
+        """Give the declared size of an axis: a number or a name; None where none is declared."""
+        if self.shape is None or axis not in self.axes or len(self.shape) != len(self.axes):
+            return None
+        return self.shape[self.axes.index(axis)]
+
+    def size(self, axis: Axis) -> int | None:
+        """Give the declared size of an axis where it is a number."""
+        size = self.dim(axis)
+        return size if isinstance(size, int) else None
+
 
 @record
 class Stage:
@@ -207,6 +218,12 @@ class Graph:
     def port(self, role: Role) -> Port | None:
         """Give the first port of that role, inputs before outputs, or None."""
         return next((port for port in (*self.inputs, *self.outputs) if port.role == role), None)
+
+    @property
+    def declared_new_tokens(self) -> Dim:
+        """The declared size of the axis of new tokens: a number or a name; None where none is declared."""
+        port = self.port("token_ids") or self.port("embeddings")
+        return port.dim("new") if port is not None else None
 
 
 @record
@@ -273,6 +290,10 @@ class Slot:
             return None
         size = self.shape[self.axes.index(axis)]
         return size if isinstance(size, int) else None
+
+    def sized(self, sizes: Mapping[Axis, int]) -> tuple[int, ...]:
+        """Give its shape where open axes have these sizes, and all others 1."""
+        return tuple(d if isinstance(d, int) else sizes.get(a, 1) for d, a in zip(self.shape, self.axes, strict=True))
 
     def bytes_per_position(self) -> int | None:
         """Bytes that one sequence position of one batch row takes; None where a size is not known."""
@@ -384,10 +405,8 @@ class CacheContract:
     def _fixed(axis: Axis, graphs: Iterable[Graph]) -> int | None:
         """The number that inputs of some graphs declare for an axis; that of a past may be meant for another use."""
         for port in (port for graph in graphs for port in graph.inputs):
-            if axis in port.axes and port.shape is not None and (port.role != "past" or axis == "batch"):
-                size = port.shape[port.axes.index(axis)]
-                if isinstance(size, int):
-                    return size
+            if (port.role != "past" or axis == "batch") and (size := port.size(axis)) is not None:
+                return size
         return None
 
     @property
@@ -409,10 +428,7 @@ class CacheContract:
         graph = self.graph(phase)
         if graph.port("token_and_position") is not None:
             return 1
-        port = graph.port("token_ids") or graph.port("embeddings")
-        if port is None or port.shape is None or "new" not in port.axes:
-            return None
-        size = port.shape[port.axes.index("new")]
+        size = graph.declared_new_tokens
         return size if isinstance(size, int) else None
 
     @property
@@ -442,7 +458,7 @@ class CacheContract:
         port = self.graph("prefill").port("logits")
         if port is None or port.shape is None or self.new_tokens is not None:
             return False
-        return "new" not in port.axes or port.shape[port.axes.index("new")] == 1
+        return "new" not in port.axes or port.size("new") == 1
 
     @property
     def has_encoder_states(self) -> bool:

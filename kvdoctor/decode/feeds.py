@@ -237,8 +237,7 @@ class FeedBuilder:
             "encoder": length,
             "capacity": 0 if slot.carry == "extend" else self.capacity,
         }
-        shape = [d if isinstance(d, int) else sizes.get(a, 1) for d, a in zip(slot.shape, slot.axes, strict=True)]
-        return np.zeros(shape, NUMPY_TYPES[slot.dtype])
+        return np.zeros(slot.sized(sizes), NUMPY_TYPES[slot.dtype])
 
     def first_past(self, length: int) -> Past:
         """What the first step is fed as past, with dummies of a length where the cache grows."""

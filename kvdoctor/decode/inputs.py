@@ -327,6 +327,5 @@ def synthetic_cross_caches(contract: CacheContract, scenario: Scenario) -> dict[
     made = {}
     for slot in contract.slots:
         if slot.filled_in == "encode" and slot.filled_by is not None:
-            shape = [d if isinstance(d, int) else sizes.get(a, 1) for d, a in zip(slot.shape, slot.axes, strict=True)]
-            made[slot.filled_by] = rng.standard_normal(shape).astype(NUMPY_TYPES[slot.dtype])
+            made[slot.filled_by] = rng.standard_normal(slot.sized(sizes)).astype(NUMPY_TYPES[slot.dtype])
     return made

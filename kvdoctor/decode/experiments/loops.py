@@ -143,8 +143,7 @@ def takes_encoder_states(contract: CacheContract) -> str | None:
     if contract.encoder_length is not None or any(slot.size("encoder") is not None for slot in made):
         return "the encoder length is a fixed number"
     if "encode" in contract.phases and not any(
-        "encoder_input" in port.axes and not isinstance((port.shape or ())[port.axes.index("encoder_input")], int)
-        for port in contract.graph("encode").inputs
+        "encoder_input" in port.axes and port.size("encoder_input") is None for port in contract.graph("encode").inputs
     ):
         return "the encoder takes one length only"
     return None
@@ -173,7 +172,7 @@ def has_free_batch(contract: CacheContract) -> str | None:
     """The batch can be varied only where no decoder input declares it as a number."""
     ports = [port for phase in contract.phases.values() for port in contract.graphs[phase.graph].inputs]
     for port in ports:
-        if "batch" in port.axes and isinstance((port.shape or ())[port.axes.index("batch")], int):
+        if port.size("batch") is not None:
             return f"the batch of {port.name!r} is a fixed number"
     return None
 

@@ -124,7 +124,7 @@ def _is_written_by_count(contract: CacheContract) -> bool:
     mask = graph.port("attention_mask")
     if mask is None or mask.shape is None or "total" not in mask.axes:
         return False
-    return not isinstance(mask.shape[mask.axes.index("total")], int)
+    return mask.size("total") is None
 
 
 def takes_encoder_padding(contract: CacheContract) -> str | None:

@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract
+from kvdoctor.contract import Axis, CacheContract
 from kvdoctor.decode.calls import NUMPY_TYPES, Answer, Array, Call, NothingToRun, Past, Scenario, Value
 from kvdoctor.decode.experiments import Calls, Experiment
 from kvdoctor.decode.feeds import FeedBuilder
@@ -36,11 +36,10 @@ class PagedLoop:
 
     def pool(self, content: float) -> Past:
         """Pools of all layers with the same number everywhere."""
-        sizes = {"blocks": self.count, "block": self.size}
+        sizes: dict[Axis, int] = {"blocks": self.count, "block": self.size}
         past = Past()
         for slot in self.builder.contract.slots:
-            shape = [d if isinstance(d, int) else sizes.get(a, 1) for d, a in zip(slot.shape, slot.axes, strict=True)]
-            past[slot.past] = np.full(shape, content, NUMPY_TYPES[slot.dtype])
+            past[slot.past] = np.full(slot.sized(sizes), content, NUMPY_TYPES[slot.dtype])
         return past
 
     def call(self, steps: list[NewTokens], past: Past, expected: Array | None = None, kind: str = "step") -> Call:

@@ -12,7 +12,7 @@ fix the sizes 0 and 1.
 
 from collections.abc import Callable, Iterator
 
-from kvdoctor.contract import DECODING, Axis, Port, describe
+from kvdoctor.contract import DECODING, Axis, describe
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Severity, check
 from kvdoctor.report.wording.units import shorten_names
@@ -101,7 +101,7 @@ def _find_fixed_inputs(
     """One fault for each graph of the loop with a fixed axis; `severity` by its file and the size."""
     for name in dict.fromkeys(context.contract.phases[phase].graph for phase in DECODING):
         graph = context.contract.graphs[name]
-        sizes = {port: _find_fixed_size(port, axis) for port in graph.inputs if port.role in ("token_ids", "past")}
+        sizes = {port: port.size(axis) for port in graph.inputs if port.role in ("token_ids", "past")}
         frozen = {port: size for port, size in sizes.items() if size is not None}
         for port, size in list(frozen.items())[:1]:
             names = tuple(port.name for port in frozen)
@@ -124,10 +124,3 @@ def _choose_advice(context: ContractContext, severity: Severity) -> Advice:
     if severity == "note":
         return Advice("re-export", EXPORT_AGAIN)
     return context.advise_graph_repair(EXPORT_AGAIN)
-
-
-def _find_fixed_size(port: Port, axis: Axis) -> int | None:
-    if port.shape is None or axis not in port.axes or len(port.shape) != len(port.axes):
-        return None
-    size = port.shape[port.axes.index(axis)]
-    return size if isinstance(size, int) else None

@@ -190,9 +190,7 @@ def _drop_unread_inputs(model: ModelProto, contract: CacheContract, file: str) -
 
 def _declare(model: ModelProto, graph: Graph, slots: list[Slot], file: str) -> Iterator[Change]:
     """Declare lengths that grow."""
-    tokens = graph.port("token_ids") or graph.port("embeddings")
-    at = tokens.axes.index("new") if tokens is not None and "new" in tokens.axes else None
-    new = tokens.shape[at] if tokens is not None and tokens.shape is not None and at is not None else None
+    new = graph.declared_new_tokens
     total = f"{PAST_SIZE} + {new if new is not None else NEW_SIZE}"
     axes = {port.name: port.axes for port in graph.inputs}
     presents = {str(slot.present): slot.axes.index("capacity") for slot in slots}

@@ -324,12 +324,11 @@ def _add_position(model: ModelProto, tokens: Port | None, known: set[str]) -> st
     declared = model.graph.input.add(name=name)
     declared.type.tensor_type.elem_type = INT64
     dim = declared.type.tensor_type.shape.dim.add()
-    if tokens is not None and tokens.shape is not None and "new" in tokens.axes:
-        size = tokens.shape[tokens.axes.index("new")]
-        if isinstance(size, int):
-            dim.dim_value = size
-        elif size is not None:
-            dim.dim_param = size
+    size = tokens.dim("new") if tokens is not None else None
+    if isinstance(size, int):
+        dim.dim_value = size
+    elif size is not None:
+        dim.dim_param = size
     return name
 
 

@@ -33,7 +33,6 @@ from kvdoctor.repair.layouts.genai_limits import (
     SLOT_AXES,
     refuse_logits,
     refuse_slots,
-    size_of_axis,
     sort_slots,
 )
 from kvdoctor.repair.layouts.naming import (
@@ -118,10 +117,10 @@ def _refuse_lengths(contract: CacheContract) -> str | None:
     if contract.fixed_batch not in (None, 1):
         return f"it takes {contract.fixed_batch} sequences at once and no other number"
     for port in contract.graph("decode").inputs:
-        size = size_of_axis(port, "new")
+        size = port.size("new")
         if size is not None:
             return f"it takes {size} new token{'s' * (size > 1)} at a time, and {CONSUMER} feeds a prompt in one call"
-        size = size_of_axis(port, "past") or size_of_axis(port, "total")
+        size = port.size("past") or port.size("total")
         if size is not None:
             return f"its input {port.name!r} has the fixed length {size}, and {CONSUMER} feeds one that grows"
     return None

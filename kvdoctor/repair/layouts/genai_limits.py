@@ -3,7 +3,7 @@
 Sources: src/models/kv_cache.cpp and src/models/input_ids.cpp (onnxruntime-genai 0.18.0).
 """
 
-from kvdoctor.contract import Axis, CacheContract, Port, Slot
+from kvdoctor.contract import Axis, CacheContract, Slot
 
 CONSUMER = "onnxruntime-genai"
 INTEGERS = ("int32", "int64")
@@ -58,14 +58,6 @@ def refuse_logits(contract: CacheContract) -> str | None:
     if port.dtype not in FLOATS or (port.shape is not None and len(port.shape) != 3):
         return f"its logits {port.name!r} are {port.dtype} with {len(port.shape or ())} axes, and {CONSUMER} reads 3"
     return None
-
-
-def size_of_axis(port: Port, axis: Axis) -> int | None:
-    """The declared size of an axis of an input where it is a number."""
-    if port.shape is None or axis not in port.axes:
-        return None
-    size = port.shape[port.axes.index(axis)]
-    return size if isinstance(size, int) else None
 
 
 def sort_slots(slots: tuple[Slot, ...]) -> list[Slot]:

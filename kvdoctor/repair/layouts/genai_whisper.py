@@ -22,7 +22,6 @@ from kvdoctor.repair.layouts.genai_limits import (
     SLOT_AXES,
     refuse_logits,
     refuse_slots,
-    size_of_axis,
     sort_slots,
 )
 from kvdoctor.repair.layouts.merging import SWITCH, MergePlan, merge
@@ -122,7 +121,7 @@ def _refuse_inputs(contract: CacheContract) -> str | None:
             return f"it takes {port.name!r} ({role}), which {CONSUMER} does not feed to the decoder of a Whisper"
         if port.role == "token_ids" and (port.dtype not in INTEGERS or port.axes != ("batch", "new")):
             return f"its input {port.name!r} is no {' or '.join(INTEGERS)}[batch, new]"
-        if port.role == "past" and (size := size_of_axis(port, "past")) is not None:
+        if port.role == "past" and (size := port.size("past")) is not None:
             return f"its input {port.name!r} has the fixed length {size}, and {CONSUMER} feeds one that grows"
     if contract.graph("decode").port("token_ids") is None:
         return "it takes no token ids"

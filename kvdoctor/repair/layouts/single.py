@@ -17,18 +17,12 @@ def refuse(stack: StackFiles, contract: CacheContract) -> str | None:
         return "it is not a pair; a decoder that is one graph gets Optimum's names with --layout optimum"
     if contract.has_encoder_states or contract.of_kind("cross-attention"):
         return "its cross-attention cache is computed by the graph of the first step, which is therefore needed"
-    fixed = next((p for p in contract.graph("decode").inputs if "new" in p.axes and _size(p.shape, p.axes)), None)
-    if fixed is not None:
-        count = _size(fixed.shape, fixed.axes)
+    count = next((size for port in contract.graph("decode").inputs if (size := port.size("new"))), None)
+    if count is not None:
         return f"its later graph takes {count} new token at a time: export it with several new tokens"
     if contract.frozen_past is not None:
         return f"the past of its later graph has the fixed length {contract.frozen_past}"
     return find_unnameable(contract)
-
-
-def _size(shape: object, axes: tuple[str, ...]) -> int | None:
-    size = shape[axes.index("new")] if isinstance(shape, tuple) else None
-    return size if isinstance(size, int) else None
 
 
 def make(source: LayoutSource) -> ConvertedModels:

@@ -189,7 +189,7 @@ def integer_constant(name: str, numbers: list[int]) -> NodeProto:
 def _rename_lengths(graph: GraphProto, contract: CacheContract) -> None:
     """Declare lengths of past and new tokens as those of the new ones, which is what they are without a past."""
     decode = contract.graph("decode")
-    new = next((name for port in decode.inputs if (name := _symbol(port)) is not None), None)
+    new = next((name for port in decode.inputs if isinstance(name := port.dim("new"), str)), None)
     axes = {port.name: port.axes for port in (*decode.inputs, *decode.outputs)}
     slots = {slot.present: slot.axes for slot in contract.slots}
     for value in (*graph.input, *graph.output):
@@ -200,11 +200,3 @@ def _rename_lengths(graph: GraphProto, contract: CacheContract) -> None:
                 dim.Clear()
                 if new is not None:
                     dim.dim_param = new
-
-
-def _symbol(port: Port) -> str | None:
-    """The name of the axis of new tokens in an input."""
-    if port.shape is None or "new" not in port.axes:
-        return None
-    size = port.shape[port.axes.index("new")]
-    return size if isinstance(size, str) else None

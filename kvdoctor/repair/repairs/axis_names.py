@@ -38,11 +38,7 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
 
 def name_of_new_axis(context: RepairContext) -> str:
     """The name of the axis of new tokens in the decode graph."""
-    graph = context.drivable.graph("decode")
-    port = graph.port("token_ids") or graph.port("embeddings")
-    if port is not None and port.shape is not None and "new" in port.axes:
-        return str(port.shape[port.axes.index("new")] or "sequence_length")
-    return "sequence_length"
+    return str(context.drivable.graph("decode").declared_new_tokens or "sequence_length")
 
 
 def _rename_axis(view: GraphView, slot: Slot, new: str, file: str) -> Iterator[Change]:

@@ -286,9 +286,7 @@ def _make_call(builder: FeedBuilder, past: Past | None, start: int, stop: int) -
     """
     if past is None:
         return builder.prefill(stop)
-    graph = builder.contract.graph("decode")
-    ids = graph.port("token_ids") or graph.port("embeddings")
-    fixed = ids.shape[ids.axes.index("new")] if ids is not None and ids.shape and "new" in ids.axes else None
+    fixed = builder.contract.graph("decode").declared_new_tokens
     if isinstance(fixed, int) and fixed != stop - start:
         raise NothingToRun(f"a later step takes {fixed} new token{'s' * (fixed > 1)} only")
     return builder.decode(start, stop, past)
