@@ -19,6 +19,7 @@ from kvdoctor.findings import Finding
 from kvdoctor.model.files import SIDE_CARS
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.skeleton import read_skeleton
+from kvdoctor.model.traverse import opset_version
 from kvdoctor.model.view import GraphView
 from kvdoctor.options import Options
 from kvdoctor.records import record
@@ -199,6 +200,16 @@ class RepairContext:
             return np.asarray(numpy_helper.to_array(tensor, str(folder)))
         except Exception as error:  # onnx raises many types here: for links, for sizes, for missing files
             raise CannotRepair(f"the values of {tensor.name!r} cannot be read ({type(error).__name__})") from None
+
+    def require_opset(self, file: str, least: int, operator: str) -> None:
+        """End a repair of a file that is older than the operator that the repair inserts.
+
+        Raises:
+            CannotRepair: its opset is below `least`.
+        """
+        opset = opset_version(self.model(file).opset_import)
+        if opset < least:
+            self.cannot(f"{file} has opset {opset}, where {operator} needs {least}")
 
     @staticmethod
     def cannot(reason: str, instead: str = "") -> NoReturn:

@@ -12,7 +12,7 @@ from kvdoctor.choices import Attentions
 from kvdoctor.contract import Slot
 from kvdoctor.model.edit import fresh_name
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-from kvdoctor.model.traverse import names_in, normalize_domain, opset_version, readers, subgraphs
+from kvdoctor.model.traverse import names_in, normalize_domain, readers, subgraphs
 from kvdoctor.model.view import ELEMENT_TYPES
 from kvdoctor.options import ReExportChoices
 from kvdoctor.repair.conversions.lm_head import Scopes, describe_op, find_ends, find_maker
@@ -75,8 +75,7 @@ def convert(context: RepairContext, choice: Attentions) -> Converted:  # noqa: A
     changes = list[Change]()
     for file in dict.fromkeys(name for _, name in context.graphs()):
         model = context.model(file)
-        if opset_version(model.opset_import) < LEAST_OPSET:
-            context.cannot(f"{file} has opset {opset_version(model.opset_import)}, where Slice needs {LEAST_OPSET}")
+        context.require_opset(file, LEAST_OPSET, "Slice")
         taken = next((value.name for value in model.graph.output if value.name in names), None)
         if taken is not None:
             context.cannot(f"{file} already returns {taken!r}")

@@ -22,7 +22,6 @@ from kvdoctor.model.traverse import (
     names_in,
     needed_for,
     normalize_domain,
-    opset_version,
     producer,
     readers,
     subgraphs,
@@ -75,8 +74,7 @@ def convert(context: RepairContext, choice: TypeChoice) -> Converted:
     scales: dict[str, dict[str, str]] = {slot.past: {} for slot in slots}
     for file in dict.fromkeys(name for _, name in context.graphs()):
         model = context.model(file)
-        if opset_version(model.opset_import) < LEAST_OPSET:
-            context.cannot(f"{file} has opset {opset_version(model.opset_import)}, where Clip needs {LEAST_OPSET}")
+        context.require_opset(file, LEAST_OPSET, "Clip")
         writing = _Writer(model, file, RowCodec(model, choice.kind, names_in(model)))
         outputs = {value.name for value in model.graph.output}
         for slot in slots:

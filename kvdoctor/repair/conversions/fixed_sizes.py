@@ -14,7 +14,7 @@ from kvdoctor.contract import Axis, CacheContract, Port, Slot
 from kvdoctor.errors import UsageError
 from kvdoctor.model.edit import fresh_name, rename_values, sort_nodes
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import names_in, opset_version, producer, readers
+from kvdoctor.model.traverse import names_in, producer, readers
 from kvdoctor.model.view import GraphView
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
@@ -100,8 +100,7 @@ def _refuse_node(context: RepairContext, name: str, why: str) -> NoReturn:
 
 def _refuse_past(context: RepairContext, contract: CacheContract, model: ModelProto) -> None:
     """The past must grow by concatenation, and a mask must be able to hide its first rows."""
-    if opset_version(model.opset_import) < LEAST_OPSET:
-        context.cannot(f"it has opset {opset_version(model.opset_import)}, where Slice needs {LEAST_OPSET}")
+    context.require_opset(context.file_of("decode"), LEAST_OPSET, "Slice")
     reading = readers(model.graph)
     kept = _growing(contract)
     for slot in kept:

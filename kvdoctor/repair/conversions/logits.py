@@ -9,7 +9,7 @@ from kvdoctor.choices import LogitsRows
 from kvdoctor.contract import Port
 from kvdoctor.model.edit import fresh_name, replace_all, sort_nodes
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-from kvdoctor.model.traverse import names_in, opset_version
+from kvdoctor.model.traverse import names_in
 from kvdoctor.options import ReExportChoices
 from kvdoctor.repair.conversions.lm_head import Head, describe_op, find_ends, find_heads
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
@@ -53,8 +53,7 @@ def convert(context: RepairContext, choice: LogitsRows) -> Converted:
         if port is None or port.axes != ("batch", "new", "vocabulary"):
             context.cannot(f"{name} returns no logits with an axis for the new tokens")
         model = context.model(name)
-        if opset_version(model.opset_import) < LEAST_OPSET:
-            context.cannot(f"{name} has opset {opset_version(model.opset_import)}, where Slice needs {LEAST_OPSET}")
+        context.require_opset(name, LEAST_OPSET, "Slice")
         if contract.graph("decode").port("logits_to_keep") is not None:
             context.cannot("it already has an input for the number of rows")
         heads = find_heads(model.graph, port.name, contract)

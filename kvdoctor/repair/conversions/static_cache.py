@@ -64,8 +64,7 @@ def convert(context: RepairContext, choice: StaticCache) -> Converted:
     capacity = _choose_capacity(context, contract, choice)
     file = context.file_of("decode")
     model, graph = context.model(file), contract.graph("decode")
-    if opset_version(model.opset_import) < LEAST_OPSET:
-        context.cannot(f"{file} has opset {opset_version(model.opset_import)}, where Unsqueeze needs {LEAST_OPSET}")
+    context.require_opset(file, LEAST_OPSET, "Unsqueeze")
     slots = _find_growing(context, contract, model)
     if is_fused(model, slots):
         changes = [*declare_length(model, slots, capacity, file), *forget_trace(context, file)]
