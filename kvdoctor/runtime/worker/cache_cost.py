@@ -13,20 +13,19 @@ import numpy as np
 from kvdoctor.contract import Axis, Slot
 from kvdoctor.decode.cache_rounding import find_scales, measure_drift, round_values, row_scales
 from kvdoctor.decode.cache_types import GRANULARITIES, STORABLE, Granularity, StoredSlot
-from kvdoctor.decode.calls import Array, NothingToRun, Past, Refused, StepFailed, TooShort, as_array
+from kvdoctor.decode.calls import Array, NothingToRun, Past, as_array
 from kvdoctor.decode.inputs import random_tokens
 from kvdoctor.decode.messages import CacheCosted, CacheCostJob
 from kvdoctor.decode.paired_walks import Walk, plan_decoding
-from kvdoctor.decode.parity import compare, divergences
+from kvdoctor.decode.parity import compare
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.records import record
-from kvdoctor.runtime.worker.decoding import Decoded, Way, choose_states, decode
+from kvdoctor.runtime.worker.decoding import NOT_RUN, Decoded, Way, choose_states, compare_tokens, decode
 
 SEQUENCES = 4
 """Random sequences that are run beside it, to know how far a copy may be off."""
 PROMPT, STEPS = 8, 32
 """Tokens of the prompt, which are random, and tokens that the model decodes after it."""
-NOT_RUN = (StepFailed, Refused, TooShort, NothingToRun)
 KEPT: dict[Granularity, tuple[Axis, ...]] = {
     "channel": ("kv_heads", "batch_heads", "layers", "parts", "head_dim"),
     "head": ("kv_heads", "batch_heads", "layers", "parts"),
@@ -126,18 +125,17 @@ class _Measure:
         way = replace(self.way, store=store.round)
         got = decode(self.job.side, self.walk, way, self.announce, self.exact.tokens).logits
         want = self.exact.logits
-        found = divergences(got, want)
+        found = compare_tokens(got, want)
         if found is None:
             return CacheCosted(plan.keys, plan.values, plan.layer, failed="logits are not finite")
-        same = got.argmax(-1) == want.argmax(-1)
         return CacheCosted(
             plan.keys,
             plan.values,
             plan.layer,
-            tokens=len(same),
-            divergence=float(f"{found.mean():.3g}"),
-            same_top1=round(float(same.mean()), 4),
-            first_other=None if same.all() else int(np.argmin(same)) + 1,
+            tokens=found.tokens,
+            divergence=found.divergence,
+            same_top1=found.same_top1,
+            first_other=found.first_other,
             relative=compare(got[None], want[None]).relative,
             drift=self._measure_drift(store),
         )

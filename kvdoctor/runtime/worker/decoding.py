@@ -5,15 +5,19 @@ from collections.abc import Callable
 import numpy as np
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Answer, Array, Past, Scenario
+from kvdoctor.decode.calls import Answer, Array, NothingToRun, Past, Refused, Scenario, StepFailed, TooShort
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import PairedSide
 from kvdoctor.decode.paired_walks import Walk
+from kvdoctor.decode.parity import divergences
 from kvdoctor.decode.samples import Samples
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.records import record
 from kvdoctor.runtime.worker.runner import StackRunner
 from kvdoctor.runtime.worker.sessions import Sessions
+
+NOT_RUN = (StepFailed, Refused, TooShort, NothingToRun)
+"""How a decoding ends that a model does not take (`decode`)."""
 
 
 @record
@@ -45,6 +49,34 @@ class Decoded:
     logits: Array
     first: Answer
     last: Answer
+
+
+@record
+class TokenAgreement:
+    """How the next tokens of two decodings of the same tokens compare.
+
+    `divergence` is the mean Kullback-Leibler divergence in nats, `same_top1` the share of positions with the same
+    likeliest token, `first_other` the first position, from 1, with another one.
+    """
+
+    tokens: int
+    divergence: float
+    same_top1: float
+    first_other: int | None
+
+
+def compare_tokens(got: Array, want: Array) -> TokenAgreement | None:
+    """Compare logits, float[calls, vocabulary]; None where some are not finite."""
+    found = divergences(got, want)
+    if found is None:
+        return None
+    same = got.argmax(-1) == want.argmax(-1)
+    return TokenAgreement(
+        tokens=len(same),
+        divergence=float(f"{found.mean():.3g}"),
+        same_top1=round(float(same.mean()), 4),
+        first_other=None if same.all() else int(np.argmin(same)) + 1,
+    )
 
 
 def choose_states(*contracts: CacheContract) -> int:

@@ -2,15 +2,12 @@
 
 from collections.abc import Iterator
 
-from kvdoctor.decode.calls import Array, NothingToRun, Refused, StepFailed, TooShort
+from kvdoctor.decode.calls import Array
 from kvdoctor.decode.golden import WALKS, GoldenWalk, checksum_draws, digest, from_arrays, pack, to_arrays, unpack
 from kvdoctor.decode.messages import Digested, DigestJob
 from kvdoctor.decode.paired_walks import Walk, fit_walk
 from kvdoctor.decode.stack_driver import Announce
-from kvdoctor.runtime.worker.decoding import Way, choose_states, decode
-
-NOT_RUN = (StepFailed, Refused, TooShort, NothingToRun, ValueError)
-"""How a call ends that a model does not take: `ValueError` where its sizes make no feed."""
+from kvdoctor.runtime.worker.decoding import NOT_RUN, Way, choose_states, decode
 
 
 def write_digests(job: DigestJob, announce: Announce) -> Digested:
@@ -21,7 +18,7 @@ def write_digests(job: DigestJob, announce: Announce) -> Digested:
     for number, (walk, tokens) in enumerate(_list_walks(job)):
         try:
             done = decode(job.side, walk, way, announce, tokens)
-        except NOT_RUN as error:
+        except (*NOT_RUN, ValueError) as error:  # ValueError: its sizes make no feed
             failed.append(f"{walk.describe(0, walk.prompt)}: {error}"[:300])
             continue
         found[number] = digest(walk, done.tokens, done.logits, done.last, job.side.contract)

@@ -8,16 +8,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvdoctor.decode.calls import Array, NothingToRun, Refused, StepFailed, TooShort
+from kvdoctor.decode.calls import Array
 from kvdoctor.decode.messages import Graded, GradeJob, PairedSide
 from kvdoctor.decode.paired_walks import Walk, plan_decoding
-from kvdoctor.decode.parity import divergences
 from kvdoctor.decode.stack_driver import Announce
-from kvdoctor.runtime.worker.decoding import Decoded, Way, choose_states, decode, read_caches
+from kvdoctor.runtime.worker.decoding import NOT_RUN, Decoded, Way, choose_states, compare_tokens, decode, read_caches
 
 PROMPT, STEPS = 8, 32
 """Tokens of the prompt, which are random, and tokens that the base decodes after it."""
-NOT_RUN = (StepFailed, Refused, TooShort, NothingToRun)
 
 
 def grade(job: GradeJob, announce: Announce) -> Iterator[Graded]:
@@ -43,16 +41,15 @@ def _compare(side: PairedSide, mine: Decoded, base: PairedSide, theirs: Decoded)
     stack, got, want = side.stack, mine.logits, theirs.logits
     if got.shape != want.shape:
         return Graded(stack, failed=f"the logits have {got.shape[-1]} tokens, those of the base {want.shape[-1]}")
-    found = divergences(got, want)
+    found = compare_tokens(got, want)
     if found is None:
         return Graded(stack, failed="logits are not finite")
-    same = got.argmax(-1) == want.argmax(-1)
     return Graded(
         stack,
-        tokens=len(same),
-        divergence=float(f"{found.mean():.3g}"),
-        same_top1=round(float(same.mean()), 4),
-        first_other=None if same.all() else int(np.argmin(same)) + 1,
+        tokens=found.tokens,
+        divergence=found.divergence,
+        same_top1=found.same_top1,
+        first_other=found.first_other,
         layers=_compare_caches(read_caches(side.contract, mine.first), read_caches(base.contract, theirs.first)),
     )
 
