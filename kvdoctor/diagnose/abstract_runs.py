@@ -17,7 +17,7 @@ from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWo
 from kvdoctor.contract import Axis, CacheContract, Port, Role
 from kvdoctor.decode.calls import Answer, Array, Call, Encoded, NothingToRun, Scenario, StepFailed, Value
 from kvdoctor.decode.experiment_run import ExperimentRunner
-from kvdoctor.decode.experiments import Experiment, load
+from kvdoctor.decode.experiments import Experiment, by_name
 from kvdoctor.decode.inputs import synthetic_cross_caches
 from kvdoctor.decode.messages import Event, StepDone
 from kvdoctor.decode.runs import Node, ObservedTensor, Run, Step
@@ -314,7 +314,7 @@ def _has_rotary(graphs: Mapping[str, AbstractGraph]) -> bool:
 
 def _choose(limit: int | None, rotary: bool) -> Iterator[Experiment]:
     """The experiments of an abstract run, in its order."""
-    every = {experiment.name: experiment for experiment in load()}
+    every = by_name()
     left_out: tuple[str, ...] = ("left-padding",) if rotary else ()
     long = limit is None or limit > LONGEST
     left_out += ("full-context",) if long else ()

@@ -136,9 +136,9 @@ def _merge(run: Run, copy: Run | None) -> Run:
 
 
 def _seeks_cause(name: str) -> bool:
-    from kvdoctor.decode.experiments import load
+    from kvdoctor.decode.experiments import by_name
 
-    return any(experiment.name == name and experiment.explains for experiment in load())
+    return name in by_name() and bool(by_name()[name].explains)
 
 
 def _summarize(run: Run, copy: Run) -> Float32Result:

@@ -99,12 +99,12 @@ def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = 
 
     What is rounding alone is left out where a finding tells of the rounding of the loop.
     """
-    from kvdoctor.decode.experiments import load
+    from kvdoctor.decode.experiments import judged_names
 
     loop, stack, new_tokens = context.checked_loop, context.stack.name, context.contract.new_tokens
     told = (finding for finding in findings if finding.name == "cached-differs" and loop is not None)
     explained = loop is not None and loop.by_rounding and any(f.where.endswith(f", {loop.experiment}") for f in told)
-    names = {experiment.name for experiment in load() if experiment.judged} - {SEARCH}
+    names = judged_names() - {SEARCH}
     if loop and loop.outcome == "passed" and new_tokens == 1:
         reason = (
             f"the first step takes {new_tokens} new token only, so there is no call without a cache to compare with"

@@ -84,10 +84,9 @@ def _experiments(report: Report, stack: str | None) -> Iterator[ET.Element]:
 
 
 def _is_bad(run: Run) -> bool:
-    from kvdoctor.decode.experiments import load
+    from kvdoctor.decode.experiments import judged_names
 
-    judged = {experiment.name for experiment in load() if experiment.judged}
-    return run.experiment in judged and run.outcome in ("failed", "differs")
+    return run.experiment in judged_names() and run.outcome in ("failed", "differs")
 
 
 def _checks(report: Report, stack: str | None) -> Iterator[ET.Element]:

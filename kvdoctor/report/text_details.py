@@ -143,9 +143,9 @@ def _show_ports(page: Page, report: Report) -> None:
 
 def _show_runs(page: Page, stack: StackFacts, runs: list[Run], report: Report) -> None:
     """All runs of a stack, the workarounds apart from them, and the steps of each run."""
-    from kvdoctor.decode.experiments import load  # loads numpy, which an inspection does not need
+    from kvdoctor.decode.experiments import by_name  # loads numpy, which an inspection does not need
 
-    experiments = {experiment.name: experiment for experiment in load()}
+    experiments = by_name()
     tried = [run for run in runs if _is_workaround(experiments.get(run.experiment))]
     page.line(f"{stack.name} ({stack.layout}); {UNIT}", "bold")
     rows = [_describe_run(run, experiments.get(run.experiment)) for run in runs if run not in tried]

@@ -6,7 +6,7 @@ scripted steps. A module of this package that defines `EXPERIMENTS` is found by 
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import field
 from functools import cache
 from typing import Literal
@@ -126,6 +126,18 @@ def load() -> tuple[Experiment, ...]:
     for module in pkgutil.iter_modules(__path__):
         found += getattr(importlib.import_module(f"{__name__}.{module.name}"), "EXPERIMENTS", ())
     return tuple(sorted(found, key=lambda experiment: (experiment.order, experiment.name)))
+
+
+@cache
+def by_name() -> Mapping[str, Experiment]:
+    """All experiments by their names."""
+    return {experiment.name: experiment for experiment in load()}
+
+
+@cache
+def judged_names() -> frozenset[str]:
+    """The names of the experiments on whose runs findings rest."""
+    return frozenset(experiment.name for experiment in load() if experiment.judged)
 
 
 @cache

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.experiments import load
+from kvdoctor.decode.experiments import by_name
 from kvdoctor.decode.runs import LOOPS, REPLAY, Run
 from kvdoctor.records import record
 from kvdoctor.report.page.blocks import PagePosition, chip, scrollable
@@ -75,9 +75,8 @@ def _figure(run: Run, contract: CacheContract, at: tuple[PagePosition, str], sca
         contract.slots, lambda slot: tuple((c.fed, c.returned, c.state) for c in trace_slot(run, slot))
     )
     lanes = [(group, trace_slot(run, group.first)) for group in groups]
-    question = next(
-        (one.question for one in load() if one.name == run.experiment), "the steps of the caller's own loop"
-    )
+    experiment = by_name().get(run.experiment)
+    question = "the steps of the caller's own loop" if experiment is None else experiment.question
     outcome = format_outcome(run)
     title = place.heading(run.experiment, " ", chip(outcome, run.shows), id_=name, class_="loop-title")
     more = len(lanes) - MOST_LANES

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from kvdoctor.analysis.memory import MemoryPlan
-from kvdoctor.decode.experiments import load
+from kvdoctor.decode.experiments import by_name, load
 from kvdoctor.decode.runs import Run
 from kvdoctor.decode.tolerances import Tolerance, find_tolerance
 from kvdoctor.report.document import Report
@@ -117,7 +117,7 @@ def _experiments(runs: Sequence[Run], place: PagePosition) -> Iterator[Content]:
     if not runs:
         yield h("p", "No decode step was run.")
         return
-    known = {experiment.name: experiment for experiment in load()}
+    known = by_name()
     deciding, others, skipped = list[Row](), list[Row](), list[Row]()
     for run in runs:
         experiment = known.get(run.experiment)
@@ -168,7 +168,7 @@ def _steps(done: Sequence[Run], stack: StackFacts, place: PagePosition) -> Itera
 
 def _outcome(run: Run) -> Element:
     """The outcome of a run; one that does not decide the verdict never has the color of a fault."""
-    experiment = next((one for one in load() if one.name == run.experiment), None)
+    experiment = by_name().get(run.experiment)
     return chip(format_outcome(run), run.shows if experiment is None or experiment.judged else "plain")
 
 

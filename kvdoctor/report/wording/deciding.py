@@ -67,9 +67,9 @@ def _find_run(report: Report, finding: Finding) -> Run | None:
     runs = [run for run in select_local_runs(report, finding.stack) if run.shows in WRONG and run.steps]
     if not runs:
         return None
-    from kvdoctor.decode.experiments import load  # with numpy, which a report without runs does not need
+    from kvdoctor.decode.experiments import by_name  # with numpy, which a report without runs does not need
 
-    experiments = {experiment.name: experiment for experiment in load()}
+    experiments = by_name()
     judged = [run for run in runs if (known := experiments.get(run.experiment)) and known.judged and known.shown]
     judged = [run for run in judged if run.experiment != SEARCH]  # its call of an operator shows no cache
     named = finding.where.rpartition(", ")[2].removeprefix("experiment ")

@@ -1,6 +1,6 @@
 """What works: the uses of a stack that passed, how closely and by what controls, what was not tried, what decides."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import LOOPS, WRONG, Run
@@ -177,13 +177,13 @@ def list_unshown(report: Report) -> Iterator[str]:
             yield f"{finding.code} {finding.name}"
 
 
-def _load(runs: list[Run]) -> "dict[str, Experiment]":
+def _load(runs: list[Run]) -> "Mapping[str, Experiment]":
     """The experiments by name; nothing is loaded where nothing was run, since that loads numpy."""
     if not runs:
         return {}
-    from kvdoctor.decode.experiments import load
+    from kvdoctor.decode.experiments import by_name
 
-    return {experiment.name: experiment for experiment in load()}
+    return by_name()
 
 
 def _is_use(experiment: "Experiment | None") -> bool:

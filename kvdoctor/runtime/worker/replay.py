@@ -10,7 +10,7 @@ import numpy as np
 from kvdoctor.contract import DECODING, Port
 from kvdoctor.decode.calls import Answer, Array, Call, Refused, StepFailed, Value, as_array
 from kvdoctor.decode.experiment_run import ExperimentRunner
-from kvdoctor.decode.experiments import load
+from kvdoctor.decode.experiments import by_name
 from kvdoctor.decode.messages import (
     CallPlaying,
     CallScripted,
@@ -97,7 +97,7 @@ class RecordingStack(StackRunner):
 def record_experiment(job: RecordJob, announce: Announce) -> None:
     """Run one experiment and announce its calls."""
     sessions = Sessions(job.folder, job.provider, job.threads, announce)
-    experiment = next(e for e in load() if e.name == job.experiment)
+    experiment = by_name()[job.experiment]
     stack = RecordingStack(job.stack, job.contract, sessions, job.seed, announce, exact=job.exact)
     announce(ExperimentStarted(experiment.name))
     runner = ExperimentRunner(stack, thresholds=job.thresholds, ring=job.ring)
