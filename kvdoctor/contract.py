@@ -465,6 +465,11 @@ class CacheContract:
         """Whether the decoder takes the states of an encoder."""
         return any(graph.port("encoder_states") for graph in self.graphs.values())
 
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the model has an encoder: of its own, or one whose states or keys and values the decoder takes."""
+        return self.has_encoder_states or bool(self.of_kind("cross-attention")) or "encode" in self.phases
+
 
 def with_last_logits_only(contract: CacheContract) -> CacheContract:
     """The contract whose calls give the logits of the last token alone, whatever the graph declares."""

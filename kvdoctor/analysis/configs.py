@@ -65,7 +65,7 @@ class ConfigFacts:
     def find_slots(self, names: Iterable[str]) -> Iterator[SlotName]:
         """Find the past inputs that genai_config.json names by template."""
         given, returned, encoded = (
-            _strings(part)
+            read_strings(part)
             for part in (self.decoder.get("inputs"), self.decoder.get("outputs"), self.encoder.get("outputs"))
         )
         names = list(names)
@@ -92,7 +92,7 @@ class ConfigFacts:
 
     def find_role(self, port: Declared) -> Port | None:
         """Find the role of an input that genai_config.json names."""
-        for key, name in _strings(self.decoder.get("inputs")).items():
+        for key, name in read_strings(self.decoder.get("inputs")).items():
             if name == port.name and key in GENAI_ROLES:
                 role, orders = GENAI_ROLES[key]
                 order = next((o for o in orders if port.shape is not None and len(o) == len(port.shape)), None)
@@ -101,7 +101,7 @@ class ConfigFacts:
 
     def find_logits(self, port: Declared) -> Port | None:
         """The output as logits, where genai_config.json names it so."""
-        if _strings(self.decoder.get("outputs")).get("logits") == port.name and len(port.shape or ()) == 3:
+        if read_strings(self.decoder.get("outputs")).get("logits") == port.name and len(port.shape or ()) == 3:
             return Port(port.name, port.dtype, port.shape, "logits", parse_axes("BQV"))
         return None
 
@@ -110,7 +110,7 @@ def read_config_facts(config: dict[str, Any], genai: dict[str, Any]) -> ConfigFa
     """Read what config.json and genai_config.json say about the decoder."""
     model = genai.get("model")
     model = model if isinstance(model, dict) else {}
-    decoder, encoder = _part(model, "decoder"), _part(model, "encoder")
+    decoder, encoder = read_part(model, "decoder"), read_part(model, "encoder")
     part = decoder_config(config)
     heads = _first_count(part, ("num_attention_heads", "n_head", "decoder_attention_heads", "num_heads"))
     hidden = _first_count(part, ("hidden_size", "n_embd", "d_model"))
@@ -173,7 +173,7 @@ def encoder_length(config: dict[str, Any]) -> int | None:
     `max_position_embeddings` of an encoder-decoder is the decoder's; that of a nested encoder is the encoder's.
     """
     declared = _first_count(config, ENCODER_LENGTH_KEYS)
-    return declared or _first_count(_part(config, "encoder"), (*ENCODER_LENGTH_KEYS, "max_position_embeddings"))
+    return declared or _first_count(read_part(config, "encoder"), (*ENCODER_LENGTH_KEYS, "max_position_embeddings"))
 
 
 def read_codebooks(config: dict[str, Any]) -> int | None:
@@ -187,17 +187,19 @@ def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_COUNTED
 
 
-def _part(model: dict[str, Any], name: str) -> dict[str, Any]:
-    part = model.get(name)
-    return dict(part) if isinstance(part, dict) else {}
+def read_part(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """The object under a name, empty where there is none."""
+    part = config.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def _first_count(part: dict[str, Any], keys: Iterable[str]) -> int | None:
     return next((part[key] for key in keys if is_count(part.get(key))), None)
 
 
-def _strings(part: object) -> dict[str, str]:
-    return {k: v for k, v in part.items() if isinstance(v, str)} if isinstance(part, dict) else {}
+def read_strings(part: object) -> dict[str, str]:
+    """The strings of an object."""
+    return {key: text for key, text in part.items() if isinstance(text, str)} if isinstance(part, dict) else {}
 
 
 def _to_braces(template: str | None) -> str | None:

@@ -22,6 +22,8 @@ ADAPTER_SUFFIX = ".onnx_adapter"
 MOST_CONFIG_BYTES = 8 << 20
 MOST_YAML_BYTES = 1 << 20
 """YAML is read forty times as slowly as JSON; a package of 48 layers has 50 KiB."""
+MOST_TOKENIZER_BYTES = 64 << 20
+"""Bytes of a tokenizer.json up to which it is read; the largest in use have some 35 MB."""
 
 
 @record(slots=False)
@@ -129,10 +131,13 @@ def _read_adapters(root: Path) -> tuple[AdapterFile, ...]:
     return tuple(map(read_adapter, sorted(root.glob(f"*{ADAPTER_SUFFIX}"))))
 
 
-def read_object(path: Path) -> tuple[dict[str, Any], str | None]:
-    """The object of a JSON or YAML file, empty if there is no file; and why it was not read, if it was not."""
+def read_object(path: Path, most: int | None = None) -> tuple[dict[str, Any], str | None]:
+    """The object of a JSON or YAML file, empty if there is no file; and why it was not read, if it was not.
+
+    `most` are the bytes up to which it is read; without it those of a config.
+    """
     in_yaml = path.suffix == ".yaml"
-    most = MOST_YAML_BYTES if in_yaml else MOST_CONFIG_BYTES
+    most = most or (MOST_YAML_BYTES if in_yaml else MOST_CONFIG_BYTES)
     try:
         if not path.is_file():
             return {}, None

@@ -144,11 +144,15 @@ class StackFiles:
         return self.kind == "pair" or (self.operator is not None and "decoder-with-past" in self.files)
 
     @property
+    def main_role(self) -> FileRole:
+        """The role of the file that decodes with the cache."""
+        roles: tuple[FileRole, ...] = ("decoder-merged", "decoder-with-past", "decoder")
+        return next(role for role in roles if role in self.files)
+
+    @property
     def main(self) -> OnnxFile:
         """The file that decodes with the cache."""
-        return next(
-            self.files[role] for role in ("decoder-merged", "decoder-with-past", "decoder") if role in self.files
-        )
+        return self.files[self.main_role]
 
 
 @record(slots=False)

@@ -4,13 +4,11 @@ With greedy decoding a draft's token is accepted where it is the likeliest of th
 positions is what to expect. It is a fact, not a finding: whether it pays depends on the cost of both.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from kvdoctor.analysis.contract_reader import read_contract
-from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.contract import CacheContract
+from kvdoctor.analysis.model_folder import MOST_TOKENIZER_BYTES, open_folder, read_object
 from kvdoctor.decode.messages import GradeJob, PairedSide
 from kvdoctor.diagnose.context import DraftModel
 from kvdoctor.diagnose.variants import run_grades
@@ -22,8 +20,6 @@ from kvdoctor.runtime.client import Runtime
 
 PROMPTS = 4
 """Prompts that are decoded, unless the user gives one."""
-MOST_BYTES = 64 << 20
-"""Bytes of a tokenizer.json up to which it is read; the largest in use have some 35 MB."""
 
 
 def open_draft(path: str) -> DraftModel:
@@ -43,15 +39,12 @@ def open_draft(path: str) -> DraftModel:
 
 def read_tokens(root: Path) -> dict[str, int] | None:
     """The ids of the tokens in the tokenizer.json beside a model; None without a file of the known form."""
-    file = side_car_folder(root) / "tokenizer.json"
+    held, _ = read_object(side_car_folder(root) / "tokenizer.json", MOST_TOKENIZER_BYTES)
     try:
-        if not file.is_file() or file.stat().st_size > MOST_BYTES:
-            return None
-        held = json.loads(file.read_text(encoding="utf-8"))
         known = held["model"]["vocab"]
         tokens = dict(known) if isinstance(known, dict) else {entry[0]: index for index, entry in enumerate(known)}
         tokens |= {entry["content"]: entry["id"] for entry in held.get("added_tokens") or ()}
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
     usable = all(isinstance(token, str) and type(number) is int for token, number in tokens.items())
     return tokens if tokens and usable else None
@@ -64,17 +57,13 @@ def find_other_token(ours: dict[str, int], theirs: dict[str, int]) -> tuple[int,
     return next(((n, mine.get(n, ""), other.get(n, "")) for n in different), None)
 
 
-def _has_encoder(contract: CacheContract) -> bool:
-    return contract.has_encoder_states or bool(contract.of_kind("cross-attention")) or "encode" in contract.phases
-
-
 def grade_draft(target: PairedSide, draft: DraftModel, options: Options, runtime: Runtime) -> DraftFacts:
     """Decode greedily with the target, and ask the draft for each next token.
 
     Raises:
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
-    if _has_encoder(draft.contract) and not _has_encoder(target.contract):
+    if draft.contract.has_encoder and not target.contract.has_encoder:
         reason = "the draft takes the states of an encoder, and the model has none"
         return DraftFacts(target.stack, draft.shown, PROMPTS, reason=reason)
     side = replace(draft.side, stack=f"draft {draft.side.stack}")

@@ -187,7 +187,7 @@ def _prune_if(node: NodeProto, needed: set[str]) -> None:
 
 def _drop_uncalled_functions(model: ModelProto) -> None:
     """Drop the functions that no node calls, at any depth and through other functions."""
-    functions = {_function_key(function): function for function in model.functions}
+    functions = {function_key(function): function for function in model.functions}
     used, waiting = set[tuple[str, str, str]](), [nodes_in(model.graph.node)]
     while waiting:
         for node in waiting.pop():
@@ -195,10 +195,11 @@ def _drop_uncalled_functions(model: ModelProto) -> None:
             if key in functions and key not in used:
                 used.add(key)
                 waiting.append(nodes_in(functions[key].node))
-    keep_only(model.functions, lambda function: _function_key(function) in used)
+    keep_only(model.functions, lambda function: function_key(function) in used)
 
 
-def _function_key(function: FunctionProto) -> tuple[str, str, str]:
+def function_key(function: FunctionProto) -> tuple[str, str, str]:
+    """What the nodes that call a function name: its domain, its name and its overload."""
     return function.domain, function.name, getattr(function, "overload", "")
 
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from kvdoctor.contract import Stage
-from kvdoctor.model.edit import fresh_name, rename_all, rename_banned
-from kvdoctor.model.proto import FunctionProto, ModelProto
+from kvdoctor.model.edit import fresh_name, function_key, rename_all, rename_banned
+from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.traverse import names_in
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
@@ -97,14 +97,10 @@ def _add_header(joined: ModelProto, model: ModelProto) -> None:
             known[entry.domain].version = max(known[entry.domain].version, entry.version)
         else:
             joined.opset_import.append(entry)
-    functions = {_key(function): function for function in joined.functions}
+    functions = {function_key(function): function for function in joined.functions}
     for function in model.functions:
-        other = functions.get(_key(function))
+        other = functions.get(function_key(function))
         if other is None:
             joined.functions.append(function)
         elif other != function:
             raise CannotJoin(f"they have different functions of the name {function.name!r}")
-
-
-def _key(function: FunctionProto) -> tuple[str, str, str]:
-    return function.domain, function.name, getattr(function, "overload", "")

@@ -6,8 +6,8 @@ loop shows.
 """
 
 import statistics
-from collections.abc import Iterable
 
+from kvdoctor.analysis.slot_memory import total
 from kvdoctor.choices import CacheType
 from kvdoctor.contract import ITEM_BYTES, Slot
 from kvdoctor.decode.cache_types import STORABLE
@@ -57,8 +57,8 @@ def measure_costs(session: RepairSession, made: Converted, side: PairedSide) -> 
     facts = CacheCosts(
         side.stack,
         kind,
-        _sum(slot.bytes_per_position() for slot in growing),
-        _sum(_stored_bytes(slot, kind) if slot.past in narrow else slot.bytes_per_position() for slot in growing),
+        total(slot.bytes_per_position() for slot in growing),
+        total(_stored_bytes(slot, kind) if slot.past in narrow else slot.bytes_per_position() for slot in growing),
         written.tokens,
         tuple(_describe(one) for one in found),
         _find_sensitive(found),
@@ -93,8 +93,3 @@ def _stored_bytes(slot: Slot, kind: CacheType) -> int | None:
     numbers = whole // ITEM_BYTES[slot.dtype]
     values = numbers * {"float16": 2, "int8": 1, "int4": 0.5}[kind]
     return int(values) + (0 if kind == "float16" else SCALE_BYTES * (numbers // width))
-
-
-def _sum(numbers: Iterable[int | None]) -> int | None:
-    given = list(numbers)
-    return None if None in given else sum(number for number in given if number is not None)

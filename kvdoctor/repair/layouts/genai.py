@@ -77,16 +77,12 @@ def refuse(stack: StackFiles, contract: CacheContract) -> str | None:
     if (root / NAME).is_file():
         return f"its folder already has a {NAME}, which `kvdoctor step-test` compares with the graph"
     configs = Configs.beside(root)
-    if _has_encoder(contract):
+    if contract.has_encoder:
         return genai_whisper.refuse(stack, contract) or find_missing(configs, contract)
     if stack.kind not in ("decoder-only", "pair", "merged"):
         return f"it is no decoder that one graph can serve ({stack.kind})"
     found = _refuse_inputs(contract) or _refuse_lengths(contract) or refuse_slots(contract.slots)
     return found or refuse_logits(contract) or find_missing(configs, contract)
-
-
-def _has_encoder(contract: CacheContract) -> bool:
-    return contract.has_encoder_states or bool(contract.of_kind("cross-attention")) or "encode" in contract.phases
 
 
 def _refuse_inputs(contract: CacheContract) -> str | None:
@@ -176,7 +172,7 @@ def find_pattern(names: list[str]) -> str | None:
 
 def make(source: LayoutSource) -> ConvertedModels:
     """The graphs, and the configuration that names their inputs and outputs."""
-    return (genai_whisper.make if _has_encoder(source.contract) else _make_decoder)(source)
+    return (genai_whisper.make if source.contract.has_encoder else _make_decoder)(source)
 
 
 def _make_decoder(source: LayoutSource) -> ConvertedModels:
@@ -220,8 +216,7 @@ def _read_graph(source: LayoutSource) -> ModelProto:
         return source.model("decoder-with-past")
     if source.stack.kind == "merged":
         return split_halves(source.model("decoder-merged"), source.contract)[1]
-    role = next(role for role, file in source.stack.files.items() if file.name == source.stack.main.name)
-    return source.model(role)
+    return source.model(source.stack.main_role)
 
 
 def _decoder_files(source: LayoutSource) -> Iterable[str]:

@@ -113,8 +113,7 @@ def _drop_kept_outputs(later: ModelProto, kept: dict[str, str]) -> None:
 
 
 def _convert_single(source: LayoutSource) -> ConvertedModels:
-    role = next(role for role, file in source.stack.files.items() if file.name == source.stack.main.name)
-    model, made = source.model(role), ConvertedModels({}, (source.stack.main.name,), limit=INSIDE)
+    model, made = source.model(source.stack.main_role), ConvertedModels({}, (source.stack.main.name,), limit=INSIDE)
     names = optimum_names(source.contract, "decode")
     bring_encoder(source, None, made)
     rename_as(model, names)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from json import dumps
-from typing import Any
 
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.records import record
@@ -20,17 +19,6 @@ class Disagreement:
     observed: str
     right: str
     so: str = ""
-
-
-def part_of(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """The object under a name, empty where there is none."""
-    part = config.get(name)
-    return part if isinstance(part, dict) else {}
-
-
-def strings(part: object) -> dict[str, str]:
-    """The strings of an object."""
-    return {key: text for key, text in part.items() if isinstance(text, str)} if isinstance(part, dict) else {}
 
 
 def quoted(name: str) -> str:

@@ -7,8 +7,9 @@ asks for every input of the graph.
 from collections.abc import Iterator
 from typing import Any
 
+from kvdoctor.analysis.configs import read_part
 from kvdoctor.contract import describe
-from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, on_disk, part_of, plain, quoted
+from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, on_disk, plain, quoted
 from kvdoctor.diagnose.checks.side_cars.tensors import describe_tensor, fits_port
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.view import Declared
@@ -18,16 +19,16 @@ MOST_LEAVES = 500
 
 def export_json(context: ContractContext) -> list[Disagreement]:
     """Files that are not there, and traced inputs that are not those of the graph."""
-    components = part_of(context.folder.side_cars.export, "components")
+    components = read_part(context.folder.side_cars.export, "components")
     views = {file.name: file.view for file in context.stack.files.values() if file.view is not None}
     found: list[Disagreement] = []
     for name in components:
-        entry, key = part_of(components, name), f"components.{plain(name)}"
+        entry, key = read_part(components, name), f"components.{plain(name)}"
         file = entry.get("file")
         if not isinstance(file, str):
             continue
         if file in views:
-            kwargs = part_of(part_of(entry, "metadata"), "kwargs")
+            kwargs = read_part(read_part(entry, "metadata"), "kwargs")
             found += _traced(f"{key}.metadata.kwargs", kwargs, views[file].inputs) if kwargs else ()
         elif file.endswith(".onnx") and not on_disk(context, file):
             found.append(Disagreement(f"{key}.file", quoted(file), "no such file", "the file of that component"))

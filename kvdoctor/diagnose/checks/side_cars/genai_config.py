@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kvdoctor.analysis.configs import GENAI_ROLES, GENAI_SLOTS, is_count
+from kvdoctor.analysis.configs import GENAI_ROLES, GENAI_SLOTS, is_count, read_part, read_strings
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.checks.side_cars import compare_numbers
 from kvdoctor.diagnose.checks.side_cars.claims import ConfigClaim
 from kvdoctor.diagnose.checks.side_cars.compare_numbers import ATTENTION
-from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, either, on_disk, part_of, quoted, strings
+from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, either, on_disk, quoted
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import windows
 from kvdoctor.diagnose.context import ContractContext
 
@@ -22,8 +22,9 @@ from kvdoctor.diagnose.context import ContractContext
 def genai_config(context: ContractContext) -> list[Disagreement]:
     """The entries of genai_config.json that disagree with the graph of a decoder."""
     genai = context.folder.side_cars.genai
-    model = part_of(genai, "model")
-    decoder = part_of(model, "decoder")
+    model = read_part(genai, "model")
+    decoder = read_part(model, "decoder")
+    given, returned = (read_strings(decoder.get(side)) for side in ("inputs", "outputs"))
     file = decoder.get("filename")
     if not isinstance(file, str) and not (context.stack.stages and decoder.get("pipeline")):
         return []
@@ -32,20 +33,20 @@ def genai_config(context: ContractContext) -> list[Disagreement]:
         return [] if on_disk(context, file) else [lost]
     return [
         *_find_missing_files(context, model),
-        *_compare_inputs(context, context.contract, strings(decoder.get("inputs")), "embedding" in model),
-        *_compare_logits(context, context.contract, strings(decoder.get("outputs"))),
-        *_compare_templates(context, context.contract, strings(decoder.get("inputs")), strings(decoder.get("outputs"))),
-        *_compare_encoder(context, context.contract, part_of(model, "encoder")),
+        *_compare_inputs(context, context.contract, given, "embedding" in model),
+        *_compare_logits(context, context.contract, returned),
+        *_compare_templates(context, context.contract, given, returned),
+        *_compare_encoder(context, context.contract, read_part(model, "encoder")),
         *_compare_numbers(context, model, decoder),
-        *_compare_window(context, part_of(decoder, "sliding_window")),
-        *_compare_shared_buffer(context.contract, part_of(genai, "search")),
+        *_compare_window(context, read_part(decoder, "sliding_window")),
+        *_compare_shared_buffer(context.contract, read_part(genai, "search")),
     ]
 
 
 def _find_missing_files(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
     """The graphs beside the decoder."""
     for part in ("encoder", "embedding", "vision", "speech"):
-        file = part_of(model, part).get("filename")
+        file = read_part(model, part).get("filename")
         if isinstance(file, str) and file.endswith(".onnx") and not on_disk(context, file):
             yield Disagreement(f"model.{part}.filename", quoted(file), "no such file", "the file of that part")
 
@@ -120,7 +121,7 @@ def _compare_encoder(
         return
     layers = [slot for slot in contract.of_kind("cross-attention") if slot.layer is not None]
     for side, ports in (("input", file.view.inputs), ("output", file.view.outputs)):
-        names = strings(encoder.get(f"{side}s"))
+        names = read_strings(encoder.get(f"{side}s"))
         meant = {
             key: {_complete(name, slot) for slot in layers} if "%d" in name else {name} for key, name in names.items()
         }

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-from kvdoctor.analysis.configs import is_count
+from kvdoctor.analysis.configs import is_count, read_part
 from kvdoctor.contract import Slot, describe
 from kvdoctor.diagnose.checks.side_cars import compare_numbers
 from kvdoctor.diagnose.checks.side_cars.claims import ConfigClaim, What
-from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, either, on_disk, part_of, plain, quoted
+from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, either, on_disk, plain, quoted
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import windows
 from kvdoctor.diagnose.checks.side_cars.tensors import describe_tensor, fits_port
 from kvdoctor.diagnose.context import ContractContext
@@ -28,12 +28,12 @@ NOT_FOUND = "the runtime does not find an input or output of that name"
 def inference_metadata(context: ContractContext) -> list[Disagreement]:
     """The entries of inference_metadata.yaml that disagree with the graph of a decoder."""
     document = context.folder.side_cars.inference
-    workflow = part_of(part_of(document, "pipeline"), "workflow")
+    workflow = read_part(read_part(document, "pipeline"), "workflow")
     decoders = _find_decoders(context, workflow)
     # The sizes are those of one decoder: of several stacks, the one that a component names.
     named = bool(decoders) or (not workflow and len(context.folder.stacks) == 1)
     return [
-        *(_compare_numbers(context, part_of(document, "model")) if named else ()),
+        *(_compare_numbers(context, read_part(document, "model")) if named else ()),
         *_find_missing_files(context, workflow),
         *(one for name in decoders for one in _compare_ports(context, workflow, name)),
         *(one for name in decoders for one in _compare_state(context, workflow, name)),
@@ -42,7 +42,7 @@ def inference_metadata(context: ContractContext) -> list[Disagreement]:
 
 def _find_decoders(context: ContractContext, workflow: dict[str, Any]) -> list[str]:
     """The components that run the file which decodes with the cache."""
-    components = part_of(workflow, "components")
+    components = read_part(workflow, "components")
     return [name for name in _names(components) if _artifact(components, name) == context.decode_file]
 
 
@@ -53,13 +53,13 @@ def _names(part: dict[str, Any]) -> list[str]:
 
 def _artifact(components: dict[str, Any], name: str) -> str | None:
     """The ONNX file of a component, relative to the folder of the package."""
-    made_by = part_of(part_of(components, name), "implementation")
+    made_by = read_part(read_part(components, name), "implementation")
     artifact = made_by.get("artifact")
     return PurePosixPath(artifact).as_posix() if made_by.get("kind") == "onnx" and isinstance(artifact, str) else None
 
 
 def _find_missing_files(context: ContractContext, workflow: dict[str, Any]) -> Iterator[Disagreement]:
-    components = part_of(workflow, "components")
+    components = read_part(workflow, "components")
     for name in _names(components):
         file = _artifact(components, name)
         if file is not None and file.endswith(".onnx") and not on_disk(context, file):
@@ -68,7 +68,7 @@ def _find_missing_files(context: ContractContext, workflow: dict[str, Any]) -> I
 
 
 def _compare_numbers(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
-    attention = part_of(model, "attention")
+    attention = read_part(model, "attention")
 
     def claimed(part: dict[str, Any], path: str, key: str, what: What) -> Iterator[ConfigClaim]:
         if is_count(part.get(key)):
@@ -90,13 +90,13 @@ def _compare_numbers(context: ContractContext, model: dict[str, Any]) -> Iterato
 
 def _compare_ports(context: ContractContext, workflow: dict[str, Any], name: str) -> Iterator[Disagreement]:
     """Names, element types, ranks and sizes of the inputs and outputs of a component."""
-    ports = part_of(part_of(part_of(workflow, "components"), name), "ports")
+    ports = read_part(read_part(read_part(workflow, "components"), name), "ports")
     graph = context.decode_graph
     sides: tuple[tuple[str, dict[str, Declared]], ...] = (("inputs", graph.inputs), ("outputs", graph.outputs))
     for side, real in sides:
-        key, declared = f"components.{plain(name)}.ports.{side}", part_of(ports, side)
+        key, declared = f"components.{plain(name)}.ports.{side}", read_part(ports, side)
         for port in _names(declared):
-            tensor = part_of(declared, port)
+            tensor = read_part(declared, port)
             if port not in real:
                 if tensor.get("optional") is not True:
                     missing = (quoted(port), f"no such {side[:-1]}", "is not in the graph")
@@ -109,12 +109,12 @@ def _compare_ports(context: ContractContext, workflow: dict[str, Any], name: str
 def _compare_state(context: ContractContext, workflow: dict[str, Any], component: str) -> Iterator[Disagreement]:
     """Which present is the next past, what it holds, and which axis counts the tokens, of each group of states."""
     slots = {slot.past: slot for slot in context.contract.slots}
-    groups = part_of(part_of(part_of(workflow, "serving"), "state_service"), "groups")
+    groups = read_part(read_part(read_part(workflow, "serving"), "state_service"), "groups")
     for group in _names(groups):
-        state = part_of(groups, group)
-        aliases = part_of(part_of(state, "ports"), component)
+        state = read_part(groups, group)
+        aliases = read_part(read_part(state, "ports"), component)
         path = f"groups.{plain(group)}"
-        pairs = [(label, part_of(aliases, label)) for label in _names(aliases)]
+        pairs = [(label, read_part(aliases, label)) for label in _names(aliases)]
         found = [(label, pair, slots[pair["input"]]) for label, pair in pairs if _is_past(pair.get("input"), slots)]
         for label, pair, slot in found:
             yield from _compare_pair(f"{path}.ports.{plain(component)}.{plain(label)}", pair, slot)

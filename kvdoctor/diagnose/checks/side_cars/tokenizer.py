@@ -7,23 +7,21 @@ ordinary vocabulary must fit the table, and may be smaller: tables are padded to
 Source of the keys: tokenizers 0.22, `tokenizer.json`; transformers 4.57 and 5.23, `tokenization_utils_base.py`.
 """
 
-import json
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from kvdoctor.analysis.configs import is_count
+from kvdoctor.analysis.configs import is_count, read_part
+from kvdoctor.analysis.model_folder import MOST_TOKENIZER_BYTES, read_object
 from kvdoctor.diagnose.checks.side_cars.config_json import meant_for
-from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, part_of, plain, quoted
+from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, plain, quoted
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import logits_width, token_rows
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import CannotCheck
 from kvdoctor.records import record
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
-MOST_BYTES = 64 * 2**20
-"""The largest tokenizers that people use have 33 MiB."""
 
 
 @record
@@ -103,15 +101,15 @@ def _read(root: Path) -> _Tokenizer | None:
 @lru_cache(maxsize=4)
 def _read_once(paths: tuple[Path, ...], _states: tuple[tuple[int, int] | None, ...]) -> _Tokenizer:
     """Each stack of a folder has the same tokenizer."""
-    config, whole = (_read_object(path) for path in paths)
+    config, whole = (_read_file(path) for path in paths)
     ids: dict[str, int] = {}
     for one in _list(whole.get("added_tokens")):
         if isinstance(one, dict) and isinstance(one.get("content"), str) and is_id(one.get("id")):
             ids[one["content"]] = one["id"]
-    for digits, one in part_of(config, "added_tokens_decoder").items():
+    for digits, one in read_part(config, "added_tokens_decoder").items():
         if isinstance(one, dict) and isinstance(one.get("content"), str) and digits.isascii() and digits.isdecimal():
             ids[one["content"]] = int(digits[:10])
-    vocabulary = part_of(whole, "model").get("vocab")
+    vocabulary = read_part(whole, "model").get("vocab")
     words = vocabulary if isinstance(vocabulary, dict) else {}
     special = {}
     for key in ("eos_token", "bos_token", "pad_token"):
@@ -128,17 +126,10 @@ def _read_once(paths: tuple[Path, ...], _states: tuple[tuple[int, int] | None, .
     return _Tokenizer(special, max(numbers, default=None), len(words))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        if not path.is_file():
-            return {}
-        if path.stat().st_size > MOST_BYTES:
-            raise CannotCheck(f"{path.name} is larger than 64 MiB and was not compared with the graph")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CannotCheck(f"{path.name} cannot be read: {type(error).__name__}") from None
-    if not isinstance(content, dict):
-        raise CannotCheck(f"{path.name} is not a JSON object")
+def _read_file(path: Path) -> dict[str, Any]:
+    content, obstacle = read_object(path, MOST_TOKENIZER_BYTES)
+    if obstacle is not None:
+        raise CannotCheck(obstacle)
     return content
 
 
