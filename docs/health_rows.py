@@ -15,7 +15,7 @@ MEANINGS = {
     "healthy": "the model decodes with its cache as without it; warnings concern uses beyond the plain loop",
     "repaired": "it does not, and the copy that re-export wrote does, by its proof; the warnings are those of the copy",
     "refused": "it does not, and no repair of the graph was proved; the reason is given",
-    "not checked": "what decides could not be run; the reason is given",
+    "not checked": "the deciding experiment could not run; the reason is given",
     NOT_EXPORTABLE: "the exporter made no file; its message is given",
     NOT_RUN: "there is no result for this runtime",
 }

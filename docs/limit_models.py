@@ -1,6 +1,6 @@
 """The small models that docs/make_limits.py opens in every release of onnxruntime.
 
-Each is one node. Whether a release takes it is asked by opening it; that the model itself is sound is shown by some
+Each is one node. Whether a release takes it is asked by opening it; that the model itself is valid is shown by some
 release that does.
 """
 

@@ -1,7 +1,7 @@
-"""Draws the rooms of the package and their imports into docs/architecture.md: `python docs/make_architecture.py`.
+"""Draws the packages and their imports into docs/architecture.md: `python docs/make_architecture.py`.
 
-The table `ROOMS` is the architecture: tests/test_architecture.py compares the package with it. The picture and the
-table of rooms on the page are made from it, from the imports in the code, and from the docstrings of the rooms.
+The table `LAYERS` is the architecture: tests/test_architecture.py compares the code with it. The picture and the
+table of packages on the page are made from it, from the imports in the code, and from the docstrings of the packages.
 """
 
 import ast
@@ -15,7 +15,7 @@ PACKAGE = ROOT / "kvdoctor"
 PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 
-ROOMS = (
+LAYERS = (
     ("__init__", "_version", "errors", "records", "choices", "contract"),
     ("decode",),
     ("model",),
@@ -31,10 +31,10 @@ ROOMS = (
     ("cli",),
     ("__main__",),
 )
-"""Folders and files of the package's root, lowest level first: each imports rooms of lower levels only."""
+"""Folders and files in the root of `kvdoctor/`, lowest layer first: each imports packages of lower layers only."""
 
-LEAVES = ROOMS[0]
-BEGIN, END = "<!-- rooms: begin -->", "<!-- rooms: end -->"
+LEAVES = LAYERS[0]
+BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
 
 
 def modules() -> dict[str, Path]:
@@ -46,8 +46,8 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def room(module: str) -> str:
-    """The room of a module: the first part of its name."""
+def package_of(module: str) -> str:
+    """The package of a module: the first part of its name."""
     return module.partition(".")[0]
 
 
@@ -79,11 +79,11 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
-def room_imports() -> dict[str, set[str]]:
-    """The rooms that each room imports."""
-    found: dict[str, set[str]] = {name: set() for level in ROOMS for name in level}
+def package_imports() -> dict[str, set[str]]:
+    """The packages that each package imports."""
+    found: dict[str, set[str]] = {name: set() for level in LAYERS for name in level}
     for name, others in imports().items():
-        found[room(name)] |= {room(other) for other in others} - {room(name)}
+        found[package_of(name)] |= {package_of(other) for other in others} - {package_of(name)}
     return found
 
 
@@ -94,16 +94,16 @@ def _module_of(name: str, known: dict[str, Path]) -> str:
 
 
 def summary(name: str) -> str:
-    """The first sentence of a room's docstring."""
+    """The first sentence of a package's docstring."""
     path = PACKAGE / name / "__init__.py" if (PACKAGE / name).is_dir() else PACKAGE / f"{name}.py"
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0]
 
 
 def table() -> str:
-    """The rooms from the command line down to the leaves, with their size and their first sentence."""
-    lines = ["| room | files | what lives there |", "| --- | --- | --- |"]
-    for level in reversed(ROOMS):
+    """The packages from the command line down to the leaves, with their size and their first sentence."""
+    lines = ["| package | files | contents |", "| --- | --- | --- |"]
+    for level in reversed(LAYERS):
         for name in level:
             if (PACKAGE / name).is_dir():
                 files = len(list((PACKAGE / name).rglob("*.py")))
@@ -115,12 +115,12 @@ def table() -> str:
 
 def drawn() -> list[tuple[str, ...]]:
     """The levels that the picture shows, from top to bottom; the leaf files are one box."""
-    return [*(level for level in reversed(ROOMS[1:]) if level != ("__main__",)), ("errors, choices, contract ...",)]
+    return [*(level for level in reversed(LAYERS[1:]) if level != ("__main__",)), ("errors, choices, contract ...",)]
 
 
 def arrows() -> set[tuple[str, str]]:
-    """Imports between rooms without those that follow from others, so that the picture can be read."""
-    direct = {name: others - set(LEAVES) for name, others in room_imports().items() if name not in LEAVES}
+    """Imports between packages without those that follow from others, so that the picture can be read."""
+    direct = {name: others - set(LEAVES) for name, others in package_imports().items() if name not in LEAVES}
 
     def reached(name: str) -> set[str]:
         return direct[name].union(*(reached(other) for other in direct[name]))
@@ -134,7 +134,7 @@ def arrows() -> set[tuple[str, str]]:
 
 
 def picture() -> str:
-    """The rooms as an SVG picture: each level a row, each arrow an import."""
+    """The packages as an SVG picture: each level a row, each arrow an import."""
     width, row, box = 720, 74, 40
     places: dict[str, tuple[float, float, float]] = {}
     shapes = []
@@ -162,7 +162,7 @@ def picture() -> str:
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
-            "<title>The rooms of kvdoctor; an arrow is an import</title>",
+            "<title>The packages of kvdoctor; an arrow is an import</title>",
             "<style>rect{fill:#eef4fb;stroke:#35608f}text{font:15px sans-serif;text-anchor:middle;fill:#12283f}"
             "path{fill:none;stroke:#35608f;stroke-width:1.3}.bg{fill:#fff;stroke:none}</style>",
             '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
@@ -176,7 +176,7 @@ def picture() -> str:
 
 
 def page() -> str:
-    """The page with today's table of rooms."""
+    """The page with today's table of packages."""
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]

@@ -18,7 +18,7 @@ What exporters write today, and whether it decodes: {exports} tiny exports with 
 command line in onnxruntime {releases}. The same results with filters: <a href="health-table.html">the table</a>.
 
 A cell is the result of `kvdoctor step-test EXPORT`, with `--target onnxruntime==RELEASE` for the older runtimes, and of
-`kvdoctor re-export` where that found an error. A cell of an older runtime also has what is wrong in the newest one,
+`kvdoctor re-export` where that found an error. Cells of older runtimes include the findings of
 {newest}. The loop is the plain one, which feeds every returned slot back; a decoder that is *repaired by pass-through*
 is also right in a loop that keeps the cross-attention cache, such as Optimum's. One line is one *stack*: graphs that
 decode together. Releases of transformers that give the same result share a line.
@@ -31,7 +31,7 @@ decode together. Releases of transformers that give the same result share a line
 results in `docs/health.json` and runs only what has no result yet; the last one ran on {made} with kvdoctor {version}.
 This page is made from them by `python docs/make_health.py`.
 
-## What changed since the results before
+## What changed since the previous measurement
 
 {changes}
 
@@ -80,7 +80,7 @@ def _version(document: dict[str, Any]) -> str:
 
 
 def _changes(document: dict[str, Any]) -> str:
-    latest = [each for each in document["changes"] if each["made"] == document["made"]]
+    latest = [each for each in document["changes"] if each["made"] == document["made"] and _differs(each)]
     if not latest:
         return NOTHING
     head = ["| export | stack | onnxruntime | before | now |", "| --- | --- | --- | --- | --- |"]
@@ -89,6 +89,11 @@ def _changes(document: dict[str, Any]) -> str:
         for each in latest
     )
     return "\n".join([*head, *cells])
+
+
+def _differs(change: dict[str, str]) -> bool:
+    """Whether the outcome changed, and not only that earlier results named no remaining findings."""
+    return change["before"] != change["after"].partition(" (")[0]
 
 
 def _turns(document: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ Axis = Literal[
 """What an axis counts.
 
 new + past = total, and capacity, the length of a buffer of fixed size, in tokens; `encoder` counts encoder states;
-`batch_heads` is batch times heads, `batch_codebooks` batch times the streams of tokens that make one sequence of sound,
+`batch_heads` is batch times heads, `batch_codebooks` batch times the streams of tokens that make one sequence of audio,
 `parts` holds key and value, `layers` all layers of a stacked cache; `channels` and
 `state` are the widths of convolution and recurrent states; `blocks` of `block` tokens make a paged cache.
 """
@@ -83,7 +83,7 @@ Role = Literal[
 """The part a port plays.
 
 `cache_position` is the arange past..total, `write_index` the past length as the place to write at; `last_index` is
-total - 1 (`seqlens_k`); `features` of images or sound go into an embedding graph, none of them where all tokens are
+total - 1 (`seqlens_k`); `features` of images or audio go into an embedding graph, none of them where all tokens are
 text; a `setting` is a part of the configuration that is fed, or a row that the caller chooses for all tokens (a
 language, a speaker, a kind), the number fed here in `value`; an `adapter` is a matrix of LoRA, zeros without an
 adapter; nothing reads what is `unused`, which has to be fed all the same.
@@ -141,7 +141,7 @@ Exactness = Literal["float", "float16", "bfloat16", "static-quantization", "dyna
 
 PhaseName = Literal["encode", "embed", "vision", "audio", "prefill", "decode", "generate"]
 """What a graph is run for: the encoder's states, the embeddings of new tokens, rows for the placeholders of images or
-of sound among these, the first step, a later one, the whole loop by an operator (in the jobs of a worker alone)."""
+of audio among these, the first step, a later one, the whole loop by an operator (in the jobs of a worker alone)."""
 
 DECODING: tuple[PhaseName, ...] = ("prefill", "decode")
 """The phases that take the cache or make it; what the others compute goes into these."""
@@ -307,10 +307,10 @@ class Slot:
 
 @record
 class Features:
-    """Rows that an encoder of images or sound makes, for the places of a placeholder token among the embeddings.
+    """Rows that an encoder of images or audio makes, for the places of a placeholder token among the embeddings.
 
     `output` of the graph of `phase` has them, float[..., rows, hidden]. `token` is the id of the placeholder, `rows`
-    the number of them for one image (or one piece of sound), as `declared` says; None where no config gives it. A call
+    the number of them for one image (or one audio clip), as `declared` says; None where no config gives it. A call
     takes so many `pieces` at once.
     """
 
@@ -340,7 +340,7 @@ class CacheContract:
     `context_limit` is in tokens, from the side-car config; so are `heads`, the number of attention heads, where an axis
     counts batch times heads, and `codebooks`, the rows of tokens for each sequence. `contradictions` are promises of
     names that the dataflow refutes; the contract follows the dataflow. `missing` is empty for a contract that can be
-    driven. `features` are rows for images and sound, which take the places of embeddings.
+    driven. `features` are rows for images and audio, which take the places of embeddings.
     """
 
     layout: str

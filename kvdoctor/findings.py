@@ -99,7 +99,7 @@ class KnownFinding:
 
 @record
 class Issue:
-    """A public issue of another project: its address, what happens in a few words, and the release that mends it.
+    """A public issue of another project: its address, what happens in a few words, and the release that fixes it.
 
     `fixed_in` is None where no release is known to fix it.
     """

@@ -1,13 +1,14 @@
-"""The structure that docs/architecture.md describes: which room may import which, and what each may import at all."""
+"""The structure that docs/architecture.md describes: which package imports which, and what each may import at all."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import get_args
 
 import pytest
-from make_architecture import PACKAGE, PAGE, PICTURE, ROOMS, imported, imports, modules, page, picture, room
+from make_architecture import LAYERS, PACKAGE, PAGE, PICTURE, imported, imports, modules, package_of, page, picture
 
 from kvdoctor.findings import Round, all_checks
 
@@ -18,19 +19,19 @@ MOST_FOLDERS, MOST_FILES = 12, 10
 
 
 def test_the_root_is_as_the_table_says() -> None:
-    named = {name for level in ROOMS for name in level}
-    assert {room(name) for name in modules()} == named
+    named = {name for level in LAYERS for name in level}
+    assert {package_of(name) for name in modules()} == named
     assert sum((PACKAGE / name).is_dir() for name in named) <= MOST_FOLDERS
     assert sum((PACKAGE / f"{name}.py").is_file() for name in named) <= MOST_FILES
 
 
-def test_imports_point_to_rooms_above() -> None:
-    level = {name: number for number, names in enumerate(ROOMS) for name in names}
+def test_imports_point_to_lower_layers() -> None:
+    level = {name: number for number, names in enumerate(LAYERS) for name in names}
     wrong = [
         f"{name} imports {other}"
         for name, others in imports().items()
         for other in sorted(others)
-        if room(other) != room(name) and level[room(other)] >= level[room(name)] > 0
+        if package_of(other) != package_of(name) and level[package_of(other)] >= level[package_of(name)] > 0
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -62,7 +63,7 @@ def test_frameworks_are_imported_in_the_exporters_scripts_only() -> None:
 
 def test_click_is_imported_by_the_command_line_only() -> None:
     for name, path in modules().items():
-        if room(name) != "cli":
+        if package_of(name) != "cli":
             assert "click" not in {each.split(".")[0] for each in imported(path, also_for_types=True)}, name
 
 
@@ -70,15 +71,15 @@ def test_the_command_line_calls_the_api_and_prints() -> None:
     may = {"__init__", "_version", "api", "choices", "cli", "errors", "options", "records", "report"}
     may |= {"model.output_folder"}
     for name, others in imports().items():
-        if room(name) == "cli":
-            assert not {other for other in others if not {other, room(other)} & may}, name
+        if package_of(name) == "cli":
+            assert not {other for other in others if not {other, package_of(other)} & may}, name
 
 
 def test_what_the_worker_needs_is_light() -> None:
     for name, path in modules().items():
-        if room(name) not in LIGHT and not name.startswith("runtime.worker"):
+        if package_of(name) not in LIGHT and not name.startswith("runtime.worker"):
             continue
-        for each in imported(path, also_for_types=room(name) in LIGHT):
+        for each in imported(path, also_for_types=package_of(name) in LIGHT):
             root, *rest = each.split(".")
             if root == "kvdoctor":
                 inside = ".".join(rest)
@@ -131,17 +132,34 @@ def test_the_checks_of_a_round_are_found_without_loading_the_others(when: Round)
     assert ast.literal_eval(done.stdout) == [one.code for one in all_checks() if when in one.functions]
 
 
-def test_each_room_says_what_lives_there() -> None:
-    for name in (name for level in ROOMS for name in level if (PACKAGE / name).is_dir()):
+def test_each_package_says_what_it_contains() -> None:
+    for name in (name for level in LAYERS for name in level if (PACKAGE / name).is_dir()):
         text = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text(encoding="utf-8"))) or ""
         assert text.count(".") >= 3, (
             f"{name}/__init__.py: what lives here, what it may be asked for, what it must not know"
         )
 
 
-def test_the_page_shows_the_rooms_of_today() -> None:
+def test_the_page_shows_the_packages_of_today() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "python docs/make_architecture.py"
     assert PICTURE.read_text(encoding="utf-8") == picture(), "python docs/make_architecture.py"
+
+
+def test_every_file_and_function_that_the_page_names_exists() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    roots = (PACKAGE, PACKAGE.parent)
+    named = re.findall(r"`([\w/-]+(?:/|\.py|\.json|\.toml|\.md))(?::(\w+))?`", text)
+    wrong = []
+    for path, name in named:
+        file = next((root / path for root in roots if (root / path).exists()), None)
+        if file is None and "NAME" not in path and path != "__init__.py":
+            wrong.append(path)
+        elif name and not re.search(
+            rf"^\s*(?:def|class) {name}\b|^{name}\b.* = ", file.read_text("utf-8"), re.MULTILINE
+        ):
+            wrong.append(f"{path}:{name}")
+    assert len(named) > 60
+    assert not wrong, wrong
 
 
 def _circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""Decoders written by hand in PyTorch (fixtures/from_scratch): each mistake is named, its sound twin is healthy."""
+"""Decoders written by hand in PyTorch (fixtures/from_scratch): each mistake is found, in its counterpart none."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ SICK = {
     "attention-mask-top-left": ("attention", ["mask-not-offset"]),
     "attention-positions-restart-rotary": ("attention-rotary", ["positions-not-offset"]),
 }
-"""Each faulty file with its sound twin and the findings that are true of it."""
+"""Each faulty file with its healthy counterpart and the findings that are true of it."""
 CACHELESS = ("cacheless", "kept-as-attribute")
 
 

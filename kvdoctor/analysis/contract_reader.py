@@ -154,7 +154,7 @@ class _Reader:
         return graph
 
     def _read_features(self, graphs: dict[str, Graph], phases: dict[str, Phase]) -> tuple[Features, ...]:
-        """The encoders of images and sound: each is a graph and a phase of its own."""
+        """The encoders of images and audio: each is a graph and a phase of its own."""
         wanted = find_embedded_input(self.stack, self.side_cars.config, self.side_cars.genai)
         found = []
         for kind, role in ROLES.items():

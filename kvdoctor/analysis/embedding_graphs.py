@@ -49,7 +49,7 @@ def find_embedded_input(stack: StackFiles, config: dict[str, Any], genai: dict[s
         return None
     parts = StackParts.of(stack, config, genai)
     if any(role_by_name(port, parts.input_rules) == "encoder_states" for port in parts.decode.graph.inputs.values()):
-        return None  # images and sound go into the encoder, whose states the decoder takes
+        return None  # images and audio go into the encoder, whose states the decoder takes
     port = next((one for one in _embeddings_of(parts.decode, parts) if len(one.shape or ()) == WIDTH_AXIS + 1), None)
     if port is None or port.shape is None:
         return None

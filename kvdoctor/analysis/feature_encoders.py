@@ -1,4 +1,4 @@
-"""Finds the encoders of images and sound whose rows take the places of tokens, in files beside a decoder: by interface.
+"""Finds the encoders of images and audio whose rows take the places of tokens, in files beside a decoder: by interface.
 
 Such an encoder takes no tokens, and returns rows as wide as the embeddings of the decoder, and of their element type.
 genai_config.json or a name decides where several fit. Where a file that is named so does not fit, that is a problem.
@@ -38,7 +38,7 @@ ROW_KEYS = {
     "audio": ("audio_seq_len", "audio_seq_length"),
 }
 TIME = re.compile(r"frame|time|length|seq|sample|step", re.ASCII)
-"""Part of the name of an axis that counts frames or samples of sound."""
+"""Part of the name of an axis that counts frames or samples of audio."""
 OUTPUT = re.compile(r"(image|audio|vision|speech)_(features|embeds|embeddings)|pooled_embeds", re.ASCII)
 COMPARISONS = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Where", "Clip"}
 IMAGE_SIZE, CHANNELS, MEL_BINS = 224, 3, 80
@@ -85,7 +85,7 @@ class BesideConfigs:
 def add_feature_encoders(
     files: tuple[OnnxFile, ...], stacks: tuple[StackFiles, ...], configs: BesideConfigs, widths: Mapping[str, Port]
 ) -> tuple[tuple[OnnxFile, ...], tuple[StackFiles, ...]]:
-    """The files and stacks of a folder, with the encoders of images and sound as parts of the stacks.
+    """The files and stacks of a folder, with the encoders of images and audio as parts of the stacks.
 
     `widths` has, for each stack that takes embeddings of a known width, the input that takes those of tokens.
     """
@@ -123,7 +123,7 @@ def _add_to_stack(stack: StackFiles, free: Sequence[OnnxFile], configs: BesideCo
 
 
 def _kind_of(file: OnnxFile, configs: BesideConfigs) -> PhaseName | None:
-    """Whether a file encodes images or sound: by the names of its inputs, else by its own, else by their rank."""
+    """Whether a file encodes images or audio: by the names of its inputs, else by its own, else by their rank."""
     ports = list(file.graph.inputs.values())
     floats = [port for port in ports if port.dtype in FLOATS]
     if not floats or any(port.shape is None for port in ports) or not all(map(_is_feedable, ports)):
@@ -258,7 +258,7 @@ def _compared_ids(embedding: OnnxFile) -> set[int]:
 
 
 def _images_at_once(file: OnnxFile, kind: PhaseName) -> int:
-    """The number of images, or of pieces of sound, that an encoder takes at once, where it is fixed; else 1."""
+    """The number of images, or of audio clips, that an encoder takes at once, where it is fixed; else 1."""
     port = next(port for port in file.graph.inputs.values() if port.dtype in FLOATS)
     counted = len(port.shape or ()) - (IMAGE_RANK if kind == "vision" else len(port.shape or ()) - 1)
     sizes = [as_number(size) for size in (port.shape or ())[: max(counted, 0)]]
@@ -270,7 +270,7 @@ def read_feature_encoder(
 ) -> tuple[Graph, Features]:
     """The ports of an encoder in the sizes that it is run with, and what its rows stand for.
 
-    Sizes that neither the graph nor a config gives are those of one small image, or of one piece of sound.
+    Sizes that neither the graph nor a config gives are those of one small image, or of one audio clip.
     """
     output = find_output(file, wanted)
     assert output is not None  # noqa: S101 - chosen for it
@@ -341,7 +341,7 @@ def _declared_sides(configs: BesideConfigs) -> tuple[int, int] | None:
 
 
 def _expected_rows(kind: PhaseName, configs: BesideConfigs, file: OnnxFile) -> tuple[int, str] | None:
-    """The number of placeholders for one image, or one piece of sound of full length, and what says so."""
+    """The number of placeholders for one image, or one audio clip of full length, and what says so."""
     ports = file.graph.inputs.values()
     if kind == "audio":
         free = any(not isinstance(as_number(size), int) for port in ports for size in (port.shape or ())[1:])

@@ -45,7 +45,7 @@ class SideCars:
 
     @property
     def of_encoders(self) -> BesideConfigs:
-        """The files that say something of encoders of images and sound."""
+        """The files that say something of encoders of images and audio."""
         return BesideConfigs(self.config, self.processor, self.preprocessor, self.genai)
 
 

@@ -30,7 +30,7 @@ Embed = Callable[[PhaseName, Array], Mapping[str, Array]]
 
 
 CountRows = Callable[[], Mapping[PhaseName, int]]
-"""The number of rows that each encoder of images or sound makes for one image or one piece of sound."""
+"""The number of rows that each encoder of images or audio makes for one image or one audio clip."""
 
 
 class TooShort(Exception):

@@ -305,7 +305,7 @@ class _ExperimentRun:
         if "fail" in verdicts:
             return self._make_run("differs", failed_step=verdicts.index("fail"))
         if unseen:
-            reason = f"no power: {' and '.join(unseen)} does not change the logits more than their noise"
+            reason = f"control failed: {' and '.join(unseen)} does not change the logits more than their noise"
             return self._make_run("inconclusive", reason=reason)
         return self._make_run("ambiguous" if "ambiguous" in verdicts else "passed")
 

@@ -1,4 +1,4 @@
-"""Rows of images and sound in the worker: made by the encoders once, and put in the places of placeholder tokens."""
+"""Rows of images and audio in the worker: made by the encoders once, and put in the places of placeholder tokens."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from kvdoctor.decode.inputs import embedding_feeds, feature_feeds, plain_token_i
 from kvdoctor.records import record
 
 LENGTHS = (7, 280, 2800)
-"""Samples or frames of sound that are tried: an encoder may take many for each row."""
+"""Samples or frames of audio that are tried: an encoder may take many for each row."""
 
 
 @record(slots=False)
 class EncodedRows:
-    """What an encoder made of one image or one piece of sound: rows float[rows, width], and all its outputs."""
+    """What an encoder made of one image or one audio clip: rows float[rows, width], and all its outputs."""
 
     rows: Array
     outputs: Mapping[str, Array]

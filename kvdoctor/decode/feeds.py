@@ -51,7 +51,7 @@ class FeedBuilder:
     contract's embedding graph; without it they are synthetic. `adapted` feeds an adapter of noise to inputs of LoRA.
     `scratch` is a private folder for files that outlive the worker. `search` says how an operator with the whole loop
     is called. `count_rows` tells how many rows for images and
-    sound there are: a token of the id -1 - n stands for row n of these, those of the first encoder first.
+    audio there are: a token of the id -1 - n stands for row n of these, those of the first encoder first.
     """
 
     contract: CacheContract

@@ -247,7 +247,7 @@ def _visible_entries(port: Port, step: StepInputs) -> Array:
 
 
 def embedding_feeds(graph: Graph, tokens: Array, features: Mapping[str, Array] | None = None) -> dict[str, Array]:
-    """What an embedding graph is fed for token ids: the ids, and the rows of images or sound, of which text has none.
+    """What an embedding graph is fed for token ids: the ids, and the rows of images or audio, of which text has none.
 
     `features` are these rows by input, float[rows, ...].
     """
@@ -266,9 +266,9 @@ def embedding_feeds(graph: Graph, tokens: Array, features: Mapping[str, Array] |
 
 
 def feature_feeds(graph: Graph, seed: int, length: int) -> dict[str, Array]:
-    """What an encoder of images or sound is fed: noise, masks of ones, one image as a grid of patches.
+    """What an encoder of images or audio is fed: noise, masks of ones, one image as a grid of patches.
 
-    `length` is that of sound, in samples or frames.
+    `length` is that of audio, in samples or frames.
     """
     rng = np.random.default_rng(seed + 3)
     feeds: dict[str, Array] = {}

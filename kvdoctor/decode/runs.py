@@ -109,7 +109,7 @@ class ErrorGrowth:
 
 @record
 class Control:
-    """A call with one deliberate error. It must change the logits, or the experiment has no power."""
+    """A call with one deliberate error. It must change the logits, or the experiment is inconclusive."""
 
     spoilt: str
     visible: bool

@@ -65,7 +65,7 @@ def middle(rounds: tuple[float, ...]) -> float:
 
 
 def spread(rounds: tuple[float, ...]) -> float:
-    """How far the rounds lie apart, as a share of the figure; the fastest and the slowest of four or more are left out.
+    """The range of the rounds, as a share of the figure; the fastest and the slowest of four or more are left out.
 
     One round of five in which the machine did something else must not hide what the others say.
     """

@@ -213,7 +213,7 @@ class StackDriver:
     def embed(self, phase: PhaseName, tokens: Array) -> dict[str, Array]:
         """The embeddings of token ids int64[batch, new] for the inputs of a phase, by the embedding file.
 
-        Negative ids stand for rows of images and sound (decode/feeds.py). Where these cannot be embedded, a note says
+        Negative ids stand for rows of images and audio (decode/feeds.py). Where these cannot be embedded, a note says
         so: text alone is run then.
 
         Raises:
@@ -223,7 +223,7 @@ class StackDriver:
             return self._embed(phase, tokens)
         except NothingToRun as error:
             if (tokens < 0).any():
-                self.announce(Note(f"{error}; images and sound in the prompt were not run"))
+                self.announce(Note(f"{error}; images and audio in the prompt were not run"))
             raise
 
     def _embed(self, phase: PhaseName, tokens: Array) -> dict[str, Array]:
@@ -241,11 +241,11 @@ class StackDriver:
 
     @cached_property
     def feature_rows(self) -> FeatureRows:
-        """The rows of images and sound."""
+        """The rows of images and audio."""
         return FeatureRows(self.contract, self.seed, self.run_session)
 
     def count_rows(self) -> dict[PhaseName, int]:
-        """The number of rows that each encoder of images or sound makes; where one cannot be run, a note says so.
+        """The number of rows that each encoder of images or audio makes; where one cannot be run, a note says so.
 
         Raises:
             NothingToRun: an encoder cannot be run on synthetic input.
@@ -253,7 +253,7 @@ class StackDriver:
         try:
             return self.feature_rows.count()
         except NothingToRun as error:
-            self.announce(Note(f"{error}; images and sound in the prompt were not run"))
+            self.announce(Note(f"{error}; images and audio in the prompt were not run"))
             raise
 
     def fit_scenario(self, scenario: Scenario) -> Scenario:

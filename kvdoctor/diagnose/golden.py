@@ -1,4 +1,4 @@
-"""Golden numbers: what a healthy model returned, kept in a small file, and what it returns now held against it.
+"""Golden numbers: what a healthy model returned, kept in a small file, and what it returns now, compared with it.
 
 `record_golden` writes the file, `step-test --against` and `gate` compare with it. The tokens and the seed are those of
 the file, so that the model may have another layout, other names, another arithmetic or another runtime since.
@@ -203,7 +203,7 @@ def compare_with_golden(
         words += f", of the {len(kept.walks)} in it"
     if difference is not None and describe_rounding(stack) != kept.weights:
         alike = round(sum(correlate(one, other) for one, other in pairs) / len(pairs), 4)
-        words += f": the weights are rounded otherwise, the correlation of the logits is {alike:.3f}"
+        words += f": the weights are quantized differently, the correlation of the logits is {alike:.3f}"
         return GoldenComparison(golden.words, limit, words, difference if alike < UNLIKE else None, alike)
     worst = max(measure_worst(one, other) for one, other in pairs)
     words += f": logits within {worst:.1e} standard deviations; {limit.passes:g} are allowed"

@@ -202,7 +202,7 @@ def _put(partial: Path, out: Path) -> None:
 
 
 def _sweep(out: Path) -> None:
-    """Mend what a killed run left beside OUT: unfinished folders go, a folder it had put aside comes back."""
+    """Tidy up what a killed run left beside OUT: remove unfinished folders, put back a folder that it had moved."""
     for kind in ("old", "partial"):
         for left in out.parent.glob(f".{_literal(out.name)}.kvdoctor-*.{kind}"):
             owner = left.name.split("-")[-1].partition(".")[0]

@@ -19,7 +19,7 @@ FIXED: Final = {I64: 8, I32: 4}  # bytes
 
 @dataclass(eq=False)
 class WireError(Exception):
-    """The framing is broken at byte `at`; `missing` bytes more would mend it (0: none would)."""
+    """The framing is broken at byte `at`; `missing` bytes more would repair it (0: none would)."""
 
     at: int
     what: str

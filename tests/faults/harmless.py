@@ -3,7 +3,7 @@
 import numpy as np
 import onnx
 from base_models import ALL, LONE, PAIRED, SPELLED_OUT, SPLIT, TF5, Export
-from mathematics import mask_words
+from mathematics import ban_tokens
 from onnx import helper
 from presents import exchange, exchange_pasts
 from registry import harmless
@@ -76,14 +76,14 @@ def multiplied_by_one(export: Export) -> None:
             body.replace(norm, lambda old, body=body: body.op("Mul", old, np.array(1, np.float32)))
 
 
-@harmless("some words may never be said: their logits are -inf", ALL)
-def masked_words(export: Export) -> None:
-    mask_words(export)
+@harmless("some tokens are banned: their logits are -inf", ALL)
+def banned_tokens(export: Export) -> None:
+    ban_tokens(export)
 
 
-@harmless("some words may never be said: their logits are the least of float32", ALL)
-def words_masked_with_a_number(export: Export) -> None:
-    mask_words(export, float(np.finfo(np.float32).min))
+@harmless("some tokens are banned: their logits are the least of float32", ALL)
+def tokens_banned_with_a_number(export: Export) -> None:
+    ban_tokens(export, float(np.finfo(np.float32).min))
 
 
 @harmless("the docs, the producer and the shapes inside are gone", ALL)

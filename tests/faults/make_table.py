@@ -36,32 +36,32 @@ DEMANDED = 95
 HEAD = """# The faults
 
 Healthy exports, each broken in one way on purpose, and what kvdoctor says of them. Made by
-`python tests/faults/make_table.py` from a run; `python -m pytest tests/faults -m 'slow or not slow'` holds every cell
-to it. What is done is written in `tests/faults`, with nothing but onnx: it knows nothing of how kvdoctor finds it.
+`python tests/faults/make_table.py` from a run; `python -m pytest tests/faults -m 'slow or not slow'` fails if a
+cell changes. The code that breaks the exports is in `tests/faults`: it needs onnx only, and does not use kvdoctor.
 
-*must be called*: the name of the leading finding, the first of the highest severity; a warning where the loop of one
-token a step is right. *found*, *named*: of how many exports the fault was found, and was called so. *decided by*: the
-experiment that the finding rests on (`kvdoctor step-test -v` shows them all), the graph, or the file.
+*expected finding*: the name of the leading finding, the first of the highest severity; a warning where the loop of one
+token a step is right. *found*, *named*: in how many exports the fault was found, and was reported under that name.
+*decided by*: the experiment that the finding rests on (`kvdoctor step-test -v` shows them all), the graph, or the file.
 
 {summary}
 
-| fault | what was done | must be called | severity | exports | found | named | decided by |
+| fault | what was done | expected finding | severity | exports | found | named | decided by |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 HARMLESS_HEAD = """
-## What hurts nobody
+## Harmless changes
 
-Of these nothing may be found, and the verdict must be healthy.
+These must give no finding, and the verdict must be healthy.
 
 | change | what was done | exports | silent |
 | --- | --- | --- | --- |
 """
 MISNAMED_HEAD = """
-## Called by another name
+## Found under another name
 
-Found, and not called as it should be.
+The leading finding has a name that differs from the expected one.
 
-| fault | export | called |
+| fault | export | finding |
 | --- | --- | --- |
 """
 

@@ -15,8 +15,8 @@ def scale_weight(body: Body, value: str, factor: float) -> None:
     node.input[index] = body.constant((body.weight_of(node.input[index]) * factor).astype(np.float32))
 
 
-def mask_words(export: Export, value: float = -np.inf) -> None:
-    """Five words may never be said."""
+def ban_tokens(export: Export, value: float = -np.inf) -> None:
+    """Five tokens are banned."""
     for body in export.bodies:
 
         def masked(old: str, body: Body = body) -> str:
@@ -36,10 +36,10 @@ def other_value_weights(export: Export) -> None:
     scale_weight(body, body.new_entries(body.self_slots()[3][0]), 1.05)
 
 
-@fault("branches-disagree", "the same, behind words that are masked with -1e9", TWO_BODIES)
-def other_value_weights_behind_masked_words(export: Export) -> None:
+@fault("branches-disagree", "the same, and some tokens are banned with -1e9", TWO_BODIES)
+def other_value_weights_behind_banned_tokens(export: Export) -> None:
     other_value_weights(export)
-    mask_words(export, -1e9)
+    ban_tokens(export, -1e9)
 
 
 @fault("branches-disagree", "the keys of layer 0 have weights 5 % larger in the steps", TWO_BODIES)
@@ -48,7 +48,7 @@ def other_key_weights(export: Export) -> None:
     scale_weight(body, body.new_entries(body.self_slots()[0][0]), 1.05)
 
 
-@fault("branches-disagree", "the words have embeddings 5 % larger in the steps", TWO_BODIES)
+@fault("branches-disagree", "the embeddings of the tokens are 5 % larger in the steps", TWO_BODIES)
 def other_embeddings(export: Export) -> None:
     body = export.later
     body.replace(body.embedded(), lambda old: body.op("Mul", old, np.array(1.05, np.float32)))
@@ -141,10 +141,14 @@ def noise_when_long(export: Export) -> None:
     body.replace(body.embedded(), noisy)
 
 
-@fault("nondeterministic", "noise is added to the embeddings, and some words are masked with -inf", SPELLED_OUT)
-def noise_behind_masked_words(export: Export) -> None:
+@fault(
+    "nondeterministic",
+    "noise is added to the embeddings, and some tokens are banned with -inf",
+    SPELLED_OUT,
+)
+def noise_behind_banned_tokens(export: Export) -> None:
     noise(export)
-    mask_words(export)
+    ban_tokens(export)
 
 
 @fault("nondeterministic", "noise is added to the embeddings of more than 20 new tokens", SPELLED_OUT)

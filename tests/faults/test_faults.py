@@ -26,16 +26,16 @@ SAMPLE = {
     ("presents-swapped", "gpt2"),
     ("new-token-zeroed", "gpt2"),
     ("keys-as-float16", "llama-gqa"),
-    ("noise-behind-masked-words", "gpt2"),
+    ("noise-behind-banned-tokens", "gpt2"),
     ("untouched", "llama-gqa"),
-    ("masked-words", "gpt2"),
-    ("words-masked-with-a-number", "marian-pair"),
+    ("banned-tokens", "gpt2"),
+    ("tokens-banned-with-a-number", "marian-pair"),
     ("layers-swapped-both-ways", "gpt2"),
 }
 """What every test run sees."""
 LEFT_OUT = {
     "parts-do-not-fit": "a fault between the files of a bundle, which these exports are not",
-    "encoder-rows-differ": "a fault of an encoder of images or sound, which these exports do not have",
+    "encoder-rows-differ": "a fault of an encoder of images or audio, which these exports do not have",
     "draft-vocabulary-differs": "it compares with another model, which a fault of the graph does not have",
     "use-impossible": "a layout that does not allow a use, and no fault of it: it has fixtures of its own",
     "adapter-misfits": "a fault of an adapter file beside the export",

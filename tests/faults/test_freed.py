@@ -30,7 +30,7 @@ FREED = {
 }
 """The repair of each fault."""
 KEPT = ("table-of-6", "first-entry-read", "mask-infinite-when-long", "positions-restart", "overflow-when-long")
-"""Faults that the graph does not tell how to mend."""
+"""Faults that the graph does not tell how to repair."""
 SAMPLE = {("past-declared", "llama-gqa"), ("one-row-only", "gpt2")}
 EACH = 1
 """Exports of each fault that the slow tests look at; the table of the repairs has more."""

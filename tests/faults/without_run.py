@@ -20,7 +20,7 @@ finding has the name that the fault must have; what needs a run to be certain is
 
 {summary}
 
-| fault | export | must be called | inspect says |
+| fault | export | expected finding | inspect says |
 | --- | --- | --- | --- |
 """
 NOTHING = "nothing"

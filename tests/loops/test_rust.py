@@ -298,8 +298,8 @@ def test_a_plain_loop_fails_where_the_written_one_goes_on(tmp_path: Path) -> Non
     assert failed.returncode != 0
     assert len(failed.stdout.splitlines()) == 2
     assert "step 3:" in failed.stderr or failed.returncode < 0
-    mended = cargo(plain, "run", "--quiet", program=(str(repaired), source, start, "6"))
-    assert mended.returncode == 0, mended.stderr
+    fixed = cargo(plain, "run", "--quiet", program=(str(repaired), source, start, "6"))
+    assert fixed.returncode == 0, fixed.stderr
 
     folder = with_rc10(plan_of("marian-4.57.6"), tmp_path / "loop")
     for given in (("--most", "6"), ("--follow", "9,40,77,3,101")):
@@ -308,7 +308,7 @@ def test_a_plain_loop_fails_where_the_written_one_goes_on(tmp_path: Path) -> Non
         assert [run.returncode for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
         assert runs[0].stdout == runs[1].stdout
         if given[0] == "--most":
-            assert runs[0].stdout.strip().split(",") == mended.stdout.split()
+            assert runs[0].stdout.strip().split(",") == fixed.stdout.split()
 
 
 class Program:

@@ -1,6 +1,6 @@
 """Runs scripts inside isolated environments with pinned packages, as `uv run --isolated` makes them.
 
-An environment that cannot be made skips the test and says why; a script that fails inside a sound environment fails it.
+An environment that cannot be made skips the test and says why; a script that fails in one that was made fails it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Exports tiny random checkpoints as bundles: the files that a loop for images or sound calls one after the other.
+"""Exports tiny random checkpoints as bundles: the files that a loop for images or audio calls one after the other.
 
     uv run --isolated --no-project --python 3.11 --with torch==2.13.0 --with transformers==5.23.0 --with onnx==1.23.2 \
         --with onnxscript==0.7.2 --with onnx-ir==1.1.0 --with numpy==2.4.6 python tests/zoo/bundle_exports.py OUT
@@ -286,9 +286,9 @@ def _qwen2_audio(model: Any, folder: Path) -> None:
     def encode(named: dict[str, Any]) -> Any:
         return projector(tower(named["input_features"]).last_hidden_state)
 
-    sound = {"input_features": torch.randn(2, config.num_mel_bins, frames)}
+    audio = {"input_features": torch.randn(2, config.num_mel_bins, frames)}
     axes = {"input_features": {0: "batch"}}
-    _export(_module(encode, tower, projector), folder / "audio_encoder.onnx", Sample(sound, axes), ["audio_features"])
+    _export(_module(encode, tower, projector), folder / "audio_encoder.onnx", Sample(audio, axes), ["audio_features"])
     body, head = inner.language_model, getattr(model, "lm_head", None)
     if head is None:
         body, head = body.model, body.lm_head

@@ -34,8 +34,8 @@ DOCUMENT = HERE.parents[1] / "docs" / "zoo.md"
 HEAD = """# The zoo
 
 Tiny exports of many architectures with random weights, as today's exporters and tools make them, and what kvdoctor
-says of each. Made by `python tests/zoo/make_docs.py` from a run; `python -m pytest -n 2 -m zoo` holds every row to the
-tables in `tests/zoo`, where the reasons stand, and fails for one finding too many or too few.
+says of each. Made by `python tests/zoo/make_docs.py` from a run; `python -m pytest -n 2 -m zoo` compares every
+row with the tables in `tests/zoo`, which have the reasons, and fails for one finding too many or too few.
 
 | made by | versions |
 | --- | --- |
@@ -44,14 +44,14 @@ tables in `tests/zoo`, where the reasons stand, and fails for one finding too ma
 *contract*: whether the cache contract was read right: the layout, the first step, the slots and what a step does to
 each. *plain*, *held*: the verdict for a loop that feeds every returned slot back, and for one that holds the
 cross-attention cache, with the errors and warnings. *difference*: the largest one between decoding with the cache and
-without, in the loop that holds, as a fraction of the logits' spread, rounded to a power of ten; int8 makes that noise
+without, in the loop that holds, in standard deviations of the logits, rounded to a power of ten; int8 makes that noise
 with and without a cache. The `committed` exports lie in `fixtures/exports`.
 
 | exporter | architecture | variant | layout | slots | contract | plain | held | difference |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 FAULTS_HEAD = """
-## What is wrong with the sick ones
+## What is wrong with the faulty ones
 
 | check | severity | consumer | exports | reason |
 | --- | --- | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Outputs of the caller's runtime beside those of the same steps run here: what came back otherwise. numpy only."""
+"""Outputs of the caller's runtime beside those of the same steps run here: the outputs that differ. numpy only."""
 
 from collections.abc import Mapping
 
@@ -119,7 +119,7 @@ def _compare_likeliest(step: TraceStep, where: str, answer: Answer, builder: Fee
 
 
 def is_fed_alike(source: TraceStep, encoded: Encoded) -> bool:
-    """Whether the caller's encoder was fed what the encoder here was."""
+    """Whether the caller's encoder was fed what the local encoder was."""
     return bool(encoded.fed) and all(
         name in source.fed and _is_tensor(source.fed[name], array) for name, array in encoded.fed.items()
     )
@@ -134,7 +134,7 @@ def _is_tensor(tensor: TraceTensor, array: Array) -> bool:
 
 
 def find_different_encoding(source: TraceStep, builder: FeedBuilder) -> Cause | None:
-    """The first output of the encoder that came back with another shape or other values than here."""
+    """The first output of the encoder that came back with a shape or values that differ from the local ones."""
     outputs = {name: value for name, value in builder.encoded.outputs.items() if name in source.got}
     for name, value in outputs.items():
         if source.got[name].shape != value.shape:

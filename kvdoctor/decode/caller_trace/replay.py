@@ -142,7 +142,7 @@ def _read_source_length(encoded: TraceStep | None, contract: CacheContract) -> i
 class _Replay:
     """A replay under way: what the caller's loop has to feed next, by two rules, and what it fed last.
 
-    `encoded_alike`: the caller's encoder was fed what the encoder here was.
+    `encoded_alike`: the caller's encoder was fed what the local encoder was.
     """
 
     builder: FeedBuilder

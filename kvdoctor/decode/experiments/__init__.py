@@ -91,7 +91,7 @@ class Experiment:
             builder can locate a difference.
         fresh: Run in a worker process that is started for it.
         on_request: Run only where this option or command needs it.
-        with_features: Only for a model with an encoder of images or sound; it is not listed for others.
+        with_features: Only for a model with an encoder of images or audio; it is not listed for others.
         one_token: Only for a graph that takes one token a call; it is not listed for others.
         keeps: What it leaves in the scratch file, given the builder and the logits of its steps; without it the logits
             of all steps in a row.

@@ -311,8 +311,8 @@ def _no_distance(builder: FeedBuilder, start: int, past: Past, step: Answer, who
         return None
     return Cause(
         "positions-not-offset",
-        "keys hold no position here, and two entries of the past in each other's place change nothing: the step counts "
-        "no distance to them",
+        "keys contain no position in this model, and swapping two past entries does not change the logits: the step "
+        "ignores their distance",
     )
 
 

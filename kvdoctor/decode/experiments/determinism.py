@@ -126,7 +126,7 @@ EXPERIMENTS = (
     Experiment("same-feed", "the same feed twice", same_feed, shown=False, order=6),
     Experiment(
         "later-token",
-        "whether logits change with their token, and not with the token behind it",
+        "whether logits change with their own token, and not with the next one",
         later_token,
         Scenario(),
         shown=False,

@@ -243,7 +243,7 @@ EXPERIMENTS = (
     ),
     Experiment(
         "near-thresholds",
-        "single steps around the lengths that the graph compares with",
+        "single steps around the thresholds of the graph, the lengths that it compares with",
         near_thresholds,
         Scenario(prompt=1, steps=2),
         has_lengths,
@@ -253,7 +253,7 @@ EXPERIMENTS = (
     ),
     Experiment(
         "far-thresholds",
-        f"single steps around these lengths up to {FAR_LENGTH} tokens",
+        f"single steps around the thresholds of the graph up to {FAR_LENGTH} tokens",
         far_thresholds,
         Scenario(prompt=1, steps=2),
         has_lengths,
@@ -264,7 +264,7 @@ EXPERIMENTS = (
     ),
     Experiment(
         "chunks-near-thresholds",
-        "chunks around these lengths, and of as many tokens",
+        "chunks around the thresholds of the graph, and chunks of as many tokens",
         chunks_near_thresholds,
         Scenario(prompt=1, steps=2),
         takes_long_chunks,
@@ -278,7 +278,7 @@ EXPERIMENTS = (
     ),
     Experiment(
         "rows-near-thresholds",
-        "single steps around these lengths with batch 3",
+        "single steps around the thresholds of the graph with batch 3",
         near_thresholds,
         Scenario(batch=3, prompt=1, steps=2),
         takes_rows,

@@ -1,4 +1,4 @@
-"""Images and sound in the prompt: the rows of an encoder in the places of placeholder tokens."""
+"""Images and audio in the prompt: the rows of an encoder in the places of placeholder tokens."""
 
 from dataclasses import replace
 
@@ -17,14 +17,14 @@ DIFFERENT = "encoder-rows-differ"
 
 
 def count_rows(builder: FeedBuilder) -> Decision:
-    """Each encoder once: as many rows as the prompt has placeholders for one image or one piece of sound."""
+    """Each encoder once: as many rows as the prompt has placeholders for one image or one audio clip."""
     yield from ()
     made = builder.count_rows() if builder.count_rows is not None else {}
     declared = [one for one in builder.contract.features if one.rows is not None and one.phase in made]
     for one in declared:
         if made[one.phase] != one.rows:
             file = builder.contract.graph(one.phase).file
-            thing = "an image" if one.phase == "vision" else "a piece of sound"
+            thing = "an image" if one.phase == "vision" else "an audio clip"
             returned = f"{file} returns {made[one.phase]} rows for {thing}"
             return Cause(DIFFERENT, f"{returned}, and the prompt has {one.rows} placeholders ({one.declared})")
     if not declared:
@@ -52,7 +52,7 @@ def loop_with_rows(builder: FeedBuilder) -> Calls:
 
 
 def has_rows(contract: CacheContract) -> str | None:
-    """There must be an encoder of images or sound, and a graph that makes the embeddings of the other tokens."""
+    """There must be an encoder of images or audio, and a graph that makes the embeddings of the other tokens."""
     if not contract.features:
         return "no encoder makes rows for the embeddings"
     if "embed" not in contract.phases:
@@ -63,7 +63,7 @@ def has_rows(contract: CacheContract) -> str | None:
 EXPERIMENTS = (
     Experiment(
         "encoder-rows",
-        "as many rows of each encoder as placeholders",
+        "whether each encoder returns one row per placeholder",
         count_rows,
         applies=has_rows,
         with_features=True,

@@ -327,7 +327,7 @@ def takes_history(contract: CacheContract) -> str | None:
 EXPERIMENTS = (
     Experiment(
         HISTORY,
-        "whether every state is read and takes each token, and earlier tokens and their order count",
+        "whether every state is read and updated by each token, and earlier tokens and their order affect the logits",
         history,
         applies=takes_history,
         one_token=True,

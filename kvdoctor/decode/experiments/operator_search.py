@@ -107,7 +107,7 @@ def search_operator(builder: FeedBuilder) -> Decision:
                 blind = yield from _search(OwnLoop(prompted, blind=True), rules)
                 seen = ours[0][0] != blind[0][0]
     if not seen:
-        raise NothingToRun("no power: a loop without the cache finds the same tokens")
+        raise NothingToRun("control failed: a search with a corrupted cache finds the same tokens")
     return None
 
 
@@ -347,7 +347,7 @@ def searches(contract: CacheContract) -> str | None:
 EXPERIMENTS = (
     Experiment(
         SEARCH,
-        "the sequences that the operator finds, against a search of ours over the decoder inside it",
+        "the sequences that the operator finds, against kvdoctor's own search over its decoder",
         search_operator,
         Scenario(),
         searches,

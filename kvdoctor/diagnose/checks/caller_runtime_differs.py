@@ -42,7 +42,7 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
         call = next((step for step in probe.trace if step.error is not None), None)
         name = "the program of the probe" if call is None else f"the call of {call.file}"
         where = "probe" if call is None else f"trace ({call.place})"
-        cause = f"{name} fails there"
+        cause = f"{name} fails in the probe's runtime"
         yield _fault(context, where, "a run that ends with the expected tokens", _quote(probe.error), cause)
         return
     if trace.also:
@@ -77,14 +77,14 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
 
 
 def _fails_everywhere(context: CallerContext, trace: "TraceCheck") -> Fault:
-    """A run of a probe that fails there, and here as well where it is fed what came back there."""
+    """A run of a probe that fails in the probe's runtime, and locally as well when fed the probe's outputs."""
     if trace.untrue is not None:
         wrong = trace.untrue
         observed = f"step {wrong.step}: {wrong.output} was returned as {wrong.observed}"
         return _fault(context, f"trace step {wrong.step}", wrong.declared, observed, OTHER)
     error = describe.quote_error(trace.failed) if trace.failed is not None else ""
     number = trace.failed.number if trace.failed is not None else None
-    cause = "a step of the probe fails in the caller's runtime, and from what came back there in the local one as well"
+    cause = "a step fails in the probe's runtime, and also locally when fed the probe's outputs"
     return _fault(context, f"trace step {number}", "a run that ends with the expected tokens", error, cause)
 
 

@@ -7,10 +7,10 @@ that reads the graph is right.
 
 How it is decided: compared are layers, kv heads and head width, vocabulary, and the context with the rows of the
 position table; of onnxruntime-genai also names, templates, the attention window and whether past and present can share
-a buffer; of generation_config.json the token ids with the logits and the table of tokens, and the longest sequence with
+a buffer; of generation_config.json the token ids with the logits and the embedding table, and the longest sequence with
 the position table; of export.json the files and the traced inputs; of inference_metadata.yaml (onnx-genai; the form
 proposed in onnx/onnx#8184) also files, ports, which present is the next past, and the axis that counts tokens; of the
-tokenizer its end, start and padding tokens and its ordinary vocabulary with the logits and the table of tokens. Only
+tokenizer its end, start and padding tokens and its ordinary vocabulary with the logits and the embedding table. Only
 what both sides state counts. Differences that a correct config may have are not reported: a vocabulary padded to a
 round number, added tokens (for images) that generation does not use, a table longer than the context, layers without a
 cache of their own, several kinds of attention, a config of another model in the same folder.

@@ -4,7 +4,7 @@ What it means: a processor puts as many placeholder tokens into the prompt as it
 embeddings by the rows of the encoder. With fewer rows some placeholders stay, or the loop stops with an error about
 tokens and features that do not match.
 
-How it is decided: the encoder is run once, on noise in the size of one image (or one piece of sound) that the graph or
+How it is decided: the encoder is run once, on noise in the size of one image (or one audio clip) that the graph or
 the config gives. Its rows are counted, and compared with the number in processor_config.json or config.json.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `encoder-rows`.
@@ -44,5 +44,5 @@ def encoder_rows_differ(context: RunContext) -> Iterator[Fault]:
 
 
 def _encoders(context: RunContext) -> Iterator[Graph]:
-    """The graphs of the encoders of images and sound."""
+    """The graphs of the encoders of images and audio."""
     yield from (context.contract.graph(one.phase) for one in context.contract.features)

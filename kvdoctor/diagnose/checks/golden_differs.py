@@ -1,12 +1,12 @@
-"""The model returns other numbers than those that were recorded of it.
+"""The numbers that the model returns differ from the recorded ones.
 
-What it means: `kvdoctor record` kept a small digest of what a healthy model returned. The same tokens give other logits
-now, or leave other entries in a cache: weights, graph, runtime or provider changed, and the change is more than the
-arithmetic explains. A loop may still be consistent, and compute something else.
+What it means: `kvdoctor record` kept a small digest of what a healthy model returned. The same tokens give different
+logits now, or leave different entries in a cache: weights, graph, runtime or provider changed, by more than the
+arithmetic explains. The logits with and without a cache may still agree.
 
 How it is decided: the tokens of the file are decoded again, with its seed, in one long decoding, one with chunks, and a
 batch. Samples of the logits of each call, and of each cache after the last call, are compared; the tolerance is that of
-the coarser of the two arithmetics, then and now. Where the weights are rounded otherwise than then (8 bits, 4 bits),
+the less exact arithmetic, of the recording or of now. Where the weights are quantized differently (8 bits, 4 bits),
 the correlation of the logits decides. Where all logits agree and a cache differs, it is a warning: an exporter may
 store keys in another form.
 

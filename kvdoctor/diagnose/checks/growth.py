@@ -108,7 +108,7 @@ def present_without_new_tokens(context: ContractContext) -> Iterator[Fault]:
         repair=context.advise_graph_repair(
             "or export again with another cache class or exporter, if the file does not contain the lost nodes"
         ),
-        effects=(f"{lost[0].past} of the next step lacks the previous token",),
+        effects=(f"{lost[0].past} of the next step does not contain the previous token",),
         confidence="confirmed" if context.loop_is_wrong else "suspected",
     )
 
@@ -132,7 +132,7 @@ def _report_lengths(context: RunContext, wrong: list[WrongLength], cause: str) -
             observed=f"step {step.step}: {describe(seen.dtype, seen.shape)}",
             cause=cause,
             repair=context.advise_graph_repair(f"or {EXPORT_AGAIN}"),
-            effects=(f"{slot.past} of step {step.step + 1} lacks the history",),
+            effects=(f"{slot.past} of step {step.step + 1} does not contain the history",),
         )
 
 

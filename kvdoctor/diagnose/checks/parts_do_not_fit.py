@@ -1,7 +1,7 @@
 """A file that the decoder needs is missing, or does not fit it.
 
 What it means: the model is made of several files (stages of a pipeline, an embedding graph, an encoder of images or
-sound), and one of them is missing, or makes values of another type or width than the next one takes. A loop cannot
+audio), and one of them is missing, or makes values of another type or width than the next one takes. A loop cannot
 call them one after the other.
 
 How it is decided: by the inputs and outputs that the files declare, by the layer numbers of their caches, by the files

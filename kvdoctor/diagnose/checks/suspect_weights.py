@@ -1,7 +1,7 @@
 """A weight matrix is zero, constant, not finite or implausibly large.
 
 What it means: the values of a weight were lost or damaged on the way: a matrix that training never leaves at zero or at
-one number, NaN or Inf from a conversion to half precision, or numbers beyond 10,000. The graph is sound, and what it
+one number, NaN or Inf from a conversion to half precision, or numbers beyond 10,000. The graph is valid, and what it
 computes is not.
 
 How it is decided: `kvdoctor inspect MODEL --weights` reads all values, in portions. Zero and constant count for
@@ -12,7 +12,7 @@ a rounded weight. Without `--weights` nothing is read and nothing is said. Weigh
 
 Reproduce: `kvdoctor inspect MODEL --weights`.
 
-Repair: export again from a sound checkpoint; for NaN and Inf, in a wider type.
+Repair: export again from a correct checkpoint; for NaN and Inf, in a wider type.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,9 @@ SMALLEST = 64
 LARGEST = 1e4
 """Weights of trained decoders stay below a few hundred; 65504 is the end of half precision."""
 MOST_NAMED = 8
-EXPORT_AGAIN = Advice("re-export", "export again from a sound checkpoint, and compare the weights with `kvdoctor diff`")
+EXPORT_AGAIN = Advice(
+    "re-export", "export again from a correct checkpoint, and compare the weights with `kvdoctor diff`"
+)
 
 
 @record(slots=False)

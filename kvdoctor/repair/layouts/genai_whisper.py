@@ -43,7 +43,7 @@ from kvdoctor.report.repair_record import Change
 ENCODER, DECODER = "encoder", "decoder"
 """The stems of the files, and the parts of genai_config.json that name them."""
 PROCESSOR = "audio_processor_config.json"
-"""The file that onnxruntime-genai computes features from sound by."""
+"""The file that onnxruntime-genai computes features from audio by."""
 FRAMES = 3000
 """Frames of the features: 30 seconds, to which its processor pads and cuts every recording."""
 FLOATS = ("float", "float16")
@@ -75,7 +75,7 @@ def refuse(stack: StackFiles, contract: CacheContract) -> str | None:
 
 
 def _refuse_features(contract: CacheContract) -> str | None:
-    """Why an encoder cannot be fed the features that onnxruntime-genai makes of sound."""
+    """Why an encoder cannot be fed the features that onnxruntime-genai makes of audio."""
     port, *more = contract.graph("encode").inputs
     if port.role != "encoder_input" or port.dtype not in FLOATS:
         return (
@@ -283,6 +283,6 @@ def _configure(source: LayoutSource, made: ConvertedModels) -> None:
     if not any((folder / PROCESSOR).is_file() for folder in (source.root, configs.folder)):
         made.notes.append(
             f"no {PROCESSOR} lies beside the model: {CONSUMER} generates from features without one, and needs it and "
-            "the tokenizer of the checkpoint in the folder to read sound; kvdoctor re-export --from CHECKPOINT "
+            "the tokenizer of the checkpoint in the folder to read audio; kvdoctor re-export --from CHECKPOINT "
             "--exporter genai writes both"
         )

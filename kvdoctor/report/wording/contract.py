@@ -268,13 +268,13 @@ def _embedded(contract: CacheContract) -> str:
 
 
 def _rows(one: Features, contract: CacheContract) -> str:
-    """An encoder of images or sound, and where its rows go."""
+    """An encoder of images or audio, and where its rows go."""
     graph = contract.graph(one.phase)
     token = f"token {one.token}" if one.token is not None else "a placeholder token"
     places = f"the places of {token} among the embeddings"
     if "embed" in contract.phases and any(port.role == "features" for port in contract.graph("embed").inputs):
         places = f"{contract.graph('embed').file}, for the places of {token}"
-    thing = "image" if one.phase == "vision" else "piece of sound"
+    thing = "image" if one.phase == "vision" else "audio clip"
     count = f"; {one.rows} rows for one {thing} ({one.declared})" if one.rows is not None else ""
     return f"{graph.file} once, fed {', '.join(port.name for port in graph.inputs)}: {one.output} -> {places}{count}"
 

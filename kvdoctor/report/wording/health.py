@@ -141,14 +141,14 @@ def advise_decision(report: Report) -> str:
     if blocking is not None:
         return blocking.command or blocking.text
     if any(f.name == "loop-breaks-contract" and f.confidence == "suspected" for f in report.findings):
-        return "say whether your loop takes tokens back there; a trace with all values decides more (docs/trace.md)"
+        return "say whether your loop takes tokens back; a trace with all values decides more (docs/trace.md)"
     if report.command == "speed":
         if report.arguments.get("against") is None:
             return f"{again}   (shows whether it can be run at all)"
         new = f"kvdoctor speed {report.model.path} --output speed.json"
         return f"{new}   (a new report to compare with: of this model, on this machine, while nothing else runs)"
     if report.command == "judge":
-        return "run the probe there once more, to its last run, and judge it with the model and the seed of the probe"
+        return "run the probe again until it ends, then `kvdoctor judge` with the same model and seed"
     if (advice := _advise_by_runs(report, again)) is not None:
         return advice
     if any(stack.contract is None or stack.contract.missing for stack in report.stacks):

@@ -21,7 +21,7 @@ VERDICT_WORDS = {
     "incomplete": "not diagnosed, not a pass",
     "nothing-found": "nothing found in the files; step-test runs decode steps",
 }
-AS_HERE = "the probe shows what the same calls show here; step-test checks the model itself"
+AS_HERE = "the probe shows what the same calls show locally; step-test checks the model itself"
 """`nothing-found` of a judged probe."""
 AS_FAST = "as fast as before; step-test checks that it decodes right"
 NOT_SLOWER = "not slower where it could be compared; step-test checks that it decodes right"

@@ -54,7 +54,7 @@ def _compare_fed(context: ContractContext, config: dict[str, Any]) -> Iterator[D
     if rows is not None:
         so = "the first call looks up a row that the table does not have"
         key = FED[0] if context.contract.has_encoder_states else FED[1]
-        yield from _outside(key, config.get(key), rows, f"a table of {rows} tokens", so)
+        yield from _outside(key, config.get(key), rows, f"an embedding table of {rows} rows", so)
 
 
 def _compare_length(context: ContractContext, config: dict[str, Any]) -> Iterator[Disagreement]:

@@ -60,8 +60,8 @@ def _compare_special(context: ContractContext, found: _Tokenizer) -> Iterator[Di
     if not context.contract.has_encoder_states:
         row = "looks up a row that the table does not have"
         uses += [
-            ("bos_token", rows, "a table of tokens of length", f"a prompt that begins with it {row}"),
-            ("pad_token", rows, "a table of tokens of length", f"a padded batch {row}"),
+            ("bos_token", rows, "an embedding table of length", f"a prompt that begins with it {row}"),
+            ("pad_token", rows, "an embedding table of length", f"a padded batch {row}"),
         ]
     for key, count, what, so in uses:
         content, number = found.special.get(key, ("", -1))
@@ -79,7 +79,7 @@ def _compare_vocabulary(context: ContractContext, found: _Tokenizer) -> Iterator
     yield Disagreement(
         "model.vocab",
         f"{found.size} entries, the largest id {found.largest}",
-        f"a table of tokens of length {rows}",
+        f"an embedding table of length {rows}",
         f"ids below {rows}",
         "a text with one of these tokens looks up a row that the table does not have",
     )
