@@ -148,7 +148,7 @@ def page(data: dict[str, Any]) -> str:
         standard = [name for name in facts["unsupported"] if ":" not in name]
         cells = [release, str(facts["ir"]), str(facts["opset"]), ", ".join(facts["pythons"]), _count(standard)]
         rows.append([*cells, _short(whole), _short(attributes)])
-    header = ["onnxruntime", "IR", "opset", "Python", "standard operators", "operators it lacks", "attributes it lacks"]
+    header = ["onnxruntime", "IR", "opset", "Python", "standard operators", "missing operators", "missing attributes"]
     shipped = [[binding.name, _shipped(binding), binding.source, _faults(binding)] for binding in bindings.BINDINGS]
     lines = [HEAD, *_markdown(header, rows), MIDDLE, *_markdown(["target", "releases", "from", "cannot"], shipped), ""]
     return "\n".join(lines)

@@ -46,7 +46,7 @@ def test_another_number_of_logits_is_an_error(tmp_path: Path) -> None:
     code, report = run(EXPORTS / "gpt2", "--draft", small)
     (finding,) = report["findings"]
     assert (code, finding["name"], finding["severity"]) == (1, "draft-vocabulary-differs", "error")
-    assert finding["observed"] == "128 logits here, 16 in the draft"
+    assert finding["observed"] == "128 logits in the model, 16 in the draft"
     assert report["drafts"][0]["reason"]
 
 
@@ -56,7 +56,7 @@ def test_other_tokens_by_the_same_ids_are_an_error(tmp_path: Path) -> None:
     one, other = (with_tokenizer("gpt2", tmp_path / n, c) for n, c in (("one", ours), ("other", theirs)))
     code, report = run(one, "--draft", other)
     assert code == 1
-    assert [f["observed"] for f in report["findings"]] == ["id 1 is 'b' here, 'c' in the draft"]
+    assert [f["observed"] for f in report["findings"]] == ["id 1 is 'b' in the model, 'c' in the draft"]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "[" * 5000, {"model": {"vocab": 3}}, {"model": {"vocab": {"a": []}}}])

@@ -81,7 +81,7 @@ PLACES: dict[str, tuple[Callable[[GraphProto], None], str]] = {
     "an output that nothing computes": (unknown_output, "nothing computes the output 'nobody'"),
     "too many inputs": (third_input, "has 3 inputs; opset 14 allows 2"),
     "an input left out": (left_out, "leaves out its input 1, which is not optional"),
-    "an attribute left out": (without_axis, "lacks the attribute 'axis'"),
+    "an attribute left out": (without_axis, "does not have the attribute 'axis'"),
     "an attribute of no operator": (odd_attribute, "has an attribute 'sharpness', which the operator"),
     "an attribute of another type": (another_type, "has an attribute 'axis' of type INTS in place of INT"),
     "an operator that is none": (unknown_operator, "is no operator of ONNX"),

@@ -122,7 +122,7 @@ def _judge_attributes(node: NodeProto, signature: Signature) -> Iterator[str]:
     given: Mapping[str, AttributeProto] = {attribute.name: attribute for attribute in node.attribute}
     for name in signature.required:
         if name not in given:
-            yield f"lacks the attribute {name!r}"
+            yield f"does not have the attribute {name!r}"
     for name, attribute in given.items():
         wanted = signature.attributes.get(name)
         if wanted is None:

@@ -66,21 +66,21 @@ def other_cross_queries(export: Export) -> None:
     scale_weight(body, node.output[0], 1.5)
 
 
-@fault("branches-disagree", "the steps lack a normalization", TWO_BODIES)
+@fault("branches-disagree", "the steps do not have a normalization", TWO_BODIES)
 def norm_missing(export: Export) -> None:
     body = export.later
     norm = body.norms()[1]
     bypass(body, norm, body.before_norm(norm))
 
 
-@fault("branches-disagree", "the steps lack the last normalization", TWO_BODIES)
+@fault("branches-disagree", "the steps do not have the last normalization", TWO_BODIES)
 def last_norm_missing(export: Export) -> None:
     body = export.later
     norm = body.norms()[-1]
     bypass(body, norm, body.before_norm(norm))
 
 
-@fault("branches-disagree", "the steps lack a residual connection", TWO_BODIES)
+@fault("branches-disagree", "the steps do not have a residual connection", TWO_BODIES)
 def residual_missing(export: Export) -> None:
     body = export.later
     node = body.residuals()[0]

@@ -93,12 +93,12 @@ def _quote(error: str) -> str:
 
 
 def _weaken(fault: Fault, blind: tuple[str, ...]) -> Fault:
-    """The fault where the trace lacks values: a loop that feeds wrong ones is as likely."""
+    """The fault where the trace does not have values: a loop that feeds wrong ones is as likely."""
     shown = ", ".join(blind[:2]) + (f" and {len(blind) - 2} more" if len(blind) > 2 else "")
     return replace(
         fault,
         confidence="suspected",
-        cause="the outputs are not those of a correct feed: the caller's runtime, or fed values that the trace lacks",
+        cause="the outputs differ from those of a correct feed: the caller's runtime, or fed values missing in the trace",
         repair=Advice(
             "caller", f"add the values of {shown} to the trace (npz, or data in each line): they decide which"
         ),

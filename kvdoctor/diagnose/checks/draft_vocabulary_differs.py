@@ -1,8 +1,8 @@
-"""The draft of speculative decoding has another vocabulary.
+"""The vocabulary of the draft of speculative decoding differs from that of the model.
 
 What it means: speculative decoding feeds the token ids of the draft to the model, so both must mean the same token by
-the same id. With other ids the model refuses almost every draft, and ids that it does not have fail, or read past the
-end of its table.
+the same id. With different ids the model refuses almost every draft, and ids that it does not have fail, or read past
+the end of its table.
 
 How it is decided: by the size of the logits of both, and by the tokenizer.json beside both. Where the two files agree
 and the logits differ in size, one of them is padded: a warning, since programs compare the sizes.
@@ -26,7 +26,7 @@ PADDED = "feed only ids below both sizes, and cut the larger logits before they 
 
 @check("KV022", "draft-vocabulary-differs", "contract")
 def draft_vocabulary_differs(context: ContractContext) -> Iterator[Fault]:
-    """Another number of logits, or other tokens by the same ids."""
+    """A different number of logits, or different tokens by the same ids."""
     draft = context.draft
     if draft is None:
         return
@@ -38,12 +38,12 @@ def draft_vocabulary_differs(context: ContractContext) -> Iterator[Fault]:
     if mine is not None and draft.tokens is not None:
         if (other := find_other_token(mine, draft.tokens)) is not None:
             number, here, there = other
-            words = f"id {number} is {_quote(here)} here, {_quote(there)} in the draft"
+            words = f"id {number} is {_quote(here)} in the model, {_quote(there)} in the draft"
             yield _fault(context, "error", "the same tokens by the same ids (tokenizer.json)", words, TAKE_ANOTHER)
             return
         agree = True
     if ours is not None and theirs is not None and ours != theirs:
-        words = f"{ours} logits here, {theirs} in the draft"
+        words = f"{ours} logits in the model, {theirs} in the draft"
         advice = PADDED if agree else TAKE_ANOTHER
         yield _fault(context, "warning" if agree else "error", "as many logits in both", words, advice)
 
@@ -60,6 +60,8 @@ def _fault(context: ContractContext, severity: Severity, declared: str, observed
         where=f"output {context.logits_name}, --draft {context.draft.shown if context.draft else ''}",
         declared=declared,
         observed=observed,
-        cause="the draft has another vocabulary" if severity == "error" else "the draft pads its logits otherwise",
+        cause="the vocabulary of the draft differs"
+        if severity == "error"
+        else "the logits of the draft are padded to a different size",
         repair=Advice("caller", advice),
     )

@@ -1,4 +1,4 @@
-"""An encoder makes another number of rows than the prompt has placeholders.
+"""The number of rows that an encoder returns differs from the number of placeholders.
 
 What it means: a processor puts as many placeholder tokens into the prompt as its config says, and a loop replaces their
 embeddings by the rows of the encoder. With fewer rows some placeholders stay, or the loop stops with an error about
@@ -27,7 +27,7 @@ def encoder_rows_differ(context: RunContext) -> Iterator[Fault]:
     if run is None or run.cause is None or run.cause.name != DIFFERENT:
         return
     if any(problem.subject == one.file for problem in context.stack.problems for one in _encoders(context)):
-        return  # the declared number of rows is another one already
+        return  # the declared number of rows differs already
     returned, _, wanted = run.cause.evidence.partition(", and ")
     file = next((one.file for one in _encoders(context) if returned.startswith(one.file)), context.decode_file)
     yield Fault(

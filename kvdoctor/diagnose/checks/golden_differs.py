@@ -8,7 +8,7 @@ How it is decided: the tokens of the file are decoded again, with its seed, in o
 batch. Samples of the logits of each call, and of each cache after the last call, are compared; the tolerance is that of
 the less exact arithmetic, of the recording or of now. Where the weights are quantized differently (8 bits, 4 bits),
 the correlation of the logits decides. Where all logits agree and a cache differs, it is a warning: an exporter may
-store keys in another form.
+store keys in a different form.
 
 Reproduce: `kvdoctor step-test MODEL --against golden.npz`.
 
@@ -61,5 +61,5 @@ def _describe(found: GoldenDifference) -> str:
 
 def _explain(found: GoldenDifference, hardly: bool) -> str:
     if found.cache is not None:
-        return "a cache has other entries than those recorded, and all logits agree"
+        return "the entries of a cache differ from those recorded, and all logits agree"
     return f"logits differ from those recorded{', hardly more than rounding explains' if hardly else ''}"

@@ -1,8 +1,9 @@
 """Logits differ from the PyTorch checkpoint.
 
-What it means: the same tokens, and the same encoder input, give other logits than the checkpoint from which the model
-is said to be exported: it was another checkpoint or revision, weights were changed or lost, the exporter traced the
-wrong function, or an optimization is wrong. A loop with a cache can be consistent and still compute these wrong logits.
+What it means: the same tokens, and the same encoder input, give logits that differ from those of the checkpoint
+`--reference`: the model was exported from a different checkpoint or revision, weights were changed or lost, the
+exporter traced the wrong function, or an optimization is wrong. A loop with a cache can be consistent and still compute
+these wrong logits.
 
 How it is decided: `--reference CHECKPOINT` runs the checkpoint in float32, in a separate process: the whole sequence
 without a cache, then a prefill and one token per step. The difference of the logits is compared with the tolerance for

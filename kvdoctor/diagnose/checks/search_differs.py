@@ -1,9 +1,9 @@
-"""An operator that runs the whole decode loop finds other tokens than a loop over the decoder inside it.
+"""The tokens of an operator that runs the whole decode loop differ from those of a loop over its decoder.
 
 What it means: a graph with BeamSearch, GreedySearch or WhisperBeamSearch holds its decoder as a subgraph. The operator
-feeds that subgraph by position, not by name: its presents become the pasts in the order in which they stand. Where the
+feeds that subgraph by position, not by name: each present becomes the past at the same position. Where the
 order differs, or a second graph for the first step (`init_decoder`) computes something else, the model runs without an
-error and generates other text.
+error and generates different text.
 
 How it is decided: the subgraphs are run as models of their own, by the cache contract that their names and dataflow
 give, with a search by the rules of the operator: greedy, then with 2 and 4 beams. The tokens and the scores of the
@@ -30,12 +30,13 @@ EXPORT = Advice(
     "put the past inputs and present outputs of the subgraph in the operator's order, or export again with "
     "onnxruntime.transformers.convert_generation",
 )
+OTHERS = "different sequences"
 FAILS = Advice("re-export", "export again for this runtime; its message above says what it does not support")
 
 
 @check("KV322", "search-differs", "runs")
 def search_differs(context: RunContext) -> Iterator[Fault]:
-    """An operator that fails, or finds other sequences than our loop."""
+    """An operator that fails, or whose sequences differ from those of kvdoctor's loop."""
     run = context.find_run(SEARCH)
     if run is None or run.shows not in ("failed", "differs"):
         return
@@ -46,8 +47,8 @@ def search_differs(context: RunContext) -> Iterator[Fault]:
         file=context.decode_file,
         subject=(name,),
         where=f"operator {name} of {context.decode_file}",
-        declared="the sequences of a loop over the decoder inside it",
-        observed=f"the runtime fails: {run.error}" if fails else (run.cause.evidence if run.cause else "others"),
-        cause=f"{name} fails" if fails else f"{name} finds other sequences than a loop over the decoder inside it",
+        declared="the sequences of a loop over its decoder",
+        observed=f"the runtime fails: {run.error}" if fails else run.cause.evidence if run.cause else OTHERS,
+        cause=f"{name} fails" if fails else f"the sequences of {name} differ from those of a loop over its decoder",
         repair=FAILS if fails else EXPORT,
     )

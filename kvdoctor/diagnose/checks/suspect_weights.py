@@ -8,7 +8,7 @@ How it is decided: `kvdoctor inspect MODEL --weights` reads all values, in porti
 matrices of MatMul, Gemm, Conv and Gather only: biases of zeros, and scales of a norm that are all one number, are
 normal, and so are the zeros of a new LoRA adapter, and tables of less than 16 rows: the types of tokens, which RoBERTa
 does not use. Inf counts where a matrix is multiplied, since masks hold it; NaN counts anywhere, also in the scale of
-a rounded weight. Without `--weights` nothing is read and nothing is said. Weights in packed types are not read.
+a rounded weight. Without `--weights` nothing is read and nothing is reported. Weights in packed types are not read.
 
 Reproduce: `kvdoctor inspect MODEL --weights`.
 

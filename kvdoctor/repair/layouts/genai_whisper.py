@@ -80,7 +80,7 @@ def _refuse_features(contract: CacheContract) -> str | None:
     if port.role != "encoder_input" or port.dtype not in FLOATS:
         return (
             f"it has an encoder that takes {port.name!r} ({port.dtype}): of encoder-decoders {CONSUMER} runs Whisper, "
-            "whose encoder takes features of sound"
+            "whose encoder takes audio features"
         )
     if more:
         return (

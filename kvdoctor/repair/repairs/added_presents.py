@@ -41,7 +41,7 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
         found.append((slot, str(name), values[0]))
     if not wanted:
         context.cannot(
-            "the pasts without a present are no caches of tokens, or their first value is not computed", INSTEAD
+            "the past inputs without a present are no caches of tokens, or their first value is not computed", INSTEAD
         )
     return tuple(
         _add_present(view, slot, name, value, (file, name_of_new_axis(context))) for slot, name, value in found
