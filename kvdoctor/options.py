@@ -379,7 +379,7 @@ class ReExportChoices:
     exact_layers: tuple[int, ...] = option(
         Numbers(takes="numbers of layers, as in 0,11", metavar="LAYERS"),
         (),
-        "With --cache-type: the layers whose cache stays as it is, with commas.",
+        "With --cache-type: the layers whose cache stays as it is, separated by commas.",
         ("re-export",),
         group=REPAIR,
     )
@@ -458,7 +458,7 @@ class Options:
     inputs: str | None = option(
         File(),
         None,
-        "Read encoder inputs and input_ids by name from this .npz file; without it they are made up.",
+        "Read encoder inputs and input_ids by name from this .npz file; without it they are generated.",
         ("step-test",),
         reported="if set",
         group=INPUT,
@@ -519,7 +519,7 @@ class Options:
     context: int | None = option(
         POSITIONS,
         None,
-        "Show it for N tokens in each sequence.",
+        "Show the memory plan for N tokens in each sequence.",
         ("inspect",),
         unset="the value of the config",
         reported="if set",
@@ -528,7 +528,7 @@ class Options:
     encoder_length: int | None = option(
         POSITIONS,
         None,
-        "Show it for N encoder states.",
+        "Show the memory plan for N encoder states.",
         ("inspect",),
         unset="the value of the graph or the config",
         reported="if set",
@@ -560,7 +560,7 @@ class Options:
     select: tuple[str, ...] = option(
         CODES,
         (),
-        "Run only these checks: codes, prefixes or names, with commas.",
+        "Run only these checks: codes, prefixes or names, separated by commas.",
         ALL,
         policy='select = ["KV2", "KV3"]',
         reported="always",
@@ -568,7 +568,7 @@ class Options:
     ignore: tuple[str, ...] = option(
         CODES,
         (),
-        "Leave out these checks: codes, prefixes or names, with commas.",
+        "Leave out these checks: codes, prefixes or names, separated by commas.",
         ALL,
         policy='ignore = ["names-mislead"]',
         reported="always",
@@ -589,7 +589,7 @@ class Options:
     require: tuple[Required, ...] = option(
         Names("a list of uses", "USES", convert=_check_uses, known=lambda: REQUIRED),
         (),
-        f"Make the findings of these uses errors, with commas: {', '.join(REQUIRED)}.",
+        f"Make the findings of these uses errors; uses separated by commas: {', '.join(REQUIRED)}.",
         ALL,
         policy='require = ["batch", "beam"]',
         reported="if set",
@@ -606,7 +606,7 @@ class Options:
     thorough: bool = option(
         Flag(),
         False,
-        "Also run what takes long: the full context, a sweep of lengths, other optimization levels.",
+        "Also run the experiments that take long: the full context, a sweep of lengths, other optimization levels.",
         RUNS,
         policy="thorough = true",
         reported="if set",

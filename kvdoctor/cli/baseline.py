@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @command(
-    "Record findings that a gate is to pass over.",
+    "Record known findings that a gate accepts.",
     epilog=examples(
         ('kvdoctor baseline exports/*/ --reason "the app holds it" --until 2027-03-31', "take in what counts today"),
         ("kvdoctor baseline exports/*/ --prune", "remove what is not found any more"),

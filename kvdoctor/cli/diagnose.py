@@ -26,9 +26,9 @@ from kvdoctor.cli.output import complain, end, finish, format_option, output_opt
 def inspect(path: str, **given: Any) -> NoReturn:
     """Read a model without running it: files, inputs and outputs, the cache contract.
 
-    Load no weights without --weights.
+    Weights are loaded with --weights only.
 
-    PATH is an .onnx file or the folder of an export. Exit codes as of step-test.
+    PATH is an .onnx file or the folder of an export. The exit codes are those of step-test.
     """
     from kvdoctor import api
 

@@ -29,7 +29,7 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
 
     PATH is an .onnx file, a folder of exports or a pattern. Exit code 0: healthy. 1: a finding at or above --fail-on
     that the baseline does not list. 2: wrong usage. 3: something could not be checked. `kvdoctor baseline` records
-    findings that the gate is to pass over.
+    known findings that the gate accepts.
     """
     import gc
 

@@ -89,7 +89,7 @@ def probe(path: str, language: str, out: str, quiet: bool, **given: Any) -> NoRe
     """Write a program that decodes fixed prompts on a machine where kvdoctor cannot run, and records what it got.
 
     A browser, a phone, another provider: run it there as its README says, and give its result to `kvdoctor judge`
-    (docs/probe.md). Exit codes as of loop.
+    (docs/probe.md). The exit codes are those of loop.
     """
     from kvdoctor import api
 
@@ -108,7 +108,7 @@ def probe(path: str, language: str, out: str, quiet: bool, **given: Any) -> NoRe
 
 
 @command(
-    "Judge what the program of a probe recorded.",
+    "Check the record of a probe.",
     epilog=examples(("kvdoctor judge exports/llama result.jsonl", "the first step, slot or layer that differs")),
 )
 @click.argument("path", type=click.Path())

@@ -98,7 +98,7 @@ def _weaken(fault: Fault, blind: tuple[str, ...]) -> Fault:
     return replace(
         fault,
         confidence="suspected",
-        cause="the outputs differ from those of a correct feed: the caller's runtime, or fed values missing in the trace",
+        cause="the outputs differ from those of a correct feed: the caller's runtime, or values that the trace omits",
         repair=Advice(
             "caller", f"add the values of {shown} to the trace (npz, or data in each line): they decide which"
         ),
