@@ -559,7 +559,7 @@ def test_hostile_names(name: str, where: str, tmp_path: Path) -> None:
 
 
 def _outside_of_code(page: str) -> str:
-    """A Markdown page without its code spans and escaped characters, in which HTML has no power."""
+    """A Markdown page without its code spans and escaped characters, in which HTML has no effect."""
     return re.sub(r"\\[!-/:-@[-`{-~]", "", re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", page))
 
 

@@ -1,4 +1,4 @@
-"""The first module that differs from a checkpoint: faults in copies of a real export, held against its healthy values.
+"""The first module that differs from a checkpoint: faults in copies of a real export, compared with its healthy values.
 
 Modules are made of the values of the healthy export, so that no PyTorch is needed; `test_reference.py` has that.
 """

@@ -1,4 +1,4 @@
-"""`step-test --reference`: logits are held against a checkpoint, and what cannot be held is never called healthy."""
+"""`step-test --reference`: logits beside those of a checkpoint; what cannot be compared is never called healthy."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ def checkpoint(folder: Path, **config: Any) -> Path:
 
 
 def held(tmp_path: Path, model: str = "layout-dynamo-anonymous-healthy", **config: Any) -> Report:
-    """The report of a small model held against a made up checkpoint."""
+    """The report of a small model compared with a made up checkpoint."""
     path = load_all()[model].write(tmp_path / "model") if model not in ("gpt2", "t5") else EXPORTS / model
     return step_test(str(path), Options(reference=str(checkpoint(tmp_path / "checkpoint", **config))))
 

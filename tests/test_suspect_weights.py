@@ -62,7 +62,7 @@ def test_a_bias_that_closes_tokens_is_silent(tmp_path: Path) -> None:
 
 
 def test_a_tied_table_counts_where_it_is_multiplied(tmp_path: Path) -> None:
-    """The table of tokens is the head as well: Inf in it reaches the logits."""
+    """The embedding table is the head as well: Inf in it reaches the logits."""
 
     def tie(graph: GraphProto) -> None:
         damaged("transformer.wte.weight", np.inf, False)(graph)

@@ -104,7 +104,7 @@ def test_a_folder_tells_the_same(name: str, tmp_path: Path) -> None:
 
 
 class Mistake(NamedTuple):
-    """One mistake: how it is made, the step it is made at, what it must be called, an input that must be named.
+    """One mistake: how it is made, the step it is made at, the finding that it must have, an input that must be named.
 
     `data` says how much of the trace must have values for the mistake to show.
     """

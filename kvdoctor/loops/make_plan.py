@@ -173,7 +173,7 @@ def _input(port: Port, phase: PhaseName, contract: CacheContract) -> Input:
 def _constant(port: Port, dims: tuple[Dim, ...], phase: PhaseName, contract: CacheContract) -> Input:
     """An input that is fed one number, whatever the tokens are."""
     value = CONSTANTS.get(port.role)
-    if port.role == "features":  # of images or sound, of which there are none
+    if port.role == "features":  # of images or audio, of which there are none
         dims = tuple(dim if isinstance(dim, int) else 0 for dim in dims)
     elif port.role == "adapter":  # none: zeros, of rank 1 where the rank is open
         dims, value = tuple(dim if isinstance(dim, int) else 1 for dim in dims), 0.0

@@ -1,4 +1,4 @@
-"""The files for CI are what their readers take: held against the schemas of GitHub and GitLab, and linted."""
+"""The files for CI are what their readers take: checked against the schemas of GitHub and GitLab, and linted."""
 
 import os
 import re

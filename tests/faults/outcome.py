@@ -21,7 +21,7 @@ EXPERIMENTS = {experiment.name for experiment in load()}
 
 @dataclass(frozen=True)
 class Outcome:
-    """A diagnosis, held against what was done.
+    """A diagnosis, compared with what was done.
 
     Attributes:
         found: Whether anything of the fault's severity was found; of something harmless, whether nothing was.

@@ -47,7 +47,7 @@ NAMED = {
     ("positions stop at 30 everywhere", "static learned"): "context-limit-fails",
     ("positions stop at 30 everywhere", "fused"): "context-limit-fails",
 }
-"""What a fault in a base must be called: the healthy bases must be silent."""
+"""The finding that each fault in a base must have: the healthy bases must be silent."""
 
 
 def quick_first(cases: list[tuple[str, ...]]) -> list[object]:

@@ -74,7 +74,7 @@ class Fixture:
 
     @property
     def healthy(self) -> bool:
-        """Whether it must be called so."""
+        """Whether the name says that the report must be healthy."""
         return self.name.endswith("healthy")
 
     def write(self, folder: Path) -> Path:
