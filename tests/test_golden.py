@@ -136,6 +136,35 @@ def test_a_negative_seed_is_refused(tmp_path: Path) -> None:
     refuses(file, "the seed is negative")
 
 
+WRONG: dict[str, tuple[str, Callable[["np.ndarray[Any, Any]"], "np.ndarray[Any, Any]"], str]] = {
+    "logits that are NaN": ("0/0:logits", lambda values: np.where(values == values.max(), np.nan, values), "NaN"),
+    "a cache that is NaN": ("0/0:caches", lambda values: values * np.float32(np.nan), "NaN"),
+    "likely tokens below zero": ("0/0:top", lambda values: values - 1000, "the likeliest tokens are no ids"),
+    "likely tokens beyond": ("0/0:top", lambda values: values + 1000, "beyond its vocabulary of 128"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_numbers_that_no_healthy_model_returns_are_refused_by_their_name(
+    kind: str, golden: Path, tmp_path: Path
+) -> None:
+    name, change, words = WRONG[kind]
+    arrays = unpack(golden)
+    file = tmp_path / "wrong.npz"
+    file.write_bytes(pack({**arrays, name: change(arrays[name])}))
+    refuses(file, words)
+
+
+def test_hidden_tokens_of_a_vocabulary_are_no_fault_of_a_file(golden: Path, tmp_path: Path) -> None:
+    arrays = unpack(golden)
+    hidden = arrays["0/0:logits"].copy()
+    hidden[:, 0] = -np.inf
+    file = tmp_path / "hidden.npz"
+    file.write_bytes(pack({**arrays, "0/0:logits": hidden}))
+    code, report = compare(EXPORTS / "gpt2", file)
+    assert (code, len(found(report))) == (1, 1)
+
+
 def pickled() -> bytes:
     content = io.BytesIO()
     np.savez(content, golden=np.array([{"a": 1}], dtype=object))

@@ -74,7 +74,8 @@ class GoldenDifference:
 def digest(walk: Walk, tokens: Array, logits: Array, last: Answer, contract: CacheContract) -> GoldenWalk:
     """The digest of a walk: `logits` float[calls, vocabulary], `last` what the last call returned."""
     samples = np.stack([take_sample(row) for row in logits]).astype(np.float32)
-    top = np.argsort(-logits, axis=-1, kind="stable")[:, :TOP].astype(np.int32)
+    # The head may be padded to more rows than there are tokens.
+    top = np.argsort(-logits[:, : contract.vocabulary], axis=-1, kind="stable")[:, :TOP].astype(np.int32)
     caches, spreads = {}, {}
     for slot in contract.of_kind("self-attention"):
         name = slot.present if walk.pieces else slot.filled_by
@@ -251,6 +252,23 @@ def _check_numbers(own: Mapping[str, Array]) -> None:
             raise ValueError(f"{name} are no standard deviations")
     if (own["tokens"] < 0).any():
         raise ValueError("the tokens are no ids")
+
+
+def check_recorded(walks: tuple[GoldenWalk, ...], vocabulary: int | None) -> None:
+    """Check that digests are those of a healthy model with that vocabulary; `record` writes no others.
+
+    Logits of -inf pass: a model may hide tokens of its vocabulary so.
+
+    Raises:
+        ValueError: a number is NaN, or a token is beyond the vocabulary.
+    """
+    for walk in walks:
+        if np.isnan(walk.logits).any() or any(np.isnan(values).any() for values in walk.caches.values()):
+            raise ValueError("logits or caches are NaN, and a healthy model returns none")
+        if (walk.top < 0).any():
+            raise ValueError("the likeliest tokens are no ids")
+        if vocabulary is not None and ((walk.tokens >= vocabulary).any() or (walk.top >= vocabulary).any()):
+            raise ValueError(f"a token is beyond its vocabulary of {vocabulary}")
 
 
 def checksum_draws(seed: int) -> int:

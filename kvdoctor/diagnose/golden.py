@@ -15,6 +15,7 @@ from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.golden import (
     GoldenWalk,
+    check_recorded,
     checksum_draws,
     correlate,
     count_calls,
@@ -120,8 +121,7 @@ def _read_stack(number: int, facts: Any, arrays: Mapping[str, Any]) -> GoldenSta
     name, kinds, weights = (_get(facts, key, str) for key in ("name", "kinds", "weights"))
     layers, states, draws = (_get(facts, key, int) for key in ("layers", "states", "draws"))
     walks = from_arrays(own)
-    if vocabulary is not None and any((walk.tokens >= vocabulary).any() for walk in walks):
-        raise ValueError("the tokens are not of its vocabulary")
+    check_recorded(walks, vocabulary)
     return GoldenStack(name, vocabulary, kinds, layers, exactness, weights, states, draws, walks)
 
 
