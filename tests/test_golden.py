@@ -14,6 +14,7 @@ import pytest
 from onnx import numpy_helper
 from support.graph_faults import broken
 from support.isolated import EXPORTS, kvdoctor
+from support.text_fixtures import load_all
 
 from kvdoctor.decode.golden import GoldenWalk, checksum_draws, find_difference, pack, unpack
 from kvdoctor.decode.paired_walks import Walk
@@ -221,6 +222,8 @@ def test_changed_weights_are_found_with_the_call_and_the_tokens(golden: Path, tm
     assert (code, finding["severity"], finding["confidence"]) == (1, "error", "confirmed")
     assert finding["where"] == "batch 1, prompt of 8 tokens"
     assert "the likeliest token is" in finding["observed"]
+    assert "standard deviations, and 0.0002 are allowed" in finding["observed"]
+    assert "within 0.0002 standard deviations (float32: right splits differ by" in finding["declared"]
 
 
 def test_a_change_that_rounding_hardly_explains_is_a_warning(golden: Path, tmp_path: Path) -> None:
@@ -308,6 +311,25 @@ def test_golden_numbers_of_another_model_compare_nothing(golden: Path) -> None:
     reasons = [one["reason"] for one in report["not_checked"] if one["code"] == "KV321"]
     assert len(reasons) == len(report["stacks"])
     assert all("it is of another model" in reason for reason in reasons)
+    done = kvdoctor("step-test", EXPORTS / "t5", "--against", golden, "--consumer", "held")
+    (advice,) = (line.strip() for line in done.stdout.splitlines() if line.strip().startswith("decide"))
+    assert "kvdoctor record" in advice, done.stdout
+    assert "--reference" not in advice
+
+
+def test_the_layers_of_a_stacked_cache_are_counted(golden: Path, tmp_path: Path) -> None:
+    stacked = load_all()["layout-llama2-msft-stacked-healthy"].write(tmp_path)
+    code, report = compare(stacked, golden)
+    assert code == 3
+    assert "this one has 16 tokens, 2 layers, self-attention" in report["not_checked"][0]["reason"]
+
+
+def test_a_padded_head_agrees_with_what_was_recorded_of_it(tmp_path: Path) -> None:
+    padded = load_all()["decoder-only-padded-head-healthy"].write(tmp_path)
+    done = kvdoctor("record", padded, "-o", tmp_path / "padded.npz")
+    assert done.returncode == 0, done.stdout + done.stderr
+    code, report = compare(padded, tmp_path / "padded.npz")
+    assert (code, found(report)) == (0, [])
 
 
 def test_a_numpy_that_draws_other_numbers_is_said(golden: Path, tmp_path: Path) -> None:

@@ -21,4 +21,10 @@ class ModelSize:
 def measure_size(contract: CacheContract) -> ModelSize:
     """Return the size of the model of a contract."""
     kinds = ", ".join(sorted({slot.kind for slot in contract.slots}))
-    return ModelSize(contract.vocabulary, len({slot.layer for slot in contract.slots}), kinds)
+    return ModelSize(contract.vocabulary, _count_layers(contract), kinds)
+
+
+def _count_layers(contract: CacheContract) -> int:
+    """The layers with a cache; one tensor may hold those of all."""
+    stacked = [slot.size("layers") or 1 for slot in contract.slots if "layers" in slot.axes]
+    return max(stacked, default=0) + len({slot.layer for slot in contract.slots if "layers" not in slot.axes})

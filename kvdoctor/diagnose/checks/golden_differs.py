@@ -19,7 +19,8 @@ it is meant, record golden numbers again.
 from collections.abc import Iterator
 
 from kvdoctor.decode.golden import GoldenDifference
-from kvdoctor.diagnose.context import GoldenContext
+from kvdoctor.decode.tolerances import UNLIKE, Tolerance
+from kvdoctor.diagnose.context import GoldenComparison, GoldenContext
 from kvdoctor.findings import Advice, CannotCheck, Fault, check
 
 FIND_CHANGE = Advice(
@@ -44,16 +45,23 @@ def golden_differs(context: GoldenContext) -> Iterator[Fault]:
         file=context.decode_file,
         subject=(context.logits_name if found.cache is None else f"cache {found.cache}",),
         where=f"{found.walk.describe(start, found.stop)}",
-        declared=f"the numbers of {compared.golden}",
-        observed=compared.words if rounded else _describe(found),
+        declared=f"the numbers of {compared.golden}, {_describe_limit(compared)}",
+        observed=compared.words if rounded else _describe(found, compared.tolerance),
         cause=_explain(found, hardly),
         repair=FIND_CHANGE,
     )
 
 
-def _describe(found: GoldenDifference) -> str:
+def _describe_limit(compared: GoldenComparison) -> str:
+    """What is allowed, and why."""
+    if compared.correlation is not None:
+        return f"with a correlation of at least {UNLIKE:g}, as the weights are rounded otherwise"
+    return f"within {compared.tolerance.passes:g} standard deviations ({compared.tolerance.reason})"
+
+
+def _describe(found: GoldenDifference, tolerance: Tolerance) -> str:
     what = "logits" if found.cache is None else f"the cache of layer {found.cache.replace('.', ', ')}"
-    text = f"{what} off by {found.relative:.2g} standard deviations"
+    text = f"{what} off by {found.relative:.2g} standard deviations, and {tolerance.passes:g} are allowed"
     if found.tokens is not None:
         text += f"; the likeliest token is {found.tokens[1]}, it was {found.tokens[0]}"
     return text

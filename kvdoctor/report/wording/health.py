@@ -16,6 +16,9 @@ from kvdoctor.report.wording.units import format_count
 if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Experiment
 
+GOLDEN = "KV321"
+"""The code of what compares with golden numbers."""
+
 MOST_NAMES, MOST_REASONS = 6, 3
 
 
@@ -166,6 +169,9 @@ def _advise_by_runs(report: Report, again: str) -> str | None:
     if any(run.outcome == "died" for run in loops):
         return f"{again} --timeout SECONDS --max-memory MIB, with larger limits"
     if any(run.outcome not in ("skipped", "failed") for run in loops):
+        if report.command != "record" and all(entry.code == GOLDEN for entry in report.not_checked if entry.essential):
+            new = f"kvdoctor record {report.model.path} -o FILE"
+            return f"{new}   (golden numbers of this model; those that were given compare nothing)"
         return f"{again} --reference CHECKPOINT   (compares every step with PyTorch)"
     return None
 
