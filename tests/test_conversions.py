@@ -85,6 +85,7 @@ def test_a_later_graph_of_one_token_is_compared_with_one_token_a_step(tmp_path: 
 def test_last_logits_are_those_of_the_original(name: str, tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", name), tmp_path / "out"
     before = contents(source)
+    assert advises_last_logits(source)
     report = api.re_export(source, out, logits="last")
     assert report.repair is not None
     assert not failed(report)
@@ -147,6 +148,21 @@ def test_what_looks_like_a_head_is_refused_with_the_node(form: str, rows: str, t
     source = write(tmp_path / "model", DECODER, *edits)
     assert named in refusal(source, tmp_path / "out", logits=rows)
     assert not (tmp_path / "out").exists()
+    assert not advises_last_logits(source)
+
+
+def test_a_decoder_in_a_function_is_refused_and_no_inspection_advises_it(tmp_path: Path) -> None:
+    head = "logits = local.heads.head (x2, w_logits)"
+    body = '<domain: "local.heads", opset_import: ["" : 17]>\nhead (x, w) => (made)\n{\n  made = MatMul (x, w)\n}\n'
+    imports = ('["" : 17]', '["" : 17, "local.heads" : 1]')
+    source = write(tmp_path / "model", DECODER, (HEAD, head), imports, ("\n}\n", f"\n}}\n\n{body}"))
+    assert 'local.heads.head "' in refusal(source, tmp_path / "out", logits="last")
+    assert not advises_last_logits(source)
+
+
+def advises_last_logits(source: Path) -> bool:
+    """Whether an inspection names the conversion."""
+    return [stack.logits_can_be_cut for stack in api.inspect(source).stacks] == [True]
 
 
 def test_a_model_that_returns_the_last_row_is_refused(tmp_path: Path) -> None:

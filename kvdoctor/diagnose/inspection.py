@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from kvdoctor.analysis.constant_caches import returns_logits
 from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.lm_head import NoHead, find_heads
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import StackFiles
-from kvdoctor.contract import CacheContract
+from kvdoctor.contract import DECODING, CacheContract
 from kvdoctor.diagnose.context import ContractContext, FileContext, TargetContext, extend_context
 from kvdoctor.diagnose.devices import find_limits
 from kvdoctor.diagnose.facts import build_report, stack_facts
@@ -44,7 +45,8 @@ def inspect(
     for stack in folder.stacks:
         contract = read_contract(stack, folder.side_cars)
         facts = stack_facts(stack, contract, folder.side_cars, options.load)
-        stacks.append(replace(facts, devices=find_limits(contract, stack.members)))
+        devices, cut = find_limits(contract, stack.members), _can_cut_logits(stack, contract)
+        stacks.append(replace(facts, devices=devices, logits_can_be_cut=cut))
         context = extend_context(build_context(folder, stack, contract, options), TargetContext)
         found = run_checks(context, "contract", options.selection) + run_checks(context, "targets", options.selection)
         if predicts:
@@ -58,6 +60,20 @@ def inspect(
     results += CheckResults(not_checked=tuple(unknown))
     results = _leave_out_repeated(results)
     return add_targets(build_report("inspect", folder, options, results, stacks), options, {})
+
+
+def _can_cut_logits(stack: StackFiles, contract: CacheContract) -> bool:
+    """Whether the head of every graph can compute the logits of the last token alone: no other advice is given."""
+    views = {file.name: file.view for file in stack.members}
+    models = {name: view.model for name, view in views.items() if view is not None}
+    whole = contract.slots and all(contract.graph(one).file in models for one in DECODING if one in contract.phases)
+    if not whole or stack.parts or stack.kind == "operator":
+        return False
+    try:
+        find_heads(contract, models)
+    except NoHead:
+        return False
+    return True
 
 
 def _leave_out_repeated(results: CheckResults) -> CheckResults:

@@ -26,6 +26,12 @@ def opset_version(imports: Iterable[Any]) -> int:
     return next((int(entry.version) for entry in imports if entry.domain in STANDARD), 1)
 
 
+def explain_old_opset(model: ModelProto, file: str, least: int, operator: str) -> str | None:
+    """Why an operator of a later opset cannot be put into a model; None where it can."""
+    opset = opset_version(model.opset_import)
+    return f"{file} has opset {opset}, where {operator} needs {least}" if opset < least else None
+
+
 def bodies_of(attribute: AttributeProto) -> Iterator[GraphProto]:
     """The subgraphs that an attribute holds."""
     if attribute.HasField("g"):

@@ -19,7 +19,7 @@ from kvdoctor.findings import Finding
 from kvdoctor.model.files import SIDE_CARS
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.skeleton import read_skeleton
-from kvdoctor.model.traverse import opset_version
+from kvdoctor.model.traverse import explain_old_opset
 from kvdoctor.model.view import GraphView
 from kvdoctor.options import Options
 from kvdoctor.records import record
@@ -207,9 +207,8 @@ class RepairContext:
         Raises:
             CannotRepair: its opset is below `least`.
         """
-        opset = opset_version(self.model(file).opset_import)
-        if opset < least:
-            self.cannot(f"{file} has opset {opset}, where {operator} needs {least}")
+        if (old := explain_old_opset(self.model(file), file, least, operator)) is not None:
+            self.cannot(old)
 
     @staticmethod
     def cannot(reason: str, instead: str = "") -> NoReturn:

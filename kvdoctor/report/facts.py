@@ -110,6 +110,7 @@ class StackFacts:
         contract: its cache contract; null if none could be read.
         cache: the memory plan of its cache.
         devices: what devices are documented to refuse of it; only of the command `inspect`.
+        logits_can_be_cut: whether `re-export --logits last` knows its graphs; only of the command `inspect`.
     """
 
     name: str
@@ -118,6 +119,7 @@ class StackFacts:
     contract: CacheContract | None
     cache: MemoryPlan | None = None
     devices: tuple[DeviceLimit, ...] = ()
+    logits_can_be_cut: bool = False
 
 
 @record

@@ -101,7 +101,7 @@ def _show_stack(page: Page, stack: StackFacts, report: Report) -> None:
     runs = select_local_runs(report, stack.name)
     if report.command == "inspect":
         page.line(f"{stack.name}: the cache contract", "bold")
-        page.pairs((*describe_contract(stack), *(describe_logits(stack.contract) if stack.contract else ())))
+        page.pairs((*describe_contract(stack), *describe_logits(stack)))
         show_plan(page, stack)
         if stack.devices:
             page.line("")

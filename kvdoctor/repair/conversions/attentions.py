@@ -8,6 +8,7 @@ encoder], named as transformers and transformers.js do; no other value changes.
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from kvdoctor.analysis.lm_head import Scopes, describe_op, find_ends, find_maker
 from kvdoctor.choices import Attentions
 from kvdoctor.contract import Slot
 from kvdoctor.model.edit import fresh_name
@@ -15,7 +16,6 @@ from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto,
 from kvdoctor.model.traverse import names_in, normalize_domain, readers, subgraphs
 from kvdoctor.model.view import ELEMENT_TYPES
 from kvdoctor.options import ReExportChoices
-from kvdoctor.repair.conversions.lm_head import Scopes, describe_op, find_ends, find_maker
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.workspace import CannotRepair, RepairContext
 from kvdoctor.report.repair_record import Change

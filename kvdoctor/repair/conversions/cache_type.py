@@ -9,6 +9,7 @@ new, and the attention of its own step reads what is stored, so that no split of
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvdoctor.analysis.lm_head import Scopes, describe_op, find_maker
 from kvdoctor.choices import CacheType
 from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.decode.cache_types import STORABLE, StoredSlot, scale_name
@@ -29,7 +30,6 @@ from kvdoctor.model.traverse import (
 from kvdoctor.model.view import ELEMENT_TYPES, integers
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
-from kvdoctor.repair.conversions.lm_head import Scopes, describe_op, find_maker
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.conversions.row_codec import FLOAT16, STORED, Row, RowCodec, slice_shape
 from kvdoctor.repair.conversions.static_cache import forget_trace

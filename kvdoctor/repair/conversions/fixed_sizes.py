@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
+from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import Axis, CacheContract, Port, Slot
 from kvdoctor.errors import UsageError
 from kvdoctor.model.edit import fresh_name, rename_values, sort_nodes
@@ -18,7 +19,6 @@ from kvdoctor.model.traverse import names_in, producer, readers
 from kvdoctor.model.view import GraphView
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
-from kvdoctor.repair.conversions.lm_head import describe_op
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.workspace import CannotRepair, RepairContext
 from kvdoctor.report.repair_record import Change

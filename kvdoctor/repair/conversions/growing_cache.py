@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import CacheContract, Graph, Port, Slot
 from kvdoctor.model.edit import drop_unused, sort_nodes
 from kvdoctor.model.proto import ModelProto, NodeProto
@@ -18,7 +19,6 @@ from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.conversions.fused_cache import declare_length, is_fused, list_growing_rules
 from kvdoctor.repair.conversions.length_uses import PAST, LengthUses
-from kvdoctor.repair.conversions.lm_head import describe_op
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.conversions.static_cache import forget_trace
 from kvdoctor.repair.shapes.freeing import AxisFreeing, CannotFree, read_declared_sizes

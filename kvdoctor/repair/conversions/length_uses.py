@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import Graph
 from kvdoctor.model.edit import keep_only
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import find_attribute, needed_for, normalize_domain, producer, values_read
 from kvdoctor.records import record
-from kvdoctor.repair.conversions.lm_head import describe_op
 from kvdoctor.repair.shapes.facts import GraphScope, ShapeFacts, ValueFacts, WalkNotes
 from kvdoctor.repair.shapes.freeing import read_declared_sizes
 from kvdoctor.repair.shapes.number_rules import NUMBERS

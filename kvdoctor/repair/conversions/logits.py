@@ -5,13 +5,13 @@ multiplies the wanted rows only. `selectable` adds the input `num_logits_to_keep
 name it: the number of last rows, 0 for all.
 """
 
+from kvdoctor.analysis.lm_head import Head, NoHead, describe_op, find_ends, find_heads
 from kvdoctor.choices import LogitsRows
 from kvdoctor.contract import Port
 from kvdoctor.model.edit import fresh_name, replace_all, sort_nodes
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from kvdoctor.model.traverse import names_in
 from kvdoctor.options import ReExportChoices
-from kvdoctor.repair.conversions.lm_head import Head, describe_op, find_ends, find_heads
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.conversions.static_cache import forget_trace
 from kvdoctor.repair.workspace import RepairContext
@@ -20,8 +20,6 @@ from kvdoctor.report.repair_record import Change
 KEEP = "num_logits_to_keep"
 INT64 = 7
 END = (1 << 63) - 1
-LEAST_OPSET = 10
-"""The first in which the bounds of a Slice are inputs."""
 COMPARED = (0, 1, 2, 50)
 """The numbers of rows that are asked for in the proof: all, the last, two, and more than there are."""
 
@@ -43,24 +41,20 @@ def convert(context: RepairContext, choice: LogitsRows) -> Converted:
         CannotRepair: the head is not recognized; the message names the node.
     """
     contract = context.drivable
-    changes = list[Change]()
-    if contract.last_logits_only:
-        context.cannot("it already returns the logits of the last token alone")
-    files = dict.fromkeys(name for _, name in context.graphs())
+    models = {name: context.model(name) for _, name in context.graphs()}
+    try:
+        heads = find_heads(contract, models)
+    except NoHead as reason:
+        context.cannot(str(reason))
     ports = {graph.file: graph.port("logits") for graph in contract.graphs.values()}
-    for name in files:
+    changes = list[Change]()
+    for name, model in models.items():
         port = ports[name]
-        if port is None or port.axes != ("batch", "new", "vocabulary"):
-            context.cannot(f"{name} returns no logits with an axis for the new tokens")
-        model = context.model(name)
-        context.require_opset(name, LEAST_OPSET, "Slice")
-        if contract.graph("decode").port("logits_to_keep") is not None:
-            context.cannot("it already has an input for the number of rows")
-        heads = find_heads(model.graph, port.name, contract)
-        changes += _insert(model, heads, port, choice, name)
+        if port is not None:  # find_heads has looked
+            changes += _insert(model, heads[name], port, choice, name)
     if choice == "last":
         return Converted(tuple(changes), LAST, "last")
-    for name in files:
+    for name in models:
         changes += forget_trace(context, name)
     return Converted(tuple(changes), SELECTABLE, "all", COMPARED)
 

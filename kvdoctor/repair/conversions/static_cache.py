@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import CacheContract, Graph, Port, Role, Slot
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 from kvdoctor.errors import UsageError
@@ -21,7 +22,6 @@ from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.conversions.fused_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
 from kvdoctor.repair.conversions.length_uses import LengthUses
-from kvdoctor.repair.conversions.lm_head import describe_op
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change

@@ -90,8 +90,10 @@ PROMPT = 4096
 """Tokens of the prompt whose logits are counted, where a sequence may have so many."""
 
 
-def describe_logits(contract: CacheContract) -> Iterator[tuple[str, str]]:
+def describe_logits(stack: StackFacts) -> Iterator[tuple[str, str]]:
     """The bytes of logits that a long prompt costs, as label and text; nothing where a call returns one row."""
+    if (contract := stack.contract) is None:
+        return
     port = contract.graph("prefill").port("logits") if "prefill" in contract.phases else None
     width, item = contract.vocabulary, ITEM_BYTES.get(port.dtype) if port is not None else None
     if width is None or item is None or contract.new_tokens is not None:
@@ -101,9 +103,10 @@ def describe_logits(contract: CacheContract) -> Iterator[tuple[str, str]]:
         yield "logits", f"{one} per sequence for a prompt of any length: those of the last token"
         return
     chosen = contract.graph("prefill").port("logits_to_keep")
-    less = f"{one} with {chosen.name} = 1" if chosen is not None else f"{one} with re-export --logits last"
+    less = f"; {one} with re-export --logits last" if stack.logits_can_be_cut else ""
+    less = f"; {one} with {chosen.name} = 1" if chosen is not None else less
     prompt = min(PROMPT, contract.usable_length or PROMPT)
-    yield "logits", f"{format_bytes(prompt * width * item)} for a prompt of {prompt:,} tokens; {less}"
+    yield "logits", f"{format_bytes(prompt * width * item)} for a prompt of {prompt:,} tokens{less}"
 
 
 OUTLINED = ("layout", "stages", "cache", "first step", "embed", "vision", "audio", "memory", "logits", "missing")
@@ -114,7 +117,7 @@ def outline_contracts(stacks: Sequence[StackFacts]) -> Iterator[tuple[str, str]]
     found: dict[str, dict[str, list[str]]] = {label: {} for label in OUTLINED}
     for stack in stacks:
         label = ""
-        described = [*describe_contract(stack), *(describe_logits(stack.contract) if stack.contract else ())]
+        described = [*describe_contract(stack), *describe_logits(stack)]
         for title, text in described:
             label = title or label
             if label in found:

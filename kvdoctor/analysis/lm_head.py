@@ -4,22 +4,23 @@ Between the head and the logits every node must compute each row of its result f
 that form is named: nothing is guessed, since a product with constants may stand in many places of a decoder.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvdoctor.contract import CacheContract
-from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
+from kvdoctor.contract import DECODING, CacheContract
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import (
     constant_tensor,
     describe_node,
+    explain_old_opset,
     find_attribute,
     normalize_domain,
     producer,
     readers,
     subgraphs,
 )
+from kvdoctor.model.view import integers
 from kvdoctor.records import record
-from kvdoctor.repair.workspace import CannotRepair
 
 MICROSOFT = "com.microsoft"
 PRODUCTS = {("", "MatMul"), ("", "MatMulInteger"), (MICROSOFT, "MatMulNBits"), (MICROSOFT, "MatMulBnb4")} | {
@@ -32,6 +33,14 @@ BY_ROW = {"Identity", "Cast", "Mul", "Div", "Add", "Sub", "Tanh", "Clip", "Max",
 ROUNDING = {"QuantizeLinear", "DequantizeLinear"}
 SAME_VALUES = {"Identity", "Cast", "DequantizeLinear"}
 """Operators on weights that keep their shape."""
+
+LEAST_OPSET = 10
+"""The first in which the bounds of a Slice are inputs."""
+
+
+class NoHead(Exception):
+    """The logits cannot be computed for some rows alone; the message says why."""
+
 
 Scopes = tuple[GraphProto, ...]
 """The graph of a value, behind the graphs around it."""
@@ -56,13 +65,28 @@ def describe_op(node: NodeProto) -> str:
     return f"{domain}.{describe_node(node)}" if domain else describe_node(node)
 
 
-def find_heads(main: GraphProto, logits: str, contract: CacheContract) -> tuple[Head, ...]:
-    """The head of each branch that ends in the logits.
+def find_heads(contract: CacheContract, models: Mapping[str, ModelProto]) -> dict[str, tuple[Head, ...]]:
+    """The heads of each file that decodes, one for each branch that ends in the logits.
+
+    `models` are the graphs by file. What an inspection says of such a conversion, and the conversion, rest on it.
 
     Raises:
-        CannotRepair: a node stands in the way; the message names it.
+        NoHead: all rows are not returned, or a node stands in the way; the message names it.
     """
-    return tuple(_find_head(scopes, name, contract) for scopes, name in find_ends((main,), logits))
+    if contract.last_logits_only:
+        raise NoHead("it already returns the logits of the last token alone")
+    if contract.graph("decode").port("logits_to_keep") is not None:
+        raise NoHead("it already has an input for the number of rows")
+    graphs = [contract.graph(phase) for phase in DECODING if phase in contract.phases]
+    found = {}
+    for graph in graphs:
+        name, port = graph.file, graph.port("logits")
+        if port is None or port.axes != ("batch", "new", "vocabulary"):
+            raise NoHead(f"{name} returns no logits with an axis for the new tokens")
+        if (old := explain_old_opset(models[name], name, LEAST_OPSET, "Slice")) is not None:
+            raise NoHead(old)
+        found[name] = tuple(_find_head(*end) for end in find_ends((models[name].graph,), port.name))
+    return found
 
 
 def find_ends(scopes: Scopes, name: str) -> Iterator[tuple[Scopes, str]]:
@@ -85,11 +109,11 @@ def find_maker(scopes: Scopes, name: str) -> tuple[Scopes, NodeProto | None]:
     return scopes, None
 
 
-def _find_head(scopes: Scopes, logits: str, contract: CacheContract) -> Head:
-    search = _Search(contract)
+def _find_head(scopes: Scopes, logits: str) -> Head:
+    search = _Search()
     search.visit(scopes, logits)
     if len(search.roots) != 1:
-        raise CannotRepair(f"no product of hidden states with weights makes the logits {logits!r}")
+        raise NoHead(f"no product of hidden states with weights makes the logits {logits!r}")
     graph, node, index = next(iter(search.roots.values()))
     graph, node, index = _before_rounding(graph, node, index, search)
     found = Head(graph[-1], node, index, frozenset(search.values))
@@ -101,7 +125,6 @@ def _find_head(scopes: Scopes, logits: str, contract: CacheContract) -> Head:
 class _Search:
     """The walk from the logits back to the head."""
 
-    contract: CacheContract
     nodes: dict[int, NodeProto] = field(default_factory=dict)
     values: set[str] = field(default_factory=set)
     roots: dict[tuple[int, int], tuple[Scopes, NodeProto, int]] = field(default_factory=dict)
@@ -111,7 +134,7 @@ class _Search:
         """Follow one value back."""
         scopes, node = find_maker(scopes, name)
         if node is None:
-            raise CannotRepair(f"the logits depend on {name!r}, which no node makes, without a product with weights")
+            raise NoHead(f"the logits depend on {name!r}, which no node makes, without a product with weights")
         if id(node) in self.nodes:
             return
         self.nodes[id(node)] = node
@@ -127,7 +150,7 @@ class _Search:
             for index in computed:
                 self.visit(scopes, node.input[index])
         else:
-            raise CannotRepair(
+            raise NoHead(
                 f"the node {describe_op(node)} between the LM head and the logits is none that computes each row "
                 "from the same row"
             )
@@ -144,16 +167,16 @@ class _Search:
         """Whether a product takes rows of hidden states and the weights of the vocabulary, both by its own words."""
         allowed = {0, 2} if node.op_type == "MatMulInteger" else {0}
         if 0 not in computed or not set(computed) <= allowed:
-            raise CannotRepair(f"the node {describe_op(node)} looks like the LM head, and its weights are computed")
+            raise NoHead(f"the node {describe_op(node)} looks like the LM head, and its weights are computed")
         turned = find_attribute(node, "transA")
         if turned is not None and turned.i:
-            raise CannotRepair(f"the node {describe_op(node)} looks like the LM head, and takes columns, not rows")
+            raise NoHead(f"the node {describe_op(node)} looks like the LM head, and takes columns, not rows")
         if node.op_type in ("MatMulNBits", "MatMulBnb4"):
             return True
         dims = find_dims(scopes, node.input[1])
         if dims is None or len(dims) != 2:
             shape = "of unknown shape" if dims is None else f"of rank {len(dims)}"
-            raise CannotRepair(f"the node {describe_op(node)} looks like the LM head, and its weights are {shape}")
+            raise NoHead(f"the node {describe_op(node)} looks like the LM head, and its weights are {shape}")
         return True
 
     def _cuts_vocabulary(self, scopes: Scopes, node: NodeProto) -> bool:
@@ -163,16 +186,15 @@ class _Search:
         axes = find_tensor(scopes, node.input[3])
         if axes is None or not self.is_fixed(scopes, node.input[1]) or not self.is_fixed(scopes, node.input[2]):
             return False
-        from onnx import numpy_helper
-
-        return set(numpy_helper.to_array(axes).ravel().tolist()) <= {-1, 2}
+        numbers = integers(axes)
+        return numbers is not None and set(numbers) <= {-1, 2}
 
     def _refuse_row_constants(self, scopes: Scopes, node: NodeProto) -> None:
         """A constant with several rows belongs to a number of tokens."""
         for name in node.input:
             dims = find_dims(scopes, name) if name and self.is_fixed(scopes, name) else None
             if dims is not None and len(dims) > 1 and dims[-2] != 1:
-                raise CannotRepair(f"the node {describe_op(node)} behind the LM head has a constant for each row")
+                raise NoHead(f"the node {describe_op(node)} behind the LM head has a constant for each row")
 
     def is_fixed(self, scopes: Scopes, name: str) -> bool:
         """Whether a value is a weight, or computed of weights alone."""
@@ -235,13 +257,13 @@ def _refuse_other_readers(scopes: Scopes, head: Head, logits: str, search: _Sear
         for name in sorted(head.values):
             for reader, _ in found.get(name, ()):
                 if id(reader) not in search.nodes and not _returns_only(reader, name):
-                    raise CannotRepair(
+                    raise NoHead(
                         f"the node {describe_op(reader)} reads {name!r}, which lies between the LM head and the "
                         f"logits, for another output"
                     )
         other = next((value.name for value in graph.output if value.name in head.values - {logits}), None)
         if other is not None:
-            raise CannotRepair(f"the output {other!r} is returned from between the LM head and the logits")
+            raise NoHead(f"the output {other!r} is returned from between the LM head and the logits")
 
 
 def _returns_only(reader: NodeProto, name: str) -> bool:
