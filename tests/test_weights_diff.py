@@ -114,6 +114,53 @@ def save(path: Path, tensors: list[TensorProto], external: bool = False) -> Path
     return path
 
 
+def save_chain(path: Path, weights: list[str], first: bool = False) -> Path:
+    """A chain of products whose i-th reads the i-th name; each has content of its own. `first` puts one in front."""
+    rng = np.random.default_rng(0)
+    values = {f"content {at}": rng.standard_normal((4, 4)).astype(np.float32) for at in range(len(weights))}
+    tensors = [from_array(one, name) for one, name in zip(values.values(), weights, strict=True)]
+    nodes = [helper.make_node("MatMul", [f"x{at}", name], [f"x{at + 1}"]) for at, name in enumerate(weights)]
+    if first:
+        nodes.insert(0, helper.make_node("MatMul", ["x", "w0"], ["x0"]))
+        tensors.insert(0, from_array(np.ones((4, 4), np.float32), "w0"))
+    onnx.save(helper.make_model(helper.make_graph(nodes, "chain", [], [], tensors)), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("after", "first", "changed"),
+    [
+        ([2, 3, 4, 5, 6, 7], False, []),
+        ([2, 3, 4, 5, 6, 7], True, []),
+        ([1, 2, 3, 4, 6, 5], False, ["w5", "w6"]),
+        ([1, 2, 3, 4, 6, 5], True, ["w5", "w6"]),
+        ([4, 5, 6, 1, 2, 3], True, ["w1", "w2", "w3", "w4", "w5", "w6"]),
+    ],
+    ids=["counted", "counted in a longer graph", "exchanged", "exchanged in a longer graph", "layers exchanged"],
+)
+def test_names_that_are_counted_anew_are_told_from_weights_that_are_exchanged(
+    after: list[int], first: bool, changed: list[str], tmp_path: Path
+) -> None:
+    a = save_chain(tmp_path / "a.onnx", [f"w{at}" for at in range(1, 7)])
+    if changed:  # the nodes read the names that they had, and these have other contents
+        content = dict(zip([f"w{at}" for at in after], list_contents(a), strict=True))
+        b = save_chain(tmp_path / "b.onnx", [f"w{at}" for at in range(1, 7)], first)
+        model = onnx.load(b)
+        for tensor in model.graph.initializer:
+            tensor.CopyFrom(from_array(content.get(tensor.name, to_array(tensor)), tensor.name))
+        onnx.save(model, b)
+    else:
+        b = save_chain(tmp_path / "b.onnx", [f"w{at}" for at in after], first)
+    found = compare_weights([("model.onnx", a, b)])
+    assert [one.name for one in found.changed] == changed
+    assert (found.only_a, found.only_b) == ((), ("w0",) if first else ())
+    assert found.renamed == (0 if changed else 6)
+
+
+def list_contents(path: Path) -> list[np.ndarray]:
+    return [to_array(tensor) for tensor in onnx.load(path).graph.initializer]
+
+
 def test_parts_of_a_quantized_weight_are_not_new_weights(tmp_path: Path) -> None:
     values = np.ones((4, 8), np.float32)
     a = save(tmp_path / "a.onnx", [from_array(values, "layers.0.mlp.weight")])

@@ -1,8 +1,8 @@
 """Compares the weights of two files by content: which differ, how far, in which layers. Values are read in portions.
 
-Equal content is matched first, by name and then by digest, so that a new export with other numbers in its names shows
-no difference; a name of a module keeps its meaning, so that weights that were exchanged do. What is left is matched by
-name, then by type and sizes where only one is left on each side.
+Equal content is matched first: by name, then where the same node of the same graph reads it, then by digest, so that a
+new export with other numbers in its names shows no difference. A name of a module keeps its meaning, so that weights
+that were exchanged do. What is left is matched by name, then by type and sizes where only one is left on each side.
 """
 
 import hashlib
@@ -18,6 +18,10 @@ from kvdoctor.report.diff_document import WeightDifference, WeightsDiff
 
 GENERATED = re.compile(r"(^|[/:_])(Constant|val|onnx::\w+)(_\d+)?(_output_\d+)?$|^_?\d+$")
 """Names that an exporter counts: the next export may give them to others."""
+NUMBERED = re.compile(r"[^./]*\d+$")
+"""Names that may be counted as well (`w12`), or be those of a person: the weights of the other file decide."""
+MANY = 3
+"""Weights that have each other's names, at least, where names are said to be counted: two may be exchanged."""
 
 
 def compare_weights(pairs: Iterable[tuple[str, Path, Path]]) -> WeightsDiff:
@@ -70,10 +74,14 @@ def _group(side: list[tuple[Weight, str]], key: Callable[[Weight, str], object])
 def _compare_files(file: str, a: list[Weight], b: list[Weight]) -> WeightsDiff:
     left = _Left([(one, _digest(one)) for one in a], [(one, _digest(one)) for one in b])
     same = left.match(lambda weight, digest: (weight.name, digest))
+    renamed = []
+    if _list_places(a) == _list_places(b):
+        # The same content at the same place is the same weight, whatever its name.
+        renamed += left.match(lambda weight, digest: (digest, _place(weight)))
     kept = {one.name for one in a} & {one.name for one in b}
     # A name that a person chose keeps its meaning: other content under it is another weight, not another name.
-    stays = {name for name in kept if not GENERATED.search(name)}
-    renamed = left.match(lambda weight, digest: object() if weight.name in stays else (digest, weight.reader))
+    stays = {name for name in kept if not GENERATED.search(name)} - _find_counted(left, kept)
+    renamed += left.match(lambda weight, digest: object() if weight.name in stays else (digest, weight.reader))
     alone = left.match(lambda weight, digest: object() if weight.name in stays else digest, alone=True)
     moved = [pair for pair in alone if _is_moved(*pair, a, b)]
     renamed += [pair for pair in alone if pair not in moved]
@@ -86,6 +94,31 @@ def _compare_files(file: str, a: list[Weight], b: list[Weight]) -> WeightsDiff:
     changed += _match_quantized(file, left)
     only_a, only_b = (tuple(weight.name for weight, _ in side) for side in (left.a, left.b))
     return WeightsDiff(len(same), len(renamed), tuple(changed), only_a, only_b)
+
+
+def _place(weight: Weight) -> tuple[str, int, int]:
+    """Where a graph reads a weight: the operator, the number of the node among those of it, and the input."""
+    return weight.op, weight.order, weight.input
+
+
+def _list_places(weights: list[Weight]) -> list[tuple[str, int, int]]:
+    return sorted(map(_place, weights))
+
+
+def _find_counted(left: _Left, kept: set[str]) -> set[str]:
+    """Numbered names of both files that an exporter counted anew: most of the weights have each other's names.
+
+    Weights that have each other's names in a circle are exchanged, not counted: counting goes on to new names.
+    """
+    after: dict[str, list[str]] = {}
+    for weight, digest in left.b:
+        after.setdefault(digest, []).append(weight.name)
+    names = [(weight.name, digest) for weight, digest in left.a if weight.name in kept and NUMBERED.match(weight.name)]
+    moved = {name: after[digest] for name, digest in names if digest in after}
+    exchanged = {one for there in moved.values() for one in there} <= {*moved}
+    if exchanged or len(moved) < MANY or 2 * len(moved) <= len(names):
+        return set()
+    return {name for name, _ in names}
 
 
 def _is_moved(old: Weight, new: Weight, a: list[Weight], b: list[Weight]) -> bool:

@@ -44,7 +44,7 @@ class Weight:
     """A weight: its name, element type, sizes, and its bytes: in `path` from `offset` on, or `inline`.
 
     `reader` is the name of the first node that multiplies it, or else of the first that computes with it, `op` its
-    operator and `input` the number of the input.
+    operator, `order` its number among the nodes of that operator, and `input` the number of the input.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Weight:
     inline: bytes = b""
     reader: str = ""
     op: str = ""
+    order: int = -1
     input: int = 0
 
     @property
@@ -132,12 +133,14 @@ def list_weights(path: Path) -> list[Weight]:
         raise UnreadableError(f"its weights cannot be read: {problems[0].detail}", "put the files of weights beside it")
     places = {one.location: one.path for one in files if one.bytes is not None}
     readers: dict[str, list[_Reader]] = {}
+    counts: dict[str, int] = {}
     tensors: list[tuple[str, TensorProto]] = []
     for scope in GraphView(model).scopes():
         tensors += [(str(tensor.name), tensor) for tensor in scope.graph.initializer]
         for node in scope.graph.node:
+            order = counts[node.op_type] = counts.get(node.op_type, -1) + 1
             for index, name in enumerate(node.input):
-                readers.setdefault(str(name), []).append(_Reader(node, index))
+                readers.setdefault(str(name), []).append(_Reader(node, order, index))
             constant = constant_tensor(node) if node.op_type == "Constant" else None
             if constant is not None and node.output:
                 tensors.append((str(node.output[0]), constant))
@@ -149,17 +152,20 @@ def list_weights(path: Path) -> list[Weight]:
 @record(slots=False)
 class _Reader:
     node: NodeProto
+    order: int
     input: int
 
 
 def _with_reader(weight: Weight, readers: dict[str, list[_Reader]]) -> Weight:
     """The weight with a node that computes with it, behind those that only pass it on; a tied one has several."""
     found = list(_follow(weight.name, readers, MOST_PASSED))
-    named = [
-        replace(weight, reader=str(one.node.name or one.node.op_type), op=str(one.node.op_type), input=one.input)
-        for one in found
-    ]
+    named = [_read_by(weight, one) for one in found]
     return next((one for one in named if one.is_multiplied), next(iter(named), weight))
+
+
+def _read_by(weight: Weight, one: _Reader) -> Weight:
+    op = str(one.node.op_type)
+    return replace(weight, reader=str(one.node.name or op), op=op, order=one.order, input=one.input)
 
 
 def _follow(name: str, readers: dict[str, list[_Reader]], left: int) -> "Iterator[_Reader]":
