@@ -60,13 +60,26 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"did you mean {close[0]!r}?" if close else ""
 
 
-def as_argument(text: str, windows: bool = os.name == "nt") -> str:
-    """A text as one argument of a suggested command, quoted where the shell would take it for something else.
+def _escape(character: str) -> str:
+    """A character between `$'` and `'`: its bytes in octal where it cannot be printed."""
+    if character.isprintable():
+        return f"\\{character}" if character in "'\\" else character
+    if character == "\n":
+        return r"\n"
+    return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogateescape"))
 
-    The shells of Windows take a backslash as it is, and cmd.exe knows no single quotes.
+
+def as_argument(text: str, windows: bool = os.name == "nt") -> str:
+    r"""A path as one argument of a suggested command, quoted where the shell would take it for something else.
+
+    One that begins with a dash would be taken for an option. Characters that are not printed, such as the end of a
+    line, are written as escapes (`$'a\nb'`), which bash, zsh and ksh read, and POSIX since 2024. The shells of
+    Windows take a backslash as it is, and cmd.exe knows no single quotes.
     """
+    if text.startswith("-"):
+        text = f"./{text}"
     if not windows:
-        return shlex.quote(text)
+        return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_escape, text))}'"
     if re.fullmatch(r"[\w@%+=:,./\\~-]+", text):
         return text
     tail = text[len(text.rstrip("\\")) :]  # before a quote, programs read two backslashes as one

@@ -18,6 +18,8 @@ from support.bad_models import Result, as_json, call, nested, renamed, saved
 from support.sampling import sampled
 from support.text_fixtures import load_all
 
+from kvdoctor.diagnose.inspection import inspect
+
 TEXTS = {name: fixture for name, fixture in load_all().items() if name.startswith("bad-")}
 SECONDS = 60  # until a call hangs, on a busy machine; alone it takes one or two
 MOST_CPU = 20  # seconds of the processor for all calls of one test, which other processes do not lengthen
@@ -389,3 +391,11 @@ def test_the_command_line_says_what_the_fixtures_expect(name: str, tmp_path: Pat
     errors = any(expected.severity == "error" for expected in fixture.expect)
     assert tested.code == int(errors)
     assert (tested.report["verdict"] == "healthy") == (not errors)
+
+
+def test_a_cache_of_batch_times_heads_says_where_their_number_belongs(tmp_path: Path) -> None:
+    healthy = load_all()["layout-bloom-transposed-healthy"].write(tmp_path)
+    assert not [f for f in inspect(str(healthy)).findings if f.name == "contract-unknown"]
+    (tmp_path / "config.json").unlink()
+    (found,) = (f for f in inspect(str(healthy)).findings if f.name == "contract-unknown")
+    assert "add num_attention_heads to config.json" in found.repair.text

@@ -1,7 +1,9 @@
 """What differs between Linux, macOS and Windows, as far as one system can show it."""
 
+import contextlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +100,16 @@ def test_a_suggested_command_fits_the_shells_of_unix(path: str) -> None:
     assert shlex.split(as_argument(path, windows=False)) == [path]
 
 
+@pytest.mark.parametrize("path", ["-rf", "--help", "a\nb", "it's\\a\tb", "a\u202eb", "\udcff", "\u6a21\u578b"])
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_a_name_that_is_no_plain_text_is_one_argument_of_one_line(path: str) -> None:
+    argument = as_argument(path, windows=False)
+    assert argument.isprintable()
+    assert not argument.startswith("-")
+    done = subprocess.run(["bash", "-c", f"printf %s {argument}"], capture_output=True, check=True)
+    assert os.path.normpath(os.fsdecode(done.stdout)) == path
+
+
 def test_a_word_with_either_separator_of_windows_names_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names_folder(f"exports{os.sep}marian")
     assert not names_folder("marian")
@@ -163,3 +175,23 @@ def test_what_a_library_prints_or_reads_is_no_message() -> None:
     )
     assert (done.returncode, done.stdout) == (0, b"A MESSAGE\n"), done.stderr
     assert b"of a library" in done.stderr
+
+
+@posix
+@pytest.mark.parametrize("command", ["env", "explain"])
+def test_lists_are_wrapped_at_the_width_of_a_terminal(command: str) -> None:
+    import pty  # not on Windows
+
+    terminal, side = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "LINES": "24"}
+    with subprocess.Popen([sys.executable, "-m", "kvdoctor", command], stdout=side, env=environment) as process:
+        os.close(side)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux ends a terminal whose other side is closed with an error
+            while part := os.read(terminal, 65536):
+                shown += part
+    os.close(terminal)
+    lines = shown.decode().splitlines()
+    assert process.returncode == 0
+    assert len(lines) > 5
+    assert [line for line in lines if len(line) > 80] == []

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.text_fixtures import load_all
 
 from kvdoctor.choices import REQUIRED
 from kvdoctor.decode.experiments import load, uses
+from kvdoctor.diagnose.pipeline import step_test
 
 ROOT = Path(__file__).parent.parent
 EXPORTS = ROOT / "fixtures" / "exports"
@@ -182,3 +184,14 @@ def test_arrays_that_fit_no_input_are_refused(arrays: dict[str, Any], words: str
     code, report = run(str(EXPORTS / "gpt2"), "--inputs", str(file))
     assert code == 2
     assert words.lower() in " ".join(report["error"].split()).lower()
+
+
+def test_a_control_without_effect_is_named_once(tmp_path: Path) -> None:
+    """Padding is tried around each length that the graph compares with, each time with the same control."""
+    decoder = FIXTURES["wrong-at-lengths"]
+    unread = ("MatMul (x2, w_logits)", "MatMul (tokens, w_logits)")
+    files = {name: text.replace(*unread) for name, text in decoder.files.items()}
+    report = step_test(str(replace(decoder, files=files).write(tmp_path)))
+    (run,) = (run for run in report.runs if run.experiment == "left-padding")
+    assert [control.visible for control in run.controls] == [False, False]
+    assert run.reason == "no power: a mask without the padding does not change the logits more than their noise"

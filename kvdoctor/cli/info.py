@@ -111,7 +111,7 @@ def _document(
 
 def _list_checks(checks: "Iterable[Check]") -> None:
     for check in checks:
-        click.echo(f"{check.code}  {check.name:<24} {check.summary}")
+        click.echo(_fill(check.summary, f"{check.code}  {check.name:<24} "))
 
 
 def _print_check(found: "Check") -> None:
@@ -139,7 +139,7 @@ def _print_issues(issues: "tuple[Issue, ...]") -> None:
     if issues:
         click.echo("\nKnown issues of other projects (docs/known-issues.md):")
     for issue in issues:
-        click.echo(f"- {_format_issue(issue)}")
+        click.echo(_fill(_format_issue(issue), "- "))
 
 
 def _format_issue(issue: "Issue") -> str:
@@ -156,7 +156,8 @@ def _fill(text: str, first: str = "") -> str:
     import textwrap
 
     width, indent = min(shutil.get_terminal_size().columns, 120), " " * len(first)
-    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+    made = textwrap.TextWrapper(width, first, indent, break_long_words=False, break_on_hyphens=False)
+    return made.fill(text)
 
 
 @command("Print the JSON Schema of a document.", epilog=examples(("kvdoctor schema report", "that of `--format json`")))
@@ -184,4 +185,6 @@ def env(format_: str) -> None:
 
         click.echo(json_format.dump(found.to_dict()), nl=False)
     else:
-        click.echo(str(found))
+        click.echo(_fill(found.head))
+        for one in found.components:
+            click.echo(_fill(one.text, f"{one.state:<8} "))

@@ -301,11 +301,13 @@ class _ExperimentRun:
         if exactness.endswith("quantization") and 2 * verdicts.count("fail") <= len(verdicts):
             # Its noise has a heavy tail: one step may be far off, and the next, on the same cache, right again.
             verdicts = ["ambiguous" if verdict == "fail" else verdict for verdict in verdicts]
-        unseen = [control.spoilt for control in self.controls if not control.visible]
+        # Calls of several lengths may have the same error.
+        unseen = list(dict.fromkeys(control.spoilt for control in self.controls if not control.visible))
         if "fail" in verdicts:
             return self._make_run("differs", failed_step=verdicts.index("fail"))
         if unseen:
-            reason = f"control failed: {' and '.join(unseen)} does not change the logits more than their noise"
+            verb = "does" if len(unseen) == 1 else "do"
+            reason = f"control failed: {' and '.join(unseen)} {verb} not change the logits more than their noise"
             return self._make_run("inconclusive", reason=reason)
         return self._make_run("ambiguous" if "ambiguous" in verdicts else "passed")
 

@@ -12,7 +12,7 @@ from kvdoctor.analysis.model_folder import MOST_TOKENIZER_BYTES, open_folder, re
 from kvdoctor.decode.messages import GradeJob, PairedSide
 from kvdoctor.diagnose.context import DraftModel
 from kvdoctor.diagnose.variants import run_grades
-from kvdoctor.errors import UsageError
+from kvdoctor.errors import UsageError, as_argument
 from kvdoctor.model.files import side_car_folder
 from kvdoctor.options import Options
 from kvdoctor.report.facts import DraftFacts
@@ -34,7 +34,9 @@ def open_draft(path: str) -> DraftModel:
         if contract.slots and not contract.missing and contract.no_decoder is None and stack.kind != "unpaired":
             side = PairedSide(stack.name, folder.root.absolute(), contract)
             return DraftModel(path, side, read_tokens(folder.root))
-    raise UsageError(f"--draft {path}: it holds no decoder with a cache that can be run (kvdoctor inspect {path})")
+    raise UsageError(
+        f"--draft {path}: it holds no decoder with a cache that can be run (kvdoctor inspect {as_argument(path)})"
+    )
 
 
 def read_tokens(root: Path) -> dict[str, int] | None:

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvdoctor.diagnose.lengths import list_thresholds
 from kvdoctor.diagnose.model_size import ModelSize, measure_size
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
-from kvdoctor.errors import UsageError
+from kvdoctor.errors import UsageError, as_argument
 from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report
@@ -113,7 +112,7 @@ def _list_left_out(context: ContractContext, done: SpeedDone, thresholds: tuple[
     if not done.failing:
         return
     if done.longest is None:
-        step_test = f"kvdoctor step-test {shlex.quote(context.folder.shown)}"
+        step_test = f"kvdoctor step-test {as_argument(context.folder.shown)}"
         error = quote_error(done.error)
         yield f'{_name_pasts(done.failing)}: the runtime fails ("{error}"); {step_test} looks for the cause'
     else:

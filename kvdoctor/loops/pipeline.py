@@ -15,7 +15,7 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
-from kvdoctor.errors import UsageError, did_you_mean
+from kvdoctor.errors import UsageError, as_argument, did_you_mean
 from kvdoctor.loops import probe
 from kvdoctor.loops.check import VectorResult, check
 from kvdoctor.loops.language import CannotBuild, Language, languages
@@ -229,7 +229,7 @@ def _refuse(observed: ObservedLoop, shown: str) -> tuple[str, int] | None:
         what = "decodes wrong tokens" if run.outcome == "differs" else "fails"
         return (
             f"the model {what} in a right loop too ({run.experiment} {_outcome(run)}); "
-            f"`kvdoctor step-test {shown}` names the cause and the repair"
+            f"`kvdoctor step-test {as_argument(shown)}` names the cause and the repair"
         ), 1
     if run.outcome == "skipped":
         return f"the loop could not be run: {run.reason}", 3

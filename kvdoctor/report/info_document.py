@@ -100,10 +100,14 @@ class EnvironmentDocument:
         """The JSON document."""
         return _with_head(ENV_SCHEMA, to_plain(self))
 
+    @property
+    def head(self) -> str:
+        """The first line of the text."""
+        return f"kvdoctor {__version__}, Python {self.python}, {self.platform}"
+
     def __str__(self) -> str:
         """The text: a line for each component."""
-        head = f"kvdoctor {__version__}, Python {self.python}, {self.platform}"
-        return "\n".join([head, *map(str, self.components)])
+        return "\n".join([self.head, *map(str, self.components)])
 
 
 def _with_head(schema: str, body: dict[str, Any]) -> dict[str, Any]:

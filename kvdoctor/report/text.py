@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from kvdoctor.errors import as_argument
 from kvdoctor.findings import Finding
 from kvdoctor.report.document import TOTAL_SECONDS, Report, counts, exit_code, exit_code_of_all
 from kvdoctor.report.repair_record import RepairRecord
@@ -119,7 +120,8 @@ def _exit_code(report: Report) -> int:
 def _show_title(page: Page, report: Report, verbosity: int) -> None:
     """The command and the policy; with -v also the versions."""
     record = report.repair
-    paths = report.model.path if record is None else f"{record.source} -o {record.out}" if record.out else record.source
+    paths = as_argument(report.model.path if record is None else record.source)
+    paths += f" -o {as_argument(record.out)}" if record is not None and record.out else ""
     page.line(f"kvdoctor {report.command} {paths}", "bold")
     if verbosity > 0:
         page.line(", ".join(f"{name} {version}" for name, version in report.environment.items()), "dim")

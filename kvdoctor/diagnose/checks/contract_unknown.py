@@ -30,6 +30,11 @@ DESCRIBE = (
     "add the missing parts: `kvdoctor contract MODEL --format json` prints the contract, `step-test --contract FILE` "
     "takes the file that you edited; or export again with the names of Optimum for past and present"
 )
+GIVE_HEADS = (
+    "add num_attention_heads to config.json beside the model, the number of heads that one sequence has in the cache; "
+    "or write it as `heads` into the contract: `kvdoctor contract MODEL --format json` prints one, `step-test "
+    "--contract FILE` takes the file that you edited"
+)
 
 
 @check("KV101", "contract-unknown", "contract")
@@ -43,6 +48,8 @@ def contract_unknown(context: ContractContext) -> Iterator[Fault]:
     presents = any(port.role == "present" for graph in contract.graphs.values() for port in graph.outputs)
     if context.stack.kind == "unpaired" and (contract.slots or presents):
         return  # past-without-present and present-without-past name this fault
+    counted = [slot.past for slot in contract.slots if "batch_heads" in slot.axes]
+    lacks_heads = contract.heads is None and {lack.subject for lack in missing} <= {*counted}
     found = f"{len(contract.slots)} slots" if contract.slots else "no slot"
     reasons = [f"{lack.subject!r}: {lack.reason}" for lack in missing[:4]]
     yield Fault(
@@ -53,7 +60,7 @@ def contract_unknown(context: ContractContext) -> Iterator[Fault]:
         declared="a cache contract that a loop can follow",
         observed=f"{found}; {'; '.join(reasons)}" + ("; ..." if len(missing) > len(reasons) else ""),
         cause="the cache contract cannot be read from the graph",
-        repair=Advice("caller", DESCRIBE),
+        repair=Advice("caller", GIVE_HEADS if lacks_heads else DESCRIBE),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import LOOPS, WRONG, Run
+from kvdoctor.errors import as_argument
 from kvdoctor.findings import means_incomplete
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import StackFacts
@@ -139,7 +140,8 @@ def explain_undecided(report: Report, rest: str) -> list[tuple[str, str]]:
 
 def advise_decision(report: Report) -> str:
     """What decides about a model that is neither healthy nor unhealthy: a command, or why there is none."""
-    again = f"kvdoctor step-test {report.model.path}"
+    model = as_argument(report.model.path)
+    again = f"kvdoctor step-test {model}"
     blocking = next((f.repair for f in report.findings if means_incomplete(f.code)), None)
     if blocking is not None:
         return blocking.command or blocking.text
@@ -148,29 +150,30 @@ def advise_decision(report: Report) -> str:
     if report.command == "speed":
         if report.arguments.get("against") is None:
             return f"{again}   (shows whether it can be run at all)"
-        new = f"kvdoctor speed {report.model.path} --output speed.json"
+        new = f"kvdoctor speed {model} --output speed.json"
         return f"{new}   (a new report to compare with: of this model, on this machine, while nothing else runs)"
     if report.command == "judge":
         return "run the probe again until it ends, then `kvdoctor judge` with the same model and seed"
-    if (advice := _advise_by_runs(report, again)) is not None:
+    if (advice := _advise_by_runs(report, model)) is not None:
         return advice
     if any(stack.contract is None or stack.contract.missing for stack in report.stacks):
         return f"{again} --contract FILE   (`kvdoctor contract` prints what was read; complete it)"
     if not report.stacks or report.command == "inspect":
-        return f"kvdoctor inspect {report.model.path} -v   (shows what was read)"
+        return f"kvdoctor inspect {model} -v   (shows what was read)"
     return "no command: kvdoctor cannot run this model step by step; compare it with its source in its own runtime"
 
 
-def _advise_by_runs(report: Report, again: str) -> str | None:
-    """What decides by what the runs show; None where the loop was not run."""
+def _advise_by_runs(report: Report, model: str) -> str | None:
+    """What decides by what the runs show; None where the loop was not run. `model` is the argument of a command."""
+    again = f"kvdoctor step-test {model}"
     loops = [run for run in report.runs if run.experiment in LOOPS]
     if any(run.without_tokens for run in report.runs):
-        return f"kvdoctor inspect {report.model.path} --weights   (shows weights that are zero or all equal)"
+        return f"kvdoctor inspect {model} --weights   (shows weights that are zero or all equal)"
     if any(run.outcome == "died" for run in loops):
         return f"{again} --timeout SECONDS --max-memory MIB, with larger limits"
     if any(run.outcome not in ("skipped", "failed") for run in loops):
         if report.command != "record" and all(entry.code == GOLDEN for entry in report.not_checked if entry.essential):
-            new = f"kvdoctor record {report.model.path} -o FILE"
+            new = f"kvdoctor record {model} -o FILE"
             return f"{new}   (golden numbers of this model; those that were given compare nothing)"
         return f"{again} --reference CHECKPOINT   (compares every step with PyTorch)"
     return None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvdoctor.errors import as_argument
 from kvdoctor.findings import Finding, reaches
 from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
 from kvdoctor.report.wording.alike import group_findings
@@ -165,4 +166,5 @@ def format_reproducer(report: "Report") -> str | None:
         return "nothing to reproduce: no finding of the requested severity; no folder was written"
     if made.out is None:
         return f"no reproducer was written: {made.reason}"
-    return f"reproducer: {made.out} ({made.bytes:,} bytes, no weights): {made.shows}; python {made.out}/reproduce.py"
+    script = as_argument(f"{made.out}/reproduce.py")
+    return f"reproducer: {made.out} ({made.bytes:,} bytes, no weights): {made.shows}; python {script}"
