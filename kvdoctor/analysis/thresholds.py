@@ -1,9 +1,10 @@
 """Length thresholds: the numbers of a graph at which what it computes may change with the length of the sequence.
 
 A length is the size of an axis, a position, or a sum over a mask. A threshold is a number that a length is compared
-with, clipped to, taken modulo of or sliced at, or the extent of a constant table that it looks up or cuts. The lengths
-just before, at and behind each threshold are worth a decode step (`decode/experiments/each_length.py`). A number that
-is no threshold of a length may be among them: it costs a few steps, and decides nothing.
+with, clipped to, taken modulo of or sliced at, or by which it differs from another length that it is compared with, or
+the extent of a constant table that it looks up or cuts. The lengths just before, at and behind each threshold are worth
+a decode step (`decode/experiments/each_length.py`). A number that is no threshold of a length may be among them: it
+costs a few steps, and decides nothing.
 """
 
 import struct
@@ -137,8 +138,16 @@ class _Counts:
         if node.op in COMPARES and self._is_count(node):
             for name in node.inputs:  # of several numbers, as in a row of positions, the last is where it ends
                 yield from (max(numbers) for numbers in [_numbers(self.flow.constant(name))] if numbers)
+            if not any(self.flow.constant(name) for name in node.inputs):
+                yield from (number for name in node.inputs for number in self._shifts(name))
         elif node.op == "Slice":
             yield from self._slice_bounds(node)
+
+    def _shifts(self, length: str) -> Iterator[int]:
+        """The constant by which a length was shifted: `key > query - W` compares a distance with W."""
+        node = self.flow.producers.get(length)
+        if node is not None and node.op in ("Add", "Sub") and self._is_count(node):
+            yield from (abs(number) for name in node.inputs for number in _numbers(self.flow.constant(name)))
 
     def _slice_bounds(self, node: FlatNode) -> Iterator[int]:
         """The constant begin and end of a Slice along an axis that is a length."""

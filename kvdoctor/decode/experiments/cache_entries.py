@@ -15,6 +15,8 @@ from kvdoctor.decode.tolerances import Tolerance
 
 MOST_NUMBERS = 1 << 24
 """Numbers in all caches up to which they are copied."""
+OTHER_TOKENS = (1, 2)
+"""Distances to the ids that replace one: rows of an embedding table may be equal, but hardly three in a row."""
 
 
 def growing(contract: CacheContract) -> tuple[Slot, ...]:
@@ -112,6 +114,13 @@ def change_token(builder: FeedBuilder, place: int, row: int | slice = slice(None
     last = (builder.contract.vocabulary or 2**31) - 1
     tokens[row, place] += np.where(tokens[row, place] < last, 1, -1)
     return replace(builder, tokens=tokens)
+
+
+def one_step(builder: FeedBuilder, position: int, past: Past | None, expected: Array | None = None) -> Call:
+    """The call for one token; the first one where there is no past."""
+    if past is None:
+        return builder.prefill(1, expected)
+    return builder.decode(position, position + 1, past, expected)
 
 
 def read_returned(slot: Slot, answer: Answer, first: bool) -> Array:

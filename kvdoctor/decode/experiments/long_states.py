@@ -14,8 +14,7 @@ import numpy as np
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, Scenario, Value, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use
-from kvdoctor.decode.experiments.cache_entries import as_probe
-from kvdoctor.decode.experiments.one_token import one_step
+from kvdoctor.decode.experiments.cache_entries import as_probe, one_step
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
 

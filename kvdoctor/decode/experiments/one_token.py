@@ -15,21 +15,21 @@ from kvdoctor.contract import CacheContract, Role, Slot, SlotKind
 from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment
 from kvdoctor.decode.experiments.cache_entries import (
+    OTHER_TOKENS,
     as_probe,
     change_token,
+    one_step,
     read_returned,
     same_entries,
     same_logits,
 )
+from kvdoctor.decode.experiments.lost_tokens import lost_tokens
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import HISTORY, OWN_SESSION, Cause
 
 KEPT = "one-token.npy"
 FOLLOWED = 3
 """Steps within which noise in a state must reach the logits: a state may be read by the next layer's state alone."""
-OTHER_TOKENS = (1, 2)
-"""Distances to the ids that replace one: rows of an embedding table may be equal, but hardly three in a row."""
-
 STATES: tuple[SlotKind, ...] = ("self-attention", "hidden-memory", "conv-state", "recurrent-state")
 """Slots that each token must enter."""
 WITHOUT_NAMES = ("unnamed-", "torch-")
@@ -57,13 +57,6 @@ def each_row_alone(builder: FeedBuilder, stop: int) -> "Generator[Call, Answer, 
             past = alone.carry(past, answer, "held")
         rows.append(np.concatenate(logits, axis=1))
     return np.concatenate(rows, axis=0)
-
-
-def one_step(builder: FeedBuilder, position: int, past: Past | None, expected: Array | None = None) -> Call:
-    """The call for one token; the first one where there is no past."""
-    if past is None:
-        return builder.prefill(1, expected)
-    return builder.decode(position, position + 1, past, expected)
 
 
 def keep_logits(builder: FeedBuilder, logits: Sequence[Array]) -> None:
@@ -103,7 +96,7 @@ def history(builder: FeedBuilder) -> Decision:
     return (
         (yield from _unread_slot(builder, pasts, answers))
         or (yield from _slot_without_token(builder, pasts, answers))
-        or (yield from _lost_tokens(builder, pasts, answers))
+        or (yield from lost_tokens(builder, pasts, answers))
         or (yield from _order(builder, pasts))
     )
 
@@ -147,16 +140,12 @@ def _with_noise(slot: Slot, past: Past) -> Past | None:
 
 
 def _differs(
-    builder: FeedBuilder, start: int, past: Past | None, answers: Sequence[Answer], last_only: bool = False
+    builder: FeedBuilder, start: int, past: Past | None, answers: Sequence[Answer]
 ) -> "Generator[Call, Answer, bool]":
     """Whether the loop goes on from a past with other logits, bit for bit, or fails."""
-    total = builder.scenario.total
-    for position in range(start, total):
+    for position in range(start, builder.scenario.total):
         answer = yield as_probe(one_step(builder, position, past))
-        if answer.failed:
-            return True
-        counts = not last_only or position == total - 1
-        if counts and not np.array_equal(answer.logits, answers[position].logits, equal_nan=True):
+        if answer.failed or not np.array_equal(answer.logits, answers[position].logits, equal_nan=True):
             return True
         past = builder.carry(past, answer, "plain")
     return False
@@ -183,35 +172,6 @@ def _slot_without_token(builder: FeedBuilder, pasts: Sequence[Past | None], answ
 def _returns_same(slot: Slot, one: Answer, other: Answer) -> bool:
     ours, theirs = read_returned(slot, one, False), read_returned(slot, other, False)
     return np.array_equal(ours, theirs, equal_nan=ours.dtype.kind == "f")
-
-
-def _lost_tokens(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Sequence[Answer]) -> Decision:
-    """Earlier tokens that have no influence on the last logits, as far back as the slots keep them."""
-    last = builder.scenario.total - 1
-    lost = []
-    for place in range(max(last - _reach(builder.contract, last), 0), last):
-        other = builder
-        for _ in OTHER_TOKENS:
-            other = change_token(other, place)
-            if (yield from _differs(other, place, pasts[place], answers, last_only=True)):
-                break
-        else:
-            lost.append(place)
-    if not lost:
-        return None
-    places = ", ".join(map(str, lost))
-    return Cause("present-drops-past", f"another token at position {places} changes no logit at position {last}")
-
-
-def _reach(contract: CacheContract, most: int) -> int:
-    """How many tokens back must count: a state forgets, an attention does not within its window and its buffer."""
-    found = [1]
-    for slot in contract.of_kind("self-attention"):
-        if slot.trimmed:
-            continue
-        limits = [most, *(n - 1 for n in (slot.window, slot.size("capacity")) if n is not None)]
-        found.append(min(limits))
-    return max(found)
 
 
 def _order(builder: FeedBuilder, pasts: Sequence[Past | None]) -> Decision:

@@ -8,7 +8,8 @@ without the cache overrules this. If the graph does not show it, a step with dif
 which must change its entry. A buffer that is written one position too far decodes alike with and without a cache; if
 its logits change with its earlier content, the positions that a step wrote are compared. If a graph takes one token a
 call, another token must change every state that a step returns, and another token at each place of the history must
-change the logits.
+change the logits, within the reach of a sliding window: as many latest tokens count at every step, the cache still has
+the others, and the graph compares a length with the width of the window.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths are in the table of steps.
 
