@@ -362,6 +362,11 @@ class CacheContract:
         """Give the graph that serves a phase."""
         return self.graphs[self.phases[phase].graph]
 
+    @property
+    def has_known_names(self) -> bool:
+        """Whether the graph's tensors have the names of a known exporter."""
+        return not self.layout.startswith(("unnamed-", "torch-"))
+
     def of_kind(self, kind: str) -> tuple[Slot, ...]:
         """Give the slots of one kind, in layer order."""
         return tuple(slot for slot in self.slots if slot.kind == kind)

@@ -32,8 +32,6 @@ FOLLOWED = 3
 """Steps within which noise in a state must reach the logits: a state may be read by the next layer's state alone."""
 STATES: tuple[SlotKind, ...] = ("self-attention", "hidden-memory", "conv-state", "recurrent-state")
 """Slots that each token must enter."""
-WITHOUT_NAMES = ("unnamed-", "torch-")
-"""Begins the layout of a graph whose tensors have no known names."""
 POSITIONS: tuple[Role, ...] = (
     "token_and_position",
     "position_ids",
@@ -279,7 +277,7 @@ def takes_one(contract: CacheContract) -> str | None:
 
 def takes_history(contract: CacheContract) -> str | None:
     """Names tell where a loop puts rows that a graph returns alone: after a guess, lost tokens may be its fault."""
-    if contract.layout.startswith(WITHOUT_NAMES) and any(slot.growth == "delta" for slot in contract.slots):
+    if not contract.has_known_names and any(slot.growth == "delta" for slot in contract.slots):
         return "no names tell where the loop puts the new rows"
     return takes_one(contract)
 

@@ -3,7 +3,9 @@
 What it means: an input has the name that an exporter gives to one kind of slot, and the graph uses it as another kind:
 a cross-attention cache that grows, a buffer of fixed size that is appended to, a key that a convolution reads. Or the
 outputs have the numbers of the inputs, each of another layer: a warning, since a loop that matches numbers goes wrong.
-The contract and all runs follow the graph; a loop that goes by the names, as most libraries do, feeds slots wrongly.
+Or no names tell which output belongs to which input, and the outputs are in another order than the inputs: a warning,
+since a loop that goes by their order computes wrong logits, and no runtime reports an error. The contract and all runs
+follow the graph; a loop that goes by the names, as most libraries do, feeds slots wrongly.
 
 Reproduce: `kvdoctor contract MODEL` lists each slot as the graph uses it.
 
@@ -18,11 +20,15 @@ from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.report.wording.units import shorten_names
 
+MOST_PAIRS = 4
+"""Pairs that a finding lists; `kvdoctor contract` has them all."""
+
 
 @check("KV107", "names-mislead", "contract")
 def names_mislead(context: ContractContext) -> Iterator[Fault]:
     """All names that the dataflow contradicts, as one finding."""
-    yield from _find_other_read_numbers(context, context.contract)
+    crossed = tuple(_find_other_read_numbers(context, context.contract))
+    yield from crossed or _find_another_order(context, context.contract)
     found = context.contract.contradictions
     if not found:
         return
@@ -57,6 +63,54 @@ def _find_other_read_numbers(context: ContractContext, contract: CacheContract) 
             cause="the numbers in the names of outputs are those of other layers",
             repair=Advice("caller", "feed each slot back as `kvdoctor contract` lists it, not by its name or order"),
         )
+
+
+def _find_another_order(context: ContractContext, contract: CacheContract) -> Iterator[Fault]:
+    """Outputs in another order than the inputs, where no names tell which belong together and shapes do not either."""
+    slots = [slot for slot in contract.slots if slot.present is not None]
+    if contract.has_known_names or _is_told_by_names(slots):
+        return
+    graph = contract.graph("decode")
+    places = {port.name: place for ports in (graph.inputs, graph.outputs) for place, port in enumerate(ports)}
+    by_input = sorted(slots, key=lambda slot: places.get(slot.past, 0))
+    by_output = sorted(slots, key=lambda slot: places.get(slot.present or "", 0))
+    moved = [slot for slot, there in zip(by_input, by_output, strict=True) if slot is not there and _fits(slot, there)]
+    if moved:
+        pairs = [f"{slot.present} is the present of {slot.past}" for slot in moved]
+        more = f" and {len(pairs) - MOST_PAIRS} more" if len(pairs) > MOST_PAIRS else ""
+        yield Fault(
+            severity="warning",
+            file=context.decode_file,
+            subject=tuple(slot.present or "" for slot in moved),
+            where=f"output {shorten_names(tuple(slot.present or '' for slot in moved))}",
+            declared="outputs in the order of the inputs to which they are fed back, as no names tell it",
+            observed=", ".join(pairs[:MOST_PAIRS]) + more,
+            cause="the outputs are not in the order of the inputs to which they are fed back",
+            repair=Advice(
+                "caller", "feed each output back by its name, as `kvdoctor contract` lists it, not by its order"
+            ),
+            effects=("a loop that feeds the outputs back in their order computes wrong logits",),
+        )
+
+
+def _is_told_by_names(slots: list[Slot]) -> bool:
+    """Whether each past has more words and numbers in common with its own present than with any other."""
+    words = {
+        name: {*re.findall(r"[a-z]+|[0-9]+", name.lower())}
+        for slot in slots
+        for name in (slot.past, slot.present or "")
+    }
+    return all(
+        len(words[slot.past] & words[slot.present or ""]) > len(words[slot.past] & words[other.present or ""])
+        for slot in slots
+        for other in slots
+        if other is not slot
+    )
+
+
+def _fits(slot: Slot, other: Slot) -> bool:
+    """Whether the present of one slot could be fed to the other."""
+    return (slot.dtype, slot.axes, slot.sized({})) == (other.dtype, other.axes, other.sized({}))
 
 
 def _find_crossed(slots: list[Slot]) -> list[tuple[str, str]]:
