@@ -42,10 +42,12 @@ def _keeps_places(slot: Slot) -> bool:
     return slot.growth in ("static", "ring") and slot.carry == "feed-back" and "capacity" in slot.axes
 
 
-def keeps_all(slot: Slot, tokens: int) -> bool:
-    """Whether a slot holds the entries of so many tokens, each at its position: a window drops the oldest."""
-    full = slot.growth == "ring" and (slot.size("capacity") or 0) < tokens
-    return not slot.trimmed and slot.window is None and not full
+def keeps_all(slot: Slot, prefill: Answer) -> bool:
+    """Whether a slot has an entry for each token of a prefill, each at its position: a window drops the oldest."""
+    if slot.growth == "ring" and (slot.size("capacity") or 0) < prefill.new:
+        return False
+    may_drop = slot.trimmed or slot.window is not None
+    return not may_drop or read_returned(slot, prefill, True).shape[_at(slot)] == prefill.new
 
 
 def can_be_copied(contract: CacheContract, past: Past) -> bool:

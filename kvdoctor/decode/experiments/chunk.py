@@ -86,7 +86,7 @@ def _wrong_entries(builder: FeedBuilder, base: Answer) -> Decision:
     whole = yield as_probe(builder.prefill(total))
     if whole.failed:
         return None
-    whole_slots = [slot for slot in by_position(builder.contract) if keeps_all(slot, total)]
+    whole_slots = [slot for slot in by_position(builder.contract) if keeps_all(slot, whole)]
     pieces = pieces_of(whole_slots, whole)
     for piece in (piece for piece in pieces if piece.layer == pieces[0].layer):
         for place in range(start, start + CHUNK):

@@ -101,7 +101,7 @@ def _list_last_entries(builder: FeedBuilder, answer: Answer) -> dict[int | None,
     """The entries of the last token by the layer and the output that they are in, as far as they are at its place."""
     found: dict[int | None, dict[str, Array]] = {}
     for piece in pieces_of(by_position(builder.contract), answer):
-        if keeps_all(piece.slot, answer.new):
+        if keeps_all(piece.slot, answer):
             found.setdefault(piece.layer, {})[piece.filled_by] = piece.right_entry(answer, answer.new - 1)
     return found
 

@@ -81,11 +81,11 @@ def pieces_of(slots: Iterable[Slot], answer: Answer, first: bool = True) -> tupl
 
 def where_from(builder: FeedBuilder, start: int, piece: Piece, step: Answer, whole: Answer) -> Decision:
     """The first layer's new entry is wrong, which depends on the token and its position alone."""
+    if cause := (yield from _no_token(builder, start, piece, step)):
+        return cause  # an entry without its token has no position
     if cause := (yield from other_position(builder, start, piece, step)):
         return cause
     if cause := of_another(builder, start, piece, step, whole):
-        return cause
-    if cause := (yield from _no_token(builder, start, piece, step)):
         return cause
     if cause := (yield from _other_first_entry(builder, start, piece)):
         return cause
@@ -145,7 +145,7 @@ def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer
     No later token changes the keys and values of an earlier one, in any layer: one of the two prefills is wrong.
     """
     for piece in pieces_of(by_position(builder.contract), whole):
-        if not keeps_all(piece.slot, whole.new):
+        if not (keeps_all(piece.slot, first) and keeps_all(piece.slot, whole)):
             continue
         ours, theirs = piece.right_entry(first, 0, start), piece.right_entry(whole, 0, start)
         if ours.shape != theirs.shape or same_entries(ours, theirs, builder.tolerance):

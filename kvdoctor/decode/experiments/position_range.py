@@ -31,7 +31,7 @@ def numbering(builder: FeedBuilder) -> Decision:
     if answer.failed:
         return None
     keys = read_returned(slot, answer, True)
-    if not keeps_all(slot, total) or keys.shape[slot.length_axis or 0] < total:
+    if not keeps_all(slot, answer) or keys.shape[slot.length_axis or 0] < total:
         return None
     entries = [take_entries(slot, keys, place, place + 1) for place in range(total)]
     last = entries[-1]
