@@ -121,6 +121,18 @@ def test_wrong_logits_are_marked_where_the_lengths_are_right(tmp_path: Path, run
     assert re.fullmatch(r" +1 +3 → 4 +off by \d.* SD  ← here", here)
 
 
+def test_the_steps_of_a_run_that_a_finding_quotes_are_the_ones_shown(tmp_path: Path, runtime: Runtime) -> None:
+    """Several runs fail here, each at a step of its own number."""
+    for name in ("present-does-not-grow-cut", "step-fails-long"):
+        report = diagnosed(name, tmp_path / name, runtime)
+        quoted = next(finding for finding in report.findings if finding.severity == "error").observed
+        run, step = re.match(r"([a-z-]+), step (\d+)", quoted).groups()
+        shown = next(one for one in report.runs if one.experiment == run)
+        (here,) = (line for line in screen(report) if line.endswith("← here"))
+        assert int(here.split()[0]) == shown.failed_step
+        assert int(step) == shown.failed_step - (name == "present-does-not-grow-cut")
+
+
 def test_workarounds_have_a_table_of_their_own_and_stand_on_no_first_screen(marian: Report) -> None:
     assert not [line for line in screen(marian) if "all-ids-with-cache" in line]
     lines = screen(marian, 200, 1)

@@ -1,18 +1,35 @@
 """Not a check: which check explains what the runs show, so that one fault is one finding."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdoctor.contract import Slot
 from kvdoctor.decode.runs import GENERAL_CAUSES, HISTORY, OWN_SESSION, ObservedTensor, Run, Step
 from kvdoctor.diagnose.context import ContractContext, RunContext
+from kvdoctor.records import record
 
 if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Use
 
 
-WrongLength = tuple[Slot, Step, ObservedTensor, int]
-"""A slot, the first step after which its length is wrong, the tensor returned, and that length in tokens."""
+AT_LENGTHS = ("each-length", "near-thresholds", "far-thresholds", "rows-near-thresholds", "long-past", "sweep")
+"""Experiments with steps of one token, at other lengths than those of the loop."""
+
+
+@record
+class WrongLength:
+    """A slot, the first step of a run after which its length is wrong, the tensor returned, and its length in tokens.
+
+    `use` is that of the run, where it is not the usual loop.
+    """
+
+    slot: Slot
+    run: Run
+    step: Step
+    seen: ObservedTensor
+    length: int
+    use: "Use | None" = None
 
 
 def leading_cause(context: ContractContext) -> tuple[str, Run] | None:
@@ -98,30 +115,53 @@ def rejects_empty_past(context: RunContext) -> bool:
 
 
 def find_wrong_lengths(context: RunContext) -> Iterator[WrongLength]:
-    """Each slot at the first step after which it has a wrong length."""
+    """Each slot at the first step after which it has a wrong length: in the plain loop, else at other lengths."""
     run, loop = context.find_run("plain-loop"), context.checked_loop
     if context.declared_faults:
         return  # which axis is the length is then not known
-    for slot in context.contract.slots:
-        at = slot.length_axis
-        if at is None or slot.growth in ("constant", "paged"):
-            continue
+    found = False
+    for slot in context.contract.slots if run is not None else ():
         if slot.trimmed and loop is not None and loop.outcome == "passed":
             continue  # a window whose width nothing declares: the logits say that it is wide enough
-        for step in run.steps if run else ():
-            returned = step.returned.get((slot.filled_by if step.phase == "prefill" else slot.present) or "")
-            if returned is None or len(returned.shape) != len(slot.axes):
-                continue
-            right = _list_right_lengths(slot, step, at)
-            if None not in right and returned.shape[at] not in right:
-                yield slot, step, returned, returned.shape[at]
-                break
+        if run is not None and (wrong := _find_wrong_length(slot, run)) is not None:
+            found = True
+            yield wrong
+    if not found:
+        yield from _find_cut_lengths(context)
+
+
+def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:
+    """Slots that are cut at other lengths than those of the loop, in the first run that fails once they are."""
+    for run, use in find_faulty_uses(context, "failed"):
+        if run.experiment not in AT_LENGTHS:
+            continue
+        cut = [wrong for slot in context.contract.slots if (wrong := _find_wrong_length(slot, run)) is not None]
+        # The step that is fed the first cut past fails: none before it was fed one.
+        cut = [wrong for wrong in cut if wrong.step.step + 1 == run.failed_step]
+        if cut:
+            yield from (replace(wrong, use=use) for wrong in cut)
+            return
+
+
+def _find_wrong_length(slot: Slot, run: Run) -> WrongLength | None:
+    """The first step of a run after which a slot has a wrong length."""
+    at = slot.length_axis
+    if at is None or slot.growth in ("constant", "paged"):
+        return None
+    for step in run.steps:
+        returned = step.returned.get((slot.filled_by if step.phase == "prefill" else slot.present) or "")
+        if returned is None or len(returned.shape) != len(slot.axes):
+            continue
+        right = _list_right_lengths(slot, step, at)
+        if None not in right and returned.shape[at] not in right:
+            return WrongLength(slot, run, step, returned, returned.shape[at])
+    return None
 
 
 def drops_past(wrong: WrongLength) -> bool:
     """Whether a slot of a wrong length has the new tokens alone."""
-    slot, step, _, length = wrong
-    return slot.growth in ("grow", "shared") and step.past_length > 0 and length == step.new_tokens
+    growing, step = wrong.slot.growth in ("grow", "shared"), wrong.step
+    return growing and step.past_length > 0 and wrong.length == step.new_tokens
 
 
 def _list_right_lengths(slot: Slot, step: Step, at: int) -> set[int | None]:

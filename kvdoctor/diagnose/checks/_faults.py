@@ -5,7 +5,13 @@ from dataclasses import replace
 
 from kvdoctor.contract import describe
 from kvdoctor.decode.runs import FaultLocation, Run
-from kvdoctor.diagnose.checks._attribution import cause_in_use, find_explanation, find_faulty_uses, leading_cause
+from kvdoctor.diagnose.checks._attribution import (
+    AT_LENGTHS,
+    cause_in_use,
+    find_explanation,
+    find_faulty_uses,
+    leading_cause,
+)
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, Severity
 from kvdoctor.records import record
@@ -13,10 +19,6 @@ from kvdoctor.report.wording.runs import describe_difference
 
 MOST_SHAPES = 3
 MOST_LINES = 2
-
-
-AT_LENGTHS = ("each-length", "near-thresholds", "far-thresholds", "rows-near-thresholds", "long-past", "sweep")
-"""Experiments with steps of one token, at other lengths than those of the loop."""
 
 
 @record

@@ -34,10 +34,16 @@ from dataclasses import replace
 
 from kvdoctor.analysis.processed_presents import find_processed
 from kvdoctor.decode.runs import HISTORY, Run
-from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses, is_named, leading_cause
+from kvdoctor.diagnose.checks._attribution import (
+    AT_LENGTHS,
+    find_explanation,
+    find_faulty_uses,
+    is_named,
+    leading_cause,
+)
 from kvdoctor.diagnose.checks._dataflow import describe_unread
 from kvdoctor.diagnose.checks._differences import EXPORT_AGAIN, HIDDEN, build_difference, severity_of
-from kvdoctor.diagnose.checks._faults import AT_LENGTHS, CauseText, report_cause
+from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.checks.wrong_at_sizes import CHUNKS
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.diagnose.not_checked import REASONS

@@ -3,13 +3,14 @@
 What it means: after a step with past length P and S new tokens, a growing cache must have length P + S, and a buffer of
 fixed size the same length as before.
 
-How it is decided: the new tokens are followed through the graph, without a run; a run whose logits match those of a run
-without the cache overrules this. If the graph does not show it, a step with differing logits is run with another token,
-which must change its entry. A buffer that is written one position too far decodes alike with and without a cache; if
-its logits change with its earlier content, the positions that a step wrote are compared. If a graph takes one token a
-call, another token must change every state that a step returns, and another token at each place of the history must
-change the logits, within the reach of a sliding window: as many latest tokens count at every step, the cache still has
-the others, and the graph compares a length with the width of the window.
+How it is decided: the lengths that each step returns are compared with those that it was fed, in the loop, and at other
+lengths where the next step fails. The new tokens are followed through the graph, without a run; a run whose logits
+match those of a run without the cache overrules this. If the graph does not show it, a step with differing logits is
+run with another token, which must change its entry. A buffer that is written one position too far decodes alike with
+and without a cache; if its logits change with its earlier content, the positions that a step wrote are compared. If a
+graph takes one token a call, another token must change every state that a step returns, and another token at each place
+of the history must change the logits, within the reach of a sliding window: as many latest tokens count at every step,
+the cache still has the others, and the graph compares a length with the width of the window.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths are in the table of steps.
 
@@ -22,7 +23,8 @@ from dataclasses import replace
 from kvdoctor.contract import Slot, describe
 from kvdoctor.decode.runs import HISTORY, Step
 from kvdoctor.diagnose.checks._attribution import WrongLength, drops_past, find_wrong_lengths
-from kvdoctor.diagnose.checks._faults import CauseText, report_cause
+from kvdoctor.diagnose.checks._dataflow import describe_changes
+from kvdoctor.diagnose.checks._faults import CauseText, describe_location, report_cause
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.findings import Fault, check
 from kvdoctor.report.wording.units import shorten_names
@@ -122,18 +124,23 @@ def _find_history(context: RunContext, name: str) -> bool:
 
 def _report_lengths(context: RunContext, wrong: list[WrongLength], cause: str) -> Iterator[Fault]:
     if wrong:
-        slot, step, seen, _ = wrong[0]
-        names = tuple(item[0].present or "" for item in wrong)
+        first = wrong[0]
+        slot, run, step, use = first.slot, first.run, first.step, first.use
+        names = tuple(item.slot.present or "" for item in wrong)
+        absent = f"{slot.past} of step {step.step + 1} does not contain the history"
         yield Fault(
-            severity="error",
+            severity=use.severity if use is not None else "error",
             file=context.decode_file,
             subject=names,
             where=f"output {shorten_names(names)}",
             declared=_describe_length(slot, step),
-            observed=f"step {step.step}: {describe(seen.dtype, seen.shape)}",
-            cause=cause,
+            observed=f"{f'{run.experiment}, ' if use else ''}step {step.step}: "
+            f"{describe(first.seen.dtype, first.seen.shape)}",
+            cause=f"with {use.words}, {cause}" if use is not None else cause,
             repair=context.advise_graph_repair(f"or {EXPORT_AGAIN}"),
-            effects=(f"{slot.past} of step {step.step + 1} does not contain the history",),
+            effects=(f"{absent}, and the step fails" if use is not None else absent,),
+            evidence=(*describe_changes(context, slot.past), *describe_location(run)) if use is not None else (),
+            use=use.required if use is not None else None,
         )
 
 

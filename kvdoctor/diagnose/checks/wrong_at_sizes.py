@@ -18,9 +18,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import Run
-from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses, is_named
+from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, find_explanation, find_faulty_uses, is_named
 from kvdoctor.diagnose.checks._differences import build_difference, severity_of
-from kvdoctor.diagnose.checks._faults import AT_LENGTHS
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, check
 

@@ -72,12 +72,12 @@ def _find_run(report: Report, finding: Finding) -> Run | None:
     experiments = by_name()
     judged = [run for run in runs if (known := experiments.get(run.experiment)) and known.judged and known.shown]
     judged = [run for run in judged if run.experiment != SEARCH]  # its call of an operator shows no cache
-    named = finding.where.rpartition(", ")[2].removeprefix("experiment ")
+    named = {finding.where.rpartition(", ")[2].removeprefix("experiment "), finding.observed.partition(", ")[0]}
     if finding.use is not None:
         tried = [r for r in judged if (use := experiments[r.experiment].use) and use.required == finding.use]
-        return next((run for run in tried if run.experiment == named), next(iter(tried), None))
+        return next((run for run in tried if run.experiment in named), next(iter(tried), None))
     for run in judged:
-        if run.experiment == named:
+        if run.experiment in named:
             return run
     loops = [run for run in judged if run.experiment in LOOPS]
     if report.arguments.get("consumer") == "held":
