@@ -30,3 +30,16 @@ def test_what_drops_bits(name: str) -> None:
     model.ParseFromString(parser.parse_model(text).SerializeToString())
     found = find_processed(GraphView(model), "present", "logits", cached=True)
     assert (found is not None and found.rounds) == rounds
+
+
+def test_the_nodes_that_round_are_named_from_the_attention_on() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[1, 2] x) => (float[1, 2] logits, float[1, 2] present) <float s = {0.1}>
+        { logits = Identity (x) t = Mul (x, s) r = Round (t) half = Cast <to = 10> (r)
+          present = Cast <to = 1> (half) }"""
+    model = ModelProto()
+    model.ParseFromString(parser.parse_model(text).SerializeToString())
+    found = find_processed(GraphView(model), "present", "logits", cached=True)
+    assert found is not None
+    assert found.rounding == ('Round "r"', 'Cast "half"')
+    assert found.operators == {"Mul", "Round", "Cast", "Identity"}

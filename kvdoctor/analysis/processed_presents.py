@@ -4,7 +4,8 @@ The attention of the same call uses another value than the one that the loop fee
 """
 
 from kvdoctor.analysis.dataflow.operators import COMPUTES
-from kvdoctor.model.proto import GraphProto, TensorProto
+from kvdoctor.contract import CacheContract
+from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import needed_for, own_names, producer
 from kvdoctor.model.view import GraphView, Scope
 from kvdoctor.records import record
@@ -18,17 +19,21 @@ ELEMENTWISE = {"Identity", "Where", *COMPUTES, *ROUNDING}
 
 @record
 class ProcessedPresent:
-    """The value `name` that is returned, the value `used` that the attention uses, and the operators between them."""
+    """The value `name` that is returned, the value `used` that the attention uses, and what stands between them.
+
+    `operators` are those of the nodes between them, `rounding` the nodes that drop bits, in words, the first one first.
+    """
 
     graph: GraphProto
     name: str
     used: str
     operators: frozenset[str]
+    rounding: tuple[str, ...]
 
     @property
     def rounds(self) -> bool:
-        """Whether an operator between them drops bits."""
-        return not self.operators.isdisjoint(ROUNDING)
+        """Whether a node between them drops bits."""
+        return bool(self.rounding)
 
 
 def find_processed(view: GraphView, output: str, logits: str, *, cached: bool) -> ProcessedPresent | None:
@@ -38,17 +43,37 @@ def find_processed(view: GraphView, output: str, logits: str, *, cached: bool) -
     graph = scope.graph
     if graph is not used_scope.graph or producer(graph, name) is None:
         return None
-    right, operators = _follow_back(graph, name, needed_for(graph, [used_name]))
+    right, nodes = _follow_back(graph, name, needed_for(graph, [used_name]))
     if right is None or right == Scope(graph, "").through(name, {"Identity"}):
         return None
-    return ProcessedPresent(graph, name, right, operators)
+    rounding = [node for node in nodes if node.op_type in ROUNDING and not _widens(node)]
+    words = tuple(f'{node.op_type} "{node.name or node.output[0]}"' for node in reversed(rounding))
+    operators = frozenset("Identity" if _widens(node) else node.op_type for node in nodes)
+    return ProcessedPresent(graph, name, right, operators, words)
 
 
-def _follow_back(graph: GraphProto, name: str, used: set[str]) -> tuple[str | None, frozenset[str]]:
-    """The one value behind elementwise operators: the first that the logits use, or that another operator makes."""
+def list_rounded(view: GraphView, contract: CacheContract) -> dict[str, ProcessedPresent]:
+    """The presents of a decode step that are rounded on the way to the output alone, by name."""
+    logits = contract.graph("decode").port("logits")
+    outputs = [slot.present for slot in contract.slots if slot.present in view.outputs]
+    if logits is None:
+        return {}
+    found = {name: find_processed(view, name, logits.name, cached=True) for name in outputs if name is not None}
+    return {name: processed for name, processed in found.items() if processed is not None and processed.rounds}
+
+
+def _widens(node: NodeProto) -> bool:
+    return node.op_type == "Cast" and any(a.name == "to" and a.i in WIDE for a in node.attribute)
+
+
+def _follow_back(graph: GraphProto, name: str, used: set[str]) -> tuple[str | None, list[NodeProto]]:
+    """The one value behind elementwise operators: the first that the logits use, or that another operator makes.
+
+    The nodes behind it come with it, the last one first.
+    """
     constants = {tensor.name for tensor in graph.initializer}
     own, found, waiting, seen = own_names(graph), set[str](), [name], set[str]()
-    operators = set[str]()
+    nodes: list[NodeProto] = []
     while waiting:
         value = waiting.pop()
         node = producer(graph, value)
@@ -60,8 +85,7 @@ def _follow_back(graph: GraphProto, name: str, used: set[str]) -> tuple[str | No
         elif not used.isdisjoint(node.output) or node.op_type not in ELEMENTWISE:
             found.add(value)
         else:
-            widens = node.op_type == "Cast" and any(a.name == "to" and a.i in WIDE for a in node.attribute)
-            operators.add("Identity" if widens else node.op_type)
+            nodes.append(node)
             # Scales and zero points of a quantization may be computed: they are no source of the value.
             waiting += [read for read in (node.input[:1] if node.op_type in QUANTIZING else node.input) if read]
-    return (found.pop() if len(found) == 1 else None), frozenset(operators)
+    return (found.pop() if len(found) == 1 else None), nodes

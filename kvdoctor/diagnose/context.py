@@ -115,6 +115,12 @@ class ContractContext:
         return self.stack.main.name
 
     @property
+    def decode_view(self) -> GraphView | None:
+        """The graph that decodes with the cache; None where it is not one file of the stack, or cannot be read."""
+        name = self.contract.graph("decode").file
+        return next((file.view for file in self.stack.files.values() if file.name == name), None)
+
+    @property
     def logits_name(self) -> str:
         """The name of the output with the logits."""
         port = self.contract.graph("decode").port("logits")

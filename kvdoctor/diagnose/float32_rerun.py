@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import field, replace
 from pathlib import Path
 
+from kvdoctor.analysis.processed_presents import list_rounded
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import OWN_SESSION, SEARCH, Float32Result, Run
 from kvdoctor.diagnose.context import ContractContext
@@ -42,9 +43,9 @@ def rerun_in_float32(context: ContractContext, job: ExperimentJob, options: Opti
     """
     runs, contract = context.runs, context.contract
     names = tuple(name for name in _select_experiments(context) if name in job.experiments)
-    if contract.exactness == "float" or not names:
-        return Float32Rerun(runs)
     unclear = any(run.outcome in UNCLEAR for run in runs if run.experiment in names)
+    if not names or (contract.exactness == "float" and not (unclear and _rounds_cache(context))):
+        return Float32Rerun(runs)
     if reason := _refuse_size(context, options, unclear):
         return Float32Rerun(runs, _note(context, reason) if unclear else ())
     with tempfile.TemporaryDirectory(prefix="kvdoctor-") as folder:
@@ -56,6 +57,12 @@ def rerun_in_float32(context: ContractContext, job: ExperimentJob, options: Opti
         results = runtime.examine(_build_copy_job(job, copy, names), options.progress)
     merged, notes = _merge_results(context, results)
     return Float32Rerun(merged, notes, results.seconds, results.peak_bytes)
+
+
+def _rounds_cache(context: ContractContext) -> bool:
+    """Whether the graph rounds the cache alone, on its way out: its arithmetic does not."""
+    view = context.decode_view
+    return view is not None and bool(list_rounded(view, context.contract))
 
 
 def _select_experiments(context: ContractContext) -> Iterator[str]:

@@ -5,12 +5,13 @@ without a cache, by more than rounding explains.
 
 How it is decided: the difference of each step is measured in standard deviations of the logits. For a dynamically
 quantized model, the noise of its own arithmetic is measured first, by sequences of several lengths without any cache; a
-difference below four times that noise is not a fault. A model that rounds (float16, bfloat16, quantized activations) is
-run a second time as a float32 copy, where different splits of a correct model agree to 1e-6 standard deviations. A
-difference there is a fault, and a warning if the own rounding of the model is larger than it. If the float32
-copy is correct, only rounding makes the model differ: a few such steps are ignored, most steps are a warning. It is
-also a warning if the graph rounds the cache before it returns it (QuantizeLinear and DequantizeLinear, a Cast to fewer
-bits and back), and that changes the logits by more than the limit of the model's arithmetic; the finding has the size.
+difference below four times that noise is not a fault. A model that rounds (float16, bfloat16, quantized activations, or
+the cache alone) is run a second time as a float32 copy, where different splits of a correct model agree to 1e-6
+standard deviations. A difference there is a fault, and a warning if the own rounding of the model is larger than it. If
+the float32 copy is correct, only rounding makes the model differ: a few such steps are ignored, most steps are a
+warning. It is also a warning if the graph rounds the cache before it returns it (QuantizeLinear and DequantizeLinear, a
+Cast to fewer bits and back), and that changes the logits by more than the limit of the model's arithmetic; the finding
+has the size.
 
 Where no other token changes the logits, or the keys and values of a layer, a wrong cache would change nothing either:
 that is not checked, and never healthy.
@@ -32,7 +33,7 @@ is a warning.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.analysis.processed_presents import find_processed
+from kvdoctor.analysis.processed_presents import ProcessedPresent, list_rounded
 from kvdoctor.decode.runs import HISTORY, Run
 from kvdoctor.diagnose.checks._attribution import (
     AT_LENGTHS,
@@ -213,25 +214,21 @@ def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
         raise CannotCheck(f"few steps of the {run.experiment} differ: {describe_rounding(run)}")
 
 
-def _rounded(context: RunContext, run: Run, names: tuple[str, ...]) -> Fault:
+def _rounded(context: RunContext, run: Run, rounded: dict[str, ProcessedPresent]) -> Fault:
     """A cache that the graph rounds: small errors, and no rounding of the arithmetic."""
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    cause = f"the graph rounds {names[0]}{others} on the way out, and the attention of the same step does not"
+    first, processed = next(iter(rounded.items()))
+    others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+    cause = f"the graph rounds {first}{others} on the way out, and the attention of the same step does not"
     found = build_difference(context, run, "warning", cause)
     advice = context.advise_graph_repair("or accept the difference: a cache of fewer bits is smaller")
-    return replace(found, effects=(describe_rounding(run),), repair=advice)
+    nodes = f"between the attention and {first}: {', '.join(processed.rounding)}"
+    return replace(found, effects=(describe_rounding(run),), evidence=(nodes, *found.evidence), repair=advice)
 
 
-def _list_rounded(context: RunContext) -> tuple[str, ...]:
+def _list_rounded(context: RunContext) -> dict[str, ProcessedPresent]:
     """The presents of a decode step that are rounded on the way to the output alone."""
-    graph = context.contract.graph("decode")
-    logits = graph.port("logits")
-    file = next((file for file in context.stack.files.values() if file.name == graph.file), None)
-    if logits is None or file is None or file.view is None:
-        return ()
-    outputs = [slot.present for slot in context.contract.slots if slot.present in file.view.outputs]
-    found = {name: find_processed(file.view, name, logits.name, cached=True) for name in outputs if name is not None}
-    return tuple(name for name, processed in found.items() if processed is not None and processed.rounds)
+    view = context.decode_view
+    return list_rounded(view, context.contract) if view is not None else {}
 
 
 def _affects_most_steps(context: RunContext, run: Run) -> bool:
