@@ -11,7 +11,7 @@ from support.text_fixtures import load_all
 
 from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
 from kvdoctor.analysis.abstract_run.shaping import reshape_value
-from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, collapse, exactly
+from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, collapse, exactly, find_parts
 from kvdoctor.diagnose.abstract_runs import LARGEST, NODES
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
@@ -21,6 +21,7 @@ from kvdoctor.model.proto import ModelProto
 FIXTURES = load_all()
 PREDICTED = {
     "positions-not-offset": "positions-not-offset",
+    "positions-not-offset-fused": "positions-not-offset",
     "mask-not-offset-step": "mask-not-offset",
     "past-ignored": "past-ignored",
     "not-causal": "not-causal",
@@ -139,3 +140,33 @@ def test_a_reshape_keeps_rows_apart(shape: tuple[int, ...], target: tuple[int, .
     found = reshape_value(Abstract(shape, rows), target)
     wanted = np.broadcast_to(rows, shape).reshape(target)
     assert np.array_equal(found.array(), wanted)
+
+
+def test_what_is_joined_in_a_present_is_cut_out_of_the_past_again() -> None:
+    """Key and value of 8 features each come back as one number each, also where the entries were changed between."""
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("past", "k", "v", "present")]
+    nodes = [
+        helper.make_node("Split", ["past", "halves"], ["old_k", "old_v"], axis=2),
+        helper.make_node("Concat", ["old_k", "k"], ["all_k"], axis=1),
+        helper.make_node("Concat", ["old_v", "v"], ["all_v"], axis=1),
+        helper.make_node("Concat", ["all_k", "all_v"], ["present"], axis=2),
+    ]
+    outputs = [ports[3], helper.make_tensor_value_info("all_k", TensorProto.FLOAT, None)]
+    halves = numpy_helper.from_array(np.array([8, 8]), "halves")
+    model = ModelProto()
+    model.ParseFromString(
+        helper.make_model(helper.make_graph(nodes, "joined", ports[:3], outputs, [halves])).SerializeToString()
+    )
+    graph = AbstractGraph(model, frozenset(), Budget(NODES), ("present",))
+    new = {name: collapse(np.full((1, 2, 8), number), (True, True, False)) for name, number in (("k", 2), ("v", 3))}
+    first = graph.run({"past": collapse(np.zeros((1, 0, 16)), (True, True, False)), **new})["present"]
+    assert first.array()[0, 0].tolist() == [2.0] * 8 + [3.0] * 8
+    parts = find_parts(first.array(), (2,))
+    assert parts == {2: (8,)}
+    changed = first.array() + np.random.default_rng(0).standard_normal((1, 2, 16))
+    for fed in (first, collapse(changed, (True, True, False), parts)):
+        second = graph.run({"past": fed, **new})
+        assert second["all_k"].data is not None
+        assert second["all_k"].data.shape == (1, 4, 1)
+        assert second["all_k"].data[0, :2, 0].tolist() == fed.array()[0, :, 0].tolist()
+        assert second["present"].array()[:, :2].tolist() == fed.array().tolist()

@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 
 from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
-from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, collapse, exactly
+from kvdoctor.analysis.abstract_run.values import (
+    Abstract,
+    CannotRun,
+    Parts,
+    TooMuchWork,
+    collapse,
+    exactly,
+    find_parts,
+)
 from kvdoctor.contract import Axis, CacheContract, Port, Role
 from kvdoctor.decode.calls import Answer, Array, Call, Encoded, NothingToRun, Scenario, StepFailed, Value
 from kvdoctor.decode.experiment_run import ExperimentRunner
@@ -63,7 +71,7 @@ LOOPS = (
 
 USES = (
     *("long-past", "why-long", "chunk", "why-chunk", "batch", "batch-rows", "why-batch"),
-    *("other-encoder-length", "left-padding", "encoder-padding", "full-context"),
+    *("other-encoder-length", "left-padding", "encoder-padding", "rewind", "full-context"),
 )
 """Other uses, in the order of their importance."""
 
@@ -126,9 +134,14 @@ def spread_logits(value: Abstract) -> Array | None:
 
 @dataclass
 class AbstractDriver(StackDriver):
-    """Runs calls of one stack on abstract graphs, by file in `sessions`."""
+    """Runs calls of one stack on abstract graphs, by file in `sessions`.
+
+    `parts` are those that the pasts were joined of, by input: one number stands for each of them, also where an
+    experiment feeds changed numbers.
+    """
 
     failed: Node | None = None
+    parts: dict[str, Parts] = field(default_factory=dict)
     found: dict[bytes, dict[str, Abstract]] = field(default_factory=dict)
 
     @property
@@ -146,7 +159,7 @@ class AbstractDriver(StackDriver):
         """
         graph = self.contract.graph(call.phase)
         ports = {port.name: port for port in graph.inputs}
-        feeds = {name: _to_abstract(value, ports[name]) for name, value in call.feeds.items()}
+        feeds = {name: self._to_abstract(value, ports[name]) for name, value in call.feeds.items()}
         found = self._run_once(self.sessions[graph.file], feeds)
         logits = self.logits_name(call.phase)
         outputs: dict[str, Value] = {}
@@ -161,6 +174,21 @@ class AbstractDriver(StackDriver):
                 value = Abstract(spread.shape, spread)
             outputs[port.name] = AbstractTensor(value, port.dtype)
         return Answer(outputs, logits, call.past, call.new)
+
+    def _to_abstract(self, value: Value | Array, port: Port) -> Abstract:
+        if isinstance(value, AbstractTensor):
+            if port.role == "past" and value.value.data is not None and len(port.axes) == value.value.data.ndim:
+                counting = [at for at, axis in enumerate(port.axes) if axis in FEATURES]
+                self.parts[port.name] = find_parts(value.value.data, counting) or self.parts.get(port.name, {})
+            return value.value
+        if any(isinstance(size, int) and size != fed for size, fed in zip(port.shape or (), value.shape, strict=False)):
+            raise Undecided  # a runtime refuses it: nothing can be said of the graph
+        array = value if isinstance(value, np.ndarray) else value.array()
+        if port.role not in DATA:
+            return exactly(array)
+        if len(port.axes) == array.ndim:
+            return collapse(array, [axis not in FEATURES for axis in port.axes], self.parts.get(port.name))
+        return collapse(array, [at < array.ndim - 1 for at in range(array.ndim)])
 
     def _run_once(self, graph: AbstractGraph, feeds: Mapping[str, Abstract]) -> dict[str, Abstract]:
         """The outputs of a graph; those of an equal call are reused, unless the graph has random numbers.
@@ -205,19 +233,6 @@ def _digest_call(graph: AbstractGraph, feeds: Mapping[str, Abstract]) -> bytes:
         if data is not None:
             digest.update(data.tobytes())
     return digest.digest()
-
-
-def _to_abstract(value: Value | Array, port: Port) -> Abstract:
-    if isinstance(value, AbstractTensor):
-        return value.value
-    if any(isinstance(size, int) and size != fed for size, fed in zip(port.shape or (), value.shape, strict=False)):
-        raise Undecided  # a runtime refuses it: nothing can be said of the graph
-    array = value if isinstance(value, np.ndarray) else value.array()
-    if port.role not in DATA:
-        return exactly(array)
-    if len(port.axes) == array.ndim:
-        return collapse(array, [axis not in FEATURES for axis in port.axes])
-    return collapse(array, [at < array.ndim - 1 for at in range(array.ndim)])
 
 
 def run_abstractly(context: ContractContext, nodes: int = NODES) -> tuple[Run, ...]:
@@ -275,7 +290,9 @@ def _open_graphs(context: ContractContext, contract: CacheContract, budget: Budg
     if len(models) < len(wanted) or any(model.functions for model in models.values()):
         return {}
     shared = _find_shared_weights(models)
-    return {name: AbstractGraph(model, shared, budget) for name, model in models.items()}
+    presents = {slot.present for slot in contract.slots} | {slot.filled_by for slot in contract.slots}
+    returned = tuple(sorted(filter(None, presents)))
+    return {name: AbstractGraph(model, shared, budget, returned) for name, model in models.items()}
 
 
 def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:

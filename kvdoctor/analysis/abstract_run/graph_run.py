@@ -1,6 +1,6 @@
 """The walk of an abstract run through a graph, with branches whose condition is known."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,12 +13,15 @@ from kvdoctor.analysis.abstract_run.reading import Reading
 from kvdoctor.analysis.abstract_run.shaping import SHAPING
 from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, read_tensor
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto
-from kvdoctor.model.traverse import STANDARD, constant_tensor, nodes_in
+from kvdoctor.model.traverse import STANDARD, constant_tensor, nodes_in, producers, subgraphs
 
 CONTRIB = "com.microsoft"
 Rule = Callable[[Reading], Abstract | list[Abstract]]
 RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniformLike", "Dropout")
 """Operators that may return something else in each call."""
+
+MOVING = ("Concat", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Cast", "CastLike", "Where")
+"""Operators that return elements of their inputs as they are, in another place or type."""
 
 RULES: dict[str, Rule] = {**SHAPING, **INDEXING, **COMPUTING, **PRODUCTS, **ATTENTIONS}
 ANY_NUMPY = (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError, AttributeError, MemoryError)
@@ -48,17 +51,23 @@ class Budget:
 
 @dataclass(eq=False)
 class AbstractGraph:
-    """A model for abstract runs; `names` are those of the weights that every graph of the stack has."""
+    """A model for abstract runs; `names` are those of the weights that every graph of the stack has.
+
+    `presents` are the outputs that hold the cache, `returned` the values that reach them, moved at most.
+    """
 
     model: ModelProto
     names: frozenset[str]
     budget: Budget
+    presents: tuple[str, ...] = ()
+    returned: frozenset[str] = field(init=False)
     random_used: bool = field(init=False)
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     prepared: "dict[int, _Prepared]" = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Find out whether equal calls may have different answers."""
+        self.returned = frozenset(_find_returned(self.model.graph, self.presents))
         self.random_used = any(node.op_type in RANDOM for node in nodes_in(self.model.graph.node))
 
     def run(self, feeds: Mapping[str, Abstract]) -> dict[str, Abstract]:
@@ -93,7 +102,7 @@ class AbstractGraph:
         known = {t.name: read_tensor(t, self._key(t.name, t.data_type, t.dims)) for t in graph.initializer}
         found, fed = _Prepared(graph, known), {value.name for value in graph.input}
         for node in graph.node:
-            reading = Reading(node, [], self.random)
+            reading = Reading(node, [], self.random, not self.returned.isdisjoint(node.output))
             if reading.kind == "Constant":
                 known[reading.outputs[0]] = self._constant(node, reading)
                 continue
@@ -162,6 +171,24 @@ class _Prepared:
     graph: GraphProto
     constants: dict[str, Abstract]
     nodes: list[tuple[Reading, Rule | None]] = field(default_factory=list)
+
+
+def _find_returned(graph: GraphProto, names: Iterable[str]) -> Iterator[str]:
+    """The values that reach some others of a graph, moved at most, in its branches as well."""
+    makers, waiting, seen = producers(graph), list(names), set[str]()
+    while waiting:
+        name = waiting.pop()
+        node = makers.get(name)
+        if node is None or name in seen:
+            continue
+        seen.add(name)
+        if _is_branch(node):
+            at = list(node.output).index(name)
+            for body in subgraphs(node):
+                yield from _find_returned(body, [value.name for value in body.output[at : at + 1]])
+        elif node.op_type in MOVING and node.domain in STANDARD:
+            yield name
+            waiting += node.input
 
 
 def _find_rule(node: NodeProto) -> Rule | None:

@@ -11,11 +11,13 @@ from kvdoctor.analysis.abstract_run.values import (
     Abstract,
     CannotRun,
     exactly,
+    fold_axis,
     number_for,
     numbers_for,
     size_of,
     unknown,
 )
+from kvdoctor.decode.calls import Array
 
 ENDLESS = 1 << 40
 
@@ -53,8 +55,7 @@ def _pick(value: Abstract, axis: int, picked: range, shape: tuple[int, ...]) -> 
     if 0 in shape:
         return Abstract(shape, np.zeros(shape, value.data.dtype), value.exact)
     if value.data.shape[axis] == (value.shape or ())[axis]:
-        data = np.take(value.data, np.array(picked, np.int64), axis=axis)
-        return Abstract(shape, data, value.exact)
+        return Abstract(shape, _take(value, axis, np.array(picked, np.int64)), value.exact)
     if value.exact:
         return Abstract(shape, value.data, exact=True)
     if value.key:
@@ -65,6 +66,19 @@ def _pick(value: Abstract, axis: int, picked: range, shape: tuple[int, ...]) -> 
         wide[axis] = len(picked)
         return Abstract(shape, value.data * numbers_for(value.key, np.array(picked, np.int64)).reshape(wide))
     return Abstract(shape, value.data * number_for(f"{picked.start}:{picked.step}"))
+
+
+def _take(value: Abstract, axis: int, places: Array) -> Array:
+    """Elements of an axis that has a number for each; one number again for those of a part that was joined to others.
+
+    A key that was joined with the value of its layer is cut out as it was before, and not as if each of its features
+    had a number of its own.
+    """
+    data = value.data if value.data is not None else np.zeros(value.shape or ())
+    taken = np.take(data, places, axis=axis)
+    if value.exact or taken.shape[axis] < 2 or fold_axis(data, axis) is not data:
+        return taken
+    return fold_axis(taken, axis)
 
 
 def _gather(r: Reading) -> Abstract:
@@ -88,10 +102,9 @@ def _gather(r: Reading) -> Abstract:
         )
         return Abstract(shape, picked)
     if value.data.shape[axis] == rows:
-        taken = np.take(value.data, flat, axis=axis)
-        return Abstract(
-            shape, taken.reshape([*taken.shape[:axis], *places.shape, *taken.shape[axis + 1 :]]), value.exact
-        )
+        taken = _take(value, axis, flat)
+        sizes = places.shape if taken.shape[axis] == flat.size else (1,) * len(places.shape)
+        return Abstract(shape, taken.reshape([*taken.shape[:axis], *sizes, *taken.shape[axis + 1 :]]), value.exact)
     ones = [*value.data.shape[:axis], *[1] * len(places.shape), *value.data.shape[axis + 1 :]]
     found = value.data.reshape(ones)
     if not value.exact:

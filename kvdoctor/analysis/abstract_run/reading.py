@@ -16,6 +16,7 @@ IRRELEVANT = 64
 class Reading:
     """A node, the values of its inputs, and the random numbers of the run.
 
+    `returned` says that the graph returns the result, moved at most: what a step joins, a later one may take apart.
     `kind`, `names` and `outputs` are the operator, its inputs and its outputs. `read` has the integers of inputs with
     the values that they were read from, `parsed` those of attributes: constants are read once for all runs.
     """
@@ -23,6 +24,7 @@ class Reading:
     node: NodeProto
     inputs: list[Abstract | None]
     random: np.random.Generator
+    returned: bool = False
     attributes: dict[str, AttributeProto] = field(init=False)
     kind: str = field(init=False)
     names: tuple[str, ...] = field(init=False)

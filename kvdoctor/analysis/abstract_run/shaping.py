@@ -10,18 +10,18 @@ from kvdoctor.analysis.abstract_run.indexing import cut_axis
 from kvdoctor.analysis.abstract_run.reading import Reading
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
+    RELATIVE_ROUNDING,
+    ROUNDING,
     UNKNOWN,
     Abstract,
     CannotRun,
     exactly,
+    fold_axis,
     number_for,
     size_of,
     unknown,
 )
 from kvdoctor.decode.calls import Array
-
-ROUNDING, RELATIVE_ROUNDING = 1e-12, 1e-9
-"""Numbers that differ by less are equal."""
 
 PLANS = 4096
 """Answers about shapes alone that are kept: the layers of a decoder ask the same."""
@@ -78,21 +78,13 @@ def _fold(data: Array) -> Array:
     for axis, size in enumerate(data.shape):
         # Most differ in the first two numbers already, which is found out faster than whether all are equal.
         if size > 1 and not _differ(data.item(0), data.item(size_of(data.shape[axis + 1 :]))):
-            first = data[(slice(None),) * axis + (slice(0, 1),)]
-            data = first if _are_equal(first, data) else data
+            data = fold_axis(data, axis)
     return data
 
 
 def _differ(one: float, other: float) -> bool:
     """Whether two finite numbers differ by more than rounding."""
     return abs(one - other) > ROUNDING + RELATIVE_ROUNDING * abs(other) and isfinite(one) and isfinite(other)
-
-
-def _are_equal(one: Array, other: Array) -> bool:
-    """Whether numbers are the same but for rounding."""
-    if (one == other).all():
-        return True
-    return bool(np.allclose(one, other, rtol=RELATIVE_ROUNDING, atol=ROUNDING, equal_nan=True))
 
 
 def _reshape(r: Reading) -> Abstract:
@@ -253,8 +245,11 @@ def _join_shapes(shapes: tuple[tuple[int, ...], ...], axis: int) -> tuple[tuple[
     return tuple(sum(s[axis] for s in shapes) if at == axis else size for at, size in enumerate(shapes[0])), axis
 
 
-def join(values: Sequence[Abstract], axis: int) -> Abstract:
+def join(values: Sequence[Abstract], axis: int, apart: bool = False) -> Abstract:
     """Values behind each other on an axis.
+
+    One number stands for what is joined on a collapsed axis. With `apart` each value has its own there, repeated over
+    the true size, as in a cache: what a later step cuts out of it is the value that was joined.
 
     Raises:
         CannotRun: another axis differs.
@@ -271,10 +266,11 @@ def join(values: Sequence[Abstract], axis: int) -> Abstract:
     exact = all(value.exact for value, _ in known)
     if len(known) == 1:
         return Abstract(total, known[0][1], exact)
-    if not exact and all(data.shape[axis] == 1 and (v.shape or ())[axis] > 1 for v, data in known):
+    sizes = tuple(map(max, zip(*[data.shape for _, data in known], strict=True)))
+    apart = apart and size_of((*sizes[:axis], total[axis], *sizes[axis + 1 :])) <= MOST_ELEMENTS
+    if not exact and not apart and all(data.shape[axis] == 1 and (v.shape or ())[axis] > 1 for v, data in known):
         parts = [data * number_for(f"part {at} of {len(known)}") for at, (_, data) in enumerate(known)]
         return Abstract(total, sum(parts[1:], parts[0]))
-    sizes = tuple(map(max, zip(*[data.shape for _, data in known], strict=True)))
     pieces = []
     for value, data in known:
         wide = (*sizes[:axis], (value.shape or ())[axis], *sizes[axis + 1 :])
@@ -285,7 +281,7 @@ def join(values: Sequence[Abstract], axis: int) -> Abstract:
 
 
 def _concat(r: Reading) -> Abstract:
-    return join([r.at(index) for index in range(len(r.inputs))], r.number("axis", 0))
+    return join([r.at(index) for index in range(len(r.inputs))], r.number("axis", 0), r.returned)
 
 
 def _shape(r: Reading) -> Abstract:

@@ -1,7 +1,7 @@
 """Values of an abstract run: true shapes, with numbers in which feature axes are collapsed."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -16,6 +16,9 @@ from kvdoctor.model.view import ELEMENT_TYPES
 
 MOST_ELEMENTS = 1 << 20
 """Numbers of one value that are computed; a larger value is unknown."""
+
+ROUNDING, RELATIVE_ROUNDING = 1e-12, 1e-9
+"""Numbers that differ by less are equal."""
 
 LARGE = 1e4
 """A constant beyond it is part of a mask, not a weight."""
@@ -94,12 +97,45 @@ def unknown(shape: Sequence[int] | None) -> Abstract:
     return Abstract(None if shape is None else tuple(shape))
 
 
-def collapse(array: Array, keep: Sequence[bool]) -> Abstract:
-    """A fed array with the axes that do not count lengths collapsed to their first element."""
+Parts = Mapping[int, tuple[int, ...]]
+"""By axis, where the parts begin that values were joined of, without the first: of key and value of 8, (8,)."""
+
+
+def collapse(array: Array, keep: Sequence[bool], parts: Parts | None = None) -> Abstract:
+    """A fed array with the axes that do not count lengths collapsed to their first element, or to that of each part."""
     place = tuple(
-        slice(None) if kept or size <= 1 else slice(0, 1) for kept, size in zip(keep, array.shape, strict=True)
+        slice(None) if kept or size <= 1 or at in (parts or {}) else slice(0, 1)
+        for at, (kept, size) in enumerate(zip(keep, array.shape, strict=True))
     )
-    return Abstract(array.shape, np.asarray(array[place], np.float64))
+    data = np.asarray(array[place], np.float64)
+    for axis, begins in (parts or {}).items():
+        firsts = np.searchsorted(begins, np.arange(data.shape[axis]), side="right")
+        data = np.take(data, np.array((0, *begins))[firsts], axis=axis)
+    return Abstract(array.shape, data)
+
+
+def find_parts(data: Array, axes: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """Where numbers change along some axes: the parts of values that were joined there."""
+    found = {}
+    for axis in axes if data.size else ():
+        moved = np.moveaxis(data, axis, 0).reshape(data.shape[axis], -1)
+        begins = np.flatnonzero((moved[1:] != moved[:-1]).any(axis=1)) + 1
+        if begins.size:
+            found[axis] = tuple(map(int, begins))
+    return found
+
+
+def fold_axis(data: Array, axis: int) -> Array:
+    """Numbers with an axis collapsed again where all along it are equal, as those of a part that was cut out."""
+    first = data[(slice(None),) * axis + (slice(0, 1),)]
+    return first if data.shape[axis] > 1 and are_equal(first, data) else data
+
+
+def are_equal(one: Array, other: Array) -> bool:
+    """Whether numbers are the same but for rounding."""
+    if (one == other).all():
+        return True
+    return bool(np.allclose(one, other, rtol=RELATIVE_ROUNDING, atol=ROUNDING, equal_nan=True))
 
 
 @lru_cache(4096)
