@@ -34,7 +34,8 @@ def slot_axes(
     ruled = _axes_by_name(shape, name)
     length = next((i for i, axis in enumerate(ruled or ()) if axis in ("past", "capacity", "encoder")), None)
     if ruled is None or (at is not None and length is not None and at != length and kind != "cross-attention"):
-        ruled = _axes_by_structure(shape, kind, at, state.layers if state is not None else None)
+        layers, parts = (state.layers, state.parts) if state is not None else (None, None)
+        ruled = _axes_by_structure(shape, kind, at, layers, parts)
     if not {"past", "capacity", "encoder"} & set(ruled):
         return ruled
     if ruled[0] == "parts" and name is not None and name.part in ("key", "value"):
@@ -56,16 +57,24 @@ def as_number(dim: Dim, axis: Axis | None = None) -> Dim:
 
 
 def _axes_by_structure(
-    shape: tuple[Dim, ...], kind: SlotKind, at: int | None, layers: int | None = None
+    shape: tuple[Dim, ...], kind: SlotKind, at: int | None, layers: int | None = None, parts: int | None = None
 ) -> tuple[Axis, ...]:
-    """Axes by rank, by which sizes are numbers, by the axis `at` of new entries, and by the axis of `layers`."""
+    """Axes by rank, by which sizes are numbers, by the axis `at` of new entries, and by those of `layers` and `parts`.
+
+    An axis of two parts is one beside the heads: of a tensor of rank 4, key and value may be heads beside each other.
+    """
     rank = len(shape)
     if kind in STATES:
         return _state_axes(shape, kind)
+    stacked: Axis | None = None
     if layers is not None and rank > 3 and at != layers and isinstance(shape[layers], int):
-        within = at - (at > layers) if at is not None else None
-        rest = _axes_by_structure((*shape[:layers], *shape[layers + 1 :]), kind, within)
-        return (*rest[:layers], "layers", *rest[layers:])
+        stacked, place, layers = "layers", layers, None
+    elif parts is not None and rank > 4 and at != parts and shape[parts] == 2:
+        stacked, place, parts = "parts", parts, None
+    if stacked is not None:
+        within, *others = (axis - (axis > place) if axis is not None else None for axis in (at, layers, parts))
+        rest = _axes_by_structure((*shape[:place], *shape[place + 1 :]), kind, within, *others)
+        return (*rest[:place], stacked, *rest[place:])
     return _by_rank(shape, kind, _likely_length(shape) if at is None else at)
 
 
@@ -80,6 +89,10 @@ def _by_rank(shape: tuple[Dim, ...], kind: SlotKind, at: int) -> tuple[Axis, ...
             return parse_axes("B2NSH")
         if isinstance(shape[0], int) and not isinstance(shape[1], int):
             return parse_axes("LBNSH" if at == 3 else "LBSNH")
+        if at == 1:
+            return parse_axes("BS2NH" if shape[2] == 2 else "BSN2H" if shape[3] == 2 else "BS1NH")
+        if at == 2:
+            return parse_axes("BNS2H" if shape[3] == 2 else "BNS1H")
         return parse_axes("BN1HS" if at == 4 else "BN1SH")
     if rank == 4:
         return parse_axes({0: "SBNH", 1: "BSNH", 3: "BNHS"}.get(at, "BNSH"))

@@ -38,7 +38,7 @@ class StateFlow:
     output of the new entries alone. `cut` says that the graph slices the input before new entries join, up to a
     computed end; `at_end` that the write position is computed from the input's own length. `batch` is the batch axis
     where an operator holds the state, `layers` the axis along which the input is taken apart for one attention after
-    the other.
+    the other, `parts` the one along which it is taken apart into keys and values.
     """
 
     input: str
@@ -55,6 +55,7 @@ class StateFlow:
     at_end: bool = False
     batch: int = 0
     layers: int | None = None
+    parts: int | None = None
 
 
 @record
@@ -102,8 +103,8 @@ class Dataflow:
     def state(self, name: str, rank: int) -> StateFlow:
         """Follow one graph input forward."""
         if (name, rank) not in self._states:
-            followed = self._follow(name, rank)
-            self._states[name, rank] = replace(followed, layers=self.axes.find_layer_axis(name, rank))
+            layers, parts = self.axes.find_stacked_axes(name, rank)
+            self._states[name, rank] = replace(self._follow(name, rank), layers=layers, parts=parts)
         return self._states[name, rank]
 
     def find_joined(self, name: str, rank: int) -> tuple[str, tuple[int, ...]] | None:
@@ -132,7 +133,7 @@ class Dataflow:
             if path.join is not None and path.join.op == "Concat":
                 found = self._describe_join(name, output, path, path.join)
                 in_attention = found.use is not None and found.use.part in ATTENTION_PARTS
-                return replace(found, how="computed", layers=state.layers) if in_attention else None
+                return replace(found, how="computed", layers=state.layers, parts=state.parts) if in_attention else None
         return None
 
     def _follow(self, name: str, rank: int) -> StateFlow:
@@ -330,8 +331,8 @@ class AxisWalks:
         kept = iter(axes)
         return tuple(NEW if at in positions else next(kept, NEW) for at in range(rank))
 
-    def find_layer_axis(self, name: str, rank: int) -> int | None:
-        """The axis along which an input is taken apart into the caches of one attention after the other."""
+    def find_stacked_axes(self, name: str, rank: int) -> tuple[int | None, int | None]:
+        """The axes along which an input is taken apart: into the caches of each attention, and into keys and values."""
         waiting: deque[tuple[str, tuple[int, ...]]] = deque([(name, tuple(range(rank)))])
         seen, sites = {name}, set[tuple[int, str, int]]()
         while waiting and self.budget.goes_on():
@@ -346,7 +347,9 @@ class AxisWalks:
                     uses = (self.uses.use_of(output) for output in node.outputs if output)
                     sites |= {(axes[at], use.part, use.site) for use in uses if use is not None}
         several = [(axis, part) for axis, part, _ in sites]
-        return next((axis for axis, part in several if several.count((axis, part)) > 1), None)
+        layers = next((axis for axis, part in several if several.count((axis, part)) > 1), None)
+        both = (axis for axis, part in several if part == "key" and (axis, "value") in several)
+        return layers, next((axis for axis in both if axis != layers), None)
 
     def _axis_taken_apart(self, node: FlatNode, rank: int) -> int | None:
         """The axis along which a node takes out entries at constant indices, which no length changes."""

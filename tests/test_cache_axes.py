@@ -1,0 +1,52 @@
+"""The axes and sizes of a cache, as the graph shows them: where it is taken apart, and what is joined to it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.text_fixtures import load_all
+
+from kvdoctor.analysis.axes import slot_axes
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.dataflow.states import StateFlow
+from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.contract import Dim, Slot
+
+PARTS = load_all()["layout-parts-behind-length-healthy"]
+
+
+def read_slots(text: str, folder: Path) -> tuple[Slot, ...]:
+    read = open_folder(str(replace(PARTS, files={"model.onnx": text}).write(folder)))
+    return read_contract(read.stacks[0], read.side_cars).slots
+
+
+def test_key_and_value_have_an_axis_behind_the_length(tmp_path: Path) -> None:
+    """Parts and heads are both 2: which is which is seen where the past is taken apart into a key and a value."""
+    slots = read_slots(PARTS.files["model.onnx"], tmp_path)
+    assert [(slot.part, slot.growth) for slot in slots] == [("key-value", "grow")] * 2
+    assert {slot.axes for slot in slots} == {("batch", "past", "parts", "kv_heads", "head_dim")}
+
+
+def test_entries_of_another_rank_give_the_sizes_of_the_axes_that_they_have(tmp_path: Path) -> None:
+    """What is joined has no axis of parts; the widths, which the past leaves open, are those of the weights."""
+    text = PARTS.files["model.onnx"].replace(", 2, 2, 6]", ", 2, heads, width]")
+    assert text.count("2, heads, width]") == 4
+    assert {slot.shape[2:] for slot in read_slots(text, tmp_path)} == {(2, 2, 6)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "at", "parts", "expected"),
+    [
+        (("b", "p", 2, 4, 8), 1, None, "batch past parts kv_heads head_dim"),
+        (("b", "p", 4, 2, 8), 1, None, "batch past kv_heads parts head_dim"),
+        (("b", "p", 2, 2, 8), 1, 3, "batch past kv_heads parts head_dim"),
+        (("b", 4, "p", 2, 8), 2, None, "batch kv_heads past parts head_dim"),
+        (("b", 2, 2, "p", 8), 3, 1, "batch parts kv_heads past head_dim"),
+        (("b", 2, 2, "p", 8), 3, 2, "batch kv_heads parts past head_dim"),
+        ((2, "b", 4, "p", 8), 3, 0, "parts batch kv_heads past head_dim"),
+        (("b", 2, "p", 8), 2, 1, "batch kv_heads past head_dim"),
+    ],
+)
+def test_the_axis_of_parts(shape: tuple[Dim, ...], at: int, parts: int | None, expected: str) -> None:
+    state = StateFlow("past", growth="grow", axis=at, joined=True, parts=parts)
+    assert " ".join(slot_axes(shape, "self-attention", "grow", None, state)) == expected
