@@ -11,6 +11,9 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.dataflow.states import StateFlow
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import Dim, Slot
+from kvdoctor.diagnose.inspection import inspect
+from kvdoctor.diagnose.pipeline import step_test
+from kvdoctor.report.document import exit_code
 
 PARTS = load_all()["layout-parts-behind-length-healthy"]
 
@@ -50,3 +53,42 @@ def test_entries_of_another_rank_give_the_sizes_of_the_axes_that_they_have(tmp_p
 def test_the_axis_of_parts(shape: tuple[Dim, ...], at: int, parts: int | None, expected: str) -> None:
     state = StateFlow("past", growth="grow", axis=at, joined=True, parts=parts)
     assert " ".join(slot_axes(shape, "self-attention", "grow", None, state)) == expected
+
+
+USUAL = load_all()["decoder-only-healthy"].files["model.onnx"]
+TIME_FIRST = USUAL.replace("[batch_size, sequence_length] input_ids", "[sequence_length, batch_size] input_ids")
+"""The names alone: the graph still takes the batch first."""
+
+
+def take_time_first(text: str) -> str:
+    """A decoder whose token ids are turned within the graph, and its logits turned back."""
+    turned = "  rows = Transpose <perm = [1, 0]> (input_ids)\n"
+    text = text.replace("(input_ids)", "(rows)").replace("{\n  #", "{\n" + turned + "  #", 1)
+    text = text.replace("w_tokens, input_ids", "w_tokens, rows")
+    text = text.replace(
+        "float[batch_size, sequence_length, 16] logits", "float[sequence_length, batch_size, 16] logits"
+    )
+    return text.replace("  logits = MatMul (x2,", "  x3 = Transpose <perm = [1, 0, 2]> (x2)\n  logits = MatMul (x3,")
+
+
+def test_tokens_in_front_of_the_batch_are_not_run(tmp_path: Path) -> None:
+    """What a call of [batch, new] would show is no fault of the model: the verdict is open."""
+    folder = str(replace(PARTS, files={"model.onnx": take_time_first(TIME_FIRST)}).write(tmp_path))
+    assert not inspect(folder).findings
+    report = step_test(folder)
+    graph = report.stacks[0].contract.graph("decode")
+    assert [(p.role, p.axes[:2]) for p in (graph.port("token_ids"), graph.port("logits")) if p is not None] == [
+        ("token_ids", ("new", "batch")),
+        ("logits", ("new", "batch")),
+    ]
+    assert not report.findings
+    assert "in front of the batch" in report.not_checked[0].reason
+    assert exit_code(report, report.fail_on) == 3
+
+
+def test_names_alone_do_not_put_the_tokens_in_front_of_the_batch(tmp_path: Path) -> None:
+    """The graph decides: on tokens [batch, new] it returns caches of as many sequences."""
+    report = step_test(str(replace(PARTS, files={"model.onnx": TIME_FIRST}).write(tmp_path)))
+    assert report.stacks[0].contract.graph("decode").declared_new_tokens == "batch_size"
+    assert not report.findings
+    assert report.verdict == "healthy", report.not_checked

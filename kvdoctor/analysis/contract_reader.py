@@ -15,6 +15,7 @@ from kvdoctor.analysis.slot_init import give_cross_caches
 from kvdoctor.analysis.slots import SlotReader
 from kvdoctor.analysis.stacks import BESIDE, StackFiles, StackParts
 from kvdoctor.analysis.token_inputs import TokenInputs, find_swapped_inputs, find_token_inputs
+from kvdoctor.analysis.token_order import order_tokens
 from kvdoctor.contract import CacheContract, Features, Graph, MissingPart, Phase, Slot
 from kvdoctor.decode.runs import Run
 from kvdoctor.model.precision import exactness_of
@@ -92,6 +93,7 @@ class _Reader:
             contradictions=(*found.contradictions, *find_swapped_inputs(parts.decode)),
             features=features,
         )
+        contract = order_tokens(contract, parts.decode)
         return as_no_decoder(contract) if contract.no_decoder else add_missing_parts(contract, self.missing)
 
     def _find_flaws(self) -> Iterator[MissingPart]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvdoctor.analysis.completeness import find_unfilled
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.choices import RESTS_ON
-from kvdoctor.contract import CacheContract
+from kvdoctor.contract import DECODING, CacheContract, describe
 from kvdoctor.decode.runs import HISTORY, OWN_SESSION, SEARCH, UNDECIDED, WRONG, Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
@@ -69,6 +69,7 @@ def _find_unpaged(stack: StackFiles, contract: CacheContract, opened: bool) -> I
 
 def _find_undrivable(contract: CacheContract) -> Iterator[str]:
     """What is understood and still cannot be run step by step."""
+    yield from _find_other_tokens(contract)
     if contract.graph("decode").port("logits") is None:
         yield "the decoder returns tokens and no logits, so there is nothing to compare with a reference run"
     if any(find_unfilled(contract)):
@@ -83,6 +84,15 @@ def _find_undrivable(contract: CacheContract) -> Iterator[str]:
 
         if reason := drives(contract):
             yield f"the first step takes {contract.new_tokens} new tokens only, and cannot be compared: {reason}"
+
+
+def _find_other_tokens(contract: CacheContract) -> Iterator[str]:
+    """Tokens in another order of axes than that of every call of ours, [batch, new]."""
+    graphs = [contract.graph(phase) for phase in DECODING]
+    ports = (port for graph in graphs for port in graph.inputs if port.role in ("token_ids", "embeddings"))
+    for port in (port for port in ports if port.axes[:2] == ("new", "batch")):
+        kind = describe(port.dtype, port.shape)
+        yield f"{port.name!r}, {kind}, has the new tokens in front of the batch, and decode steps are run the other way"
 
 
 def _find_types_without_feed(contract: CacheContract) -> Iterator[str]:
