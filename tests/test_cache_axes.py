@@ -76,7 +76,9 @@ def test_tokens_in_front_of_the_batch_are_not_run(tmp_path: Path) -> None:
     folder = str(replace(PARTS, files={"model.onnx": take_time_first(TIME_FIRST)}).write(tmp_path))
     assert not inspect(folder).findings
     report = step_test(folder)
-    graph = report.stacks[0].contract.graph("decode")
+    contract = report.stacks[0].contract
+    assert contract is not None
+    graph = contract.graph("decode")
     assert [(p.role, p.axes[:2]) for p in (graph.port("token_ids"), graph.port("logits")) if p is not None] == [
         ("token_ids", ("new", "batch")),
         ("logits", ("new", "batch")),
@@ -89,6 +91,79 @@ def test_tokens_in_front_of_the_batch_are_not_run(tmp_path: Path) -> None:
 def test_names_alone_do_not_put_the_tokens_in_front_of_the_batch(tmp_path: Path) -> None:
     """The graph decides: on tokens [batch, new] it returns caches of as many sequences."""
     report = step_test(str(replace(PARTS, files={"model.onnx": TIME_FIRST}).write(tmp_path)))
-    assert report.stacks[0].contract.graph("decode").declared_new_tokens == "batch_size"
+    contract = report.stacks[0].contract
+    assert contract is not None
+    assert contract.graph("decode").declared_new_tokens == "batch_size"
     assert not report.findings
     assert report.verdict == "healthy", report.not_checked
+
+
+ONE_SEQUENCE = """
+<ir_version: 8, opset_import: ["" : 17]>
+decoder (
+  int64[new] input_ids, float[2, past, 4] "past_key_values.0.key", float[2, past, 4] "past_key_values.0.value"
+) => (
+  float[new, 16] logits, float[2, total, 4] "present.0.key", float[2, total, 4] "present.0.value"
+)
+<
+  float[16, 8] w_tokens, float[32, 8] w_positions, float[8, 2, 4] w_q, float[8, 2, 4] w_k, float[8, 2, 4] w_v,
+  float[2, 4, 8] w_o, float[8, 16] w_logits, int64[1] behind = {1}, int64 zero = {0}, int64 one = {1},
+  float far = {-9999}
+>
+{
+  past = Shape <start = 1, end = 2> ("past_key_values.0.key")
+  new = Shape (input_ids)
+  total = Add (past, new)
+  begin = Squeeze (past)
+  end = Squeeze (total)
+  query_at = Range (begin, end, one)
+  key_at = Range (zero, end, one)
+  queries = Unsqueeze (query_at, behind)
+  hidden = Greater (key_at, queries)
+  tokens = Gather (w_tokens, input_ids)
+  places = Gather (w_positions, query_at)
+  x = Add (tokens, places)
+  q = Einsum <equation = "sh,hnd->nsd"> (x, w_q)
+  k = Einsum <equation = "sh,hnd->nsd"> (x, w_k)
+  v = Einsum <equation = "sh,hnd->nsd"> (x, w_v)
+  "present.0.key" = Concat <axis = 1> ("past_key_values.0.key", k)
+  "present.0.value" = Concat <axis = 1> ("past_key_values.0.value", v)
+  scores = Einsum <equation = "nqd,nkd->nqk"> (q, "present.0.key")
+  masked = Where (hidden, far, scores)
+  shares = Softmax <axis = -1> (masked)
+  mixed = MatMul (shares, "present.0.value")
+  out = Einsum <equation = "nqd,ndh->qh"> (mixed, w_o)
+  y = Add (x, out)
+  logits = MatMul (y, w_logits)
+}
+"""
+"""Tokens [new] and a cache [heads, past, width]: one sequence, and no batch."""
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_graph_of_one_sequence_is_not_run(fault: bool, tmp_path: Path) -> None:
+    """Its heads are no frozen batch, and it is called neither faulty nor healthy, whether it is or not."""
+    text = ONE_SEQUENCE.replace("query_at = Range (begin, end, one)", "query_at = Range (zero, end, one)")
+    folder = str(replace(PARTS, files={"model.onnx": text if fault else ONE_SEQUENCE}).write(tmp_path))
+    assert not inspect(folder).findings
+    report = step_test(folder)
+    contract = report.stacks[0].contract
+    assert contract is not None
+    assert {slot.axes for slot in contract.slots} == {("kv_heads", "past", "head_dim")}
+    assert not contract.last_logits_only
+    assert not report.findings
+    assert "has a batch axis" in report.not_checked[0].reason
+    assert exit_code(report, report.fail_on) == 3
+
+
+def test_a_frozen_batch_is_no_axis_of_heads(tmp_path: Path) -> None:
+    """Tokens of one axis may be those of several sequences: a step on all of them returns as long a cache for each."""
+    text = ONE_SEQUENCE.replace("int64[new] input_ids", "int64[all] input_ids")
+    text = text.replace("float[new, 16] logits", "float[2, new, 16] logits")
+    rows = "rows = Reshape (input_ids, two)\n  new = Shape <start = 1> (rows)"
+    text = text.replace("new = Shape (input_ids)", rows).replace("(w_tokens, input_ids)", "(w_tokens, rows)")
+    text = text.replace("int64 one = {1},", "int64 one = {1}, int64[2] two = {2, -1},")
+    text = text.replace("[8, 2, 4]", "[8, 4]").replace("[2, 4, 8] w_o", "[4, 8] w_o")
+    text = text.replace("sh,hnd->nsd", "bsh,hd->bsd").replace("nqd,ndh->qh", "bqd,dh->bqh")
+    slots = read_slots(text, tmp_path)
+    assert {slot.axes for slot in slots} == {("batch", "past", "head_dim")}

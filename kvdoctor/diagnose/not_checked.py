@@ -87,12 +87,15 @@ def _find_undrivable(contract: CacheContract) -> Iterator[str]:
 
 
 def _find_other_tokens(contract: CacheContract) -> Iterator[str]:
-    """Tokens in another order of axes than that of every call of ours, [batch, new]."""
+    """Tokens in another order of axes than that of every call of ours, [batch, new], or without a batch."""
     graphs = [contract.graph(phase) for phase in DECODING]
-    ports = (port for graph in graphs for port in graph.inputs if port.role in ("token_ids", "embeddings"))
-    for port in (port for port in ports if port.axes[:2] == ("new", "batch")):
+    batched = any(axis.startswith("batch") for graph in graphs for port in graph.inputs for axis in port.axes)
+    for port in (port for graph in graphs for port in graph.inputs if port.role in ("token_ids", "embeddings")):
         kind = describe(port.dtype, port.shape)
-        yield f"{port.name!r}, {kind}, has the new tokens in front of the batch, and decode steps are run the other way"
+        if port.axes[:2] == ("new", "batch"):
+            yield f"{port.name!r}, {kind}, has the new tokens in front of the batch; steps are run on [batch, new]"
+        elif port.axes == ("new",) and not batched and contract.growing and contract.new_tokens is None:
+            yield f"neither {port.name!r}, {kind}, nor the cache has a batch axis; steps are run on [batch, new]"
 
 
 def _find_types_without_feed(contract: CacheContract) -> Iterator[str]:
