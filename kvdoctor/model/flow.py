@@ -11,12 +11,22 @@ from functools import cached_property
 from typing import Any
 
 from kvdoctor.model.flatten import FlatGraph, FlatNode, Flattener, FunctionKey, ScopeNames, Site
-from kvdoctor.model.proto import FunctionProto, GraphProto, NodeProto, TensorProto
+from kvdoctor.model.iteration import Iteration, read_iteration
+from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import are_equal_constants, constant_tensor, stable_order, subgraphs
 from kvdoctor.model.view import GraphView
+from kvdoctor.records import record
 
 MOST_NODES = 500_000
 """Nodes after functions are written out: functions that call functions can make a small file endless."""
+
+
+@record
+class IterationNumber:
+    """The number of an iteration: its rank, 0 or 1, and whether a value is carried from one iteration to the next."""
+
+    rank: int
+    carries: bool
 
 
 @dataclass
@@ -24,11 +34,15 @@ class Flow(FlatGraph[FlatNode]):
     """The flat graph that values are followed through; graph inputs keep their names.
 
     `decides` are the conditions of branches. `flaws` says why no runtime can compute the graph, as far as its structure
-    tells: the reason by value or function.
+    tells: the reason by value or function. The body of a Loop or Scan stands there once, as one iteration:
+    `iterations` are the values that number it, and `carried` gives for a value of the body that changes from one
+    iteration to the next the value that it has then.
     """
 
     flaws: dict[str, str] = field(default_factory=dict)
     decides: set[str] = field(default_factory=set)
+    iterations: dict[str, IterationNumber] = field(default_factory=dict)
+    carried: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def consumers(self) -> dict[str, list[tuple[FlatNode, int]]]:
@@ -50,12 +64,22 @@ class Flow(FlatGraph[FlatNode]):
 
     @cached_property
     def fixed(self) -> set[str]:
-        """Values that no input has a part in: constants and what is computed from constants alone."""
-        fixed = set(self.constants)
+        """Values that no input has a part in: constants, numbers of iterations, and what is computed of them alone."""
+        changing = set[str]()
+        while True:
+            fixed = self._fixed_without(changing)
+            fed = {name for name, later in self.carried.items() if name in fixed and later not in fixed}
+            if not fed:
+                return fixed
+            changing |= fed
+
+    def _fixed_without(self, changing: set[str]) -> set[str]:
+        """The same, where an input has a part in some carried values from the second iteration on."""
+        fixed = {*self.constants, *self.iterations}
         for node in self.nodes:
             given = [name for name in node.inputs if name]
             if node.op == "Constant" or (given and all(name in fixed for name in given)):
-                fixed.update(node.outputs)
+                fixed.update(name for name in node.outputs if name not in changing)
         return fixed
 
     def constant(self, name: str) -> TensorProto | None:
@@ -64,7 +88,12 @@ class Flow(FlatGraph[FlatNode]):
             if name in self.constants:
                 return self.constants[name]
             node = self.producers.get(name)
-            if node is None or not node.inputs or node.op not in ("Identity", "Cast", "DequantizeLinear", "Transpose"):
+            if (
+                node is None
+                or name in self.carried
+                or not node.inputs
+                or node.op not in ("Identity", "Cast", "DequantizeLinear", "Transpose")
+            ):
                 return None
             name = node.inputs[0]
         return None
@@ -89,11 +118,22 @@ def flow_of(view: GraphView, cached: bool = True) -> Flow:
     for index, node in enumerate(nodes):
         node.index = index
     results = {output: names.of(output, output) for output in view.outputs}
-    flow = Flow(nodes, writer.constants, results, writer.flaws, writer.decides)
+    flow = Flow(nodes, writer.constants, results, writer.flaws, writer.decides, writer.iterations)
+    flow.carried |= {name: later for name, later in writer.carried.items() if not _is_same(flow, name, later)}
     for output, value in results.items():
         if value not in flow.producers and value not in flow.constants and value not in given:
             flow.flaws[output] = "no node makes this output"
     return flow
+
+
+def _is_same(flow: Flow, name: str, later: str) -> bool:
+    """Whether a carried value is handed on as it is: a weight, a mask."""
+    for _ in range(16):
+        node = flow.producers.get(later)
+        if later == name or node is None or node.op != "Identity":
+            break
+        later = node.input(0)
+    return later == name
 
 
 def _branch_taken(view: GraphView, cached: bool) -> dict[str, str]:
@@ -110,6 +150,8 @@ class _FlowWriter(Flattener[FlatNode]):
     def __init__(self, view: GraphView, cached: bool) -> None:
         super().__init__(view.model, MOST_NODES, _branch_taken(view, cached))
         self.flaws: dict[str, str] = {}
+        self.iterations: dict[str, IterationNumber] = {}
+        self.carried: dict[str, str] = {}
 
     def name_value(self, name: str, site: Site) -> str:
         return site.prefix + name
@@ -142,35 +184,61 @@ class _FlowWriter(Flattener[FlatNode]):
     def write_other(self, proto: NodeProto, inputs: tuple[str, ...], outputs: tuple[str, ...], site: Site) -> None:
         """An If, Loop or Scan: its bodies are written out, and its outputs follow from theirs and from its inputs."""
         bodies = list(subgraphs(proto))
-        results: list[list[str]] = [[] for _ in outputs]
-        for body in bodies:
-            inner = Site(ScopeNames(site.names), self.next_prefix(), call=site.call)
-            ends = self._write_undecided(body, proto.op_type, inputs, inner)
-            for index, end in enumerate(ends[: len(results)]):
-                results[index].append(end)
+        form = read_iteration(proto, bodies[0]) if len(bodies) == 1 else None
+        inner = [Site(ScopeNames(site.names), self.next_prefix(), call=site.call) for _ in bodies]
+        if form is not None:
+            ends = [self._write_iteration(form, bodies[0], inputs, inner[0])]
+        else:
+            ends = [self._write_branch(body, within) for body, within in zip(bodies, inner, strict=True)]
         if bodies and proto.op_type == "If":
             self.decides.update(inputs)
-            for output, ends in zip(outputs, results, strict=True):
+            for index, output in enumerate(outputs):
                 if output:
-                    self.write_identity(tuple(ends), output, site)
+                    self.write_identity(tuple(found[index] for found in ends if index < len(found)), output, site)
             return
-        # What is carried around a loop leaves at its own place; the node itself stays to say so.
-        self.add(FlatNode(proto, (*inputs, *(end for ends in results for end in ends)), outputs, site.call))
+        # Behind the inputs are the values that the outputs return, in their order.
+        behind = ends[0][: len(outputs)] if form is not None else [end for found in ends for end in found]
+        self.add(FlatNode(proto, (*inputs, *behind), outputs, site.call))
 
-    def _write_undecided(self, body: GraphProto, op: str, inputs: tuple[str, ...], site: Site) -> list[str]:
-        """Write out a body that may run, once or more; returns the flat names of its results."""
-        names = site.names
-        names.update({value.name: site.prefix + value.name for value in body.input})
-        first = {"Loop": 1, "Scan": 0}.get(op, len(inputs))
-        for index in range(first, min(len(inputs), len(body.input))):
-            if inputs[index]:
-                self.write_identity((inputs[index],), names[body.input[index].name], site)
+    def _write_branch(self, body: GraphProto, site: Site) -> list[str]:
+        """Write out a body that may run; returns the flat names of its results."""
+        site.names.update({value.name: site.prefix + value.name for value in body.input})
         self.write_graph(body, site)
-        ends = [names.of(value.name, value.name) for value in body.output]
-        return ends[1:] if op == "Loop" else ends
+        return [site.names.of(value.name, value.name) for value in body.output]
+
+    def _write_iteration(self, form: Iteration, body: GraphProto, inputs: tuple[str, ...], site: Site) -> list[str]:
+        """Write out the body of a Loop or Scan as one iteration; returns the flat names of what the node returns."""
+        within = [site.prefix + value.name for value in body.input]
+        number = within[form.number] if form.number is not None else f"{self.next_prefix()}iteration"
+        rank = len(body.input[form.number].type.tensor_type.shape.dim) if form.number is not None else 0
+        self.iterations[number] = IterationNumber(rank, bool(form.carried))
+        for first, at, _ in form.carried:
+            self.write_identity((inputs[first],), within[at], site)
+        if form.condition is not None and form.condition < len(inputs) and inputs[form.condition]:
+            self.write_identity((inputs[form.condition],), within[form.condition], site)
+        for part in form.taken_apart:
+            self.add(FlatNode(_take_one(part.axis), (inputs[part.input], number), (within[part.body_input],)))
+        ends = self._write_branch(body, site)
+        self.carried |= {within[at]: ends[later] for _, at, later in form.carried}
+        results = [ends[later] for _, _, later in form.carried]
+        for index, axis in form.stacked:
+            results.append(f"{self.next_prefix()}stacked")
+            self.add(FlatNode(_stack(axis), (ends[index],), (results[-1],)))
+        return results
 
 
 _IDENTITY = NodeProto(op_type="Identity")
+
+
+def _take_one(axis: int) -> NodeProto:
+    """What a Scan does with an input: each iteration gets the entry of its number."""
+    return NodeProto(op_type="Gather", attribute=[AttributeProto(name="axis", type=AttributeProto.INT, i=axis)])
+
+
+def _stack(axis: int) -> NodeProto:
+    """What a Loop or Scan does with an output of its body: the results of all iterations along a new axis."""
+    axes = AttributeProto(name="axes", type=AttributeProto.INTS, ints=[axis])
+    return NodeProto(op_type="Unsqueeze", attribute=[axes])
 
 
 def _listed(proto: NodeProto) -> TensorProto | None:

@@ -92,11 +92,29 @@ SOFTMAX = {"Softmax", "BiasSoftmax", "LogSoftmax"}
 CONVOLUTIONS = {"Conv", "ConvInteger", "QLinearConv", "NhwcConv", "FusedConv"}
 SHAPES = {"Shape", "Size", "ConstantOfShape", "Range"}
 
+LOOPS = {"Loop", "Scan"}
+"""Operators whose body a flow has once; behind their own inputs are the values that their outputs return."""
+
 
 def is_past(node: FlatNode, index: int) -> bool:
     """Whether an input of a node is the past of an operator that holds a cache."""
     ports = ports_of(node.domain, node.op)
     return ports is not None and index in ports.pasts
+
+
+def views_of(node: FlatNode, index: int) -> tuple[str, ...]:
+    """The outputs of a node that are views of an input, or hold it in parts."""
+    if node.op in LOOPS:
+        behind = index - len(node.proto.input)
+        return node.outputs[behind : behind + 1] if behind >= 0 else ()
+    return node.outputs if index in KEEPS.get(node.op, ()) else ()
+
+
+def viewed_by(node: FlatNode, output: str) -> str:
+    """The input of a node that an output is a view of; empty where there is none."""
+    if node.op in LOOPS:
+        return node.input(len(node.proto.input) + node.outputs.index(output))
+    return node.input(0) if node.op in KEEPS else ""
 
 
 def outputs_with_content(node: FlatNode, index: int) -> Iterator[tuple[str, bool]]:
@@ -111,6 +129,8 @@ def outputs_with_content(node: FlatNode, index: int) -> Iterator[tuple[str, bool
             yield output, False
     elif node.op == "Identity":
         yield node.outputs[0], False
+    elif node.op in LOOPS:
+        yield from ((output, False) for output in views_of(node, index))
     elif (node.op == "Concat" or index in WRITES.get(node.op, ())) and node.outputs:
         # A Concat of one input adds nothing: exporters leave it where they stacked a list of one.
         yield node.outputs[0], len(node.inputs) > 1

@@ -5,12 +5,20 @@ where they are written into it, it is a buffer.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from kvdoctor.analysis.dataflow.operators import COMPUTES, KEEPS, TRIMS, WRITES, outputs_with_content
+from kvdoctor.analysis.dataflow.operators import (
+    COMPUTES,
+    LOOPS,
+    TRIMS,
+    WRITES,
+    outputs_with_content,
+    viewed_by,
+    views_of,
+)
 from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse, UseFinder
 from kvdoctor.analysis.dataflow.walks import MOST_VISITED, NEAR, Descent, Walk, WalkBudget
 from kvdoctor.contract import Growth
@@ -281,10 +289,10 @@ class Dataflow:
             if current in self.flow.outputs_of:
                 return self.flow.outputs_of[current][0]
             takers = self.flow.consumers.get(current, ())
-            near = [out for node, index in takers if index in KEEPS.get(node.op, ()) for out in node.outputs]
+            near = [out for node, index in takers for out in views_of(node, index)]
             node = self.flow.producers.get(current)
-            if node is not None and node.op in KEEPS and node.inputs and current == node.outputs[0]:
-                near.append(node.inputs[0])
+            if node is not None and (node.op in LOOPS or current == node.outputs[0]):
+                near.append(viewed_by(node, current))
             for neighbor in near:
                 if neighbor and neighbor not in seen:
                     seen.add(neighbor)
@@ -308,20 +316,39 @@ class AxisWalks:
             order = node.numbers("perm") or tuple(reversed(range(len(axes))))
             return tuple(axes[i] for i in order) if sorted(order) == list(range(len(axes))) else None
         if node.op == "Gather":
-            picked = self.flow.constant(node.input(1))
-            if picked is None or len(picked.dims) > 1:
+            picked = self._rank_of_index(node.input(1))
+            if picked is None or picked > 1:
                 return None
             at = normalize_axis(node.number("axis", 0), len(axes))
-            return axes if picked.dims or at is None else (*axes[:at], *axes[at + 1 :])
+            return axes if picked == 1 or at is None else (*axes[:at], *axes[at + 1 :])
         if node.op in ("Squeeze", "Unsqueeze"):
             return self._axes_after_squeeze(node, axes)
         return axes
 
+    def _rank_of_index(self, name: str, left: int = 8) -> int | None:
+        """The rank of an index that is a constant, or follows from the number of an iteration; None for any other."""
+        tensor, node = self.flow.constant(name), self.flow.producers.get(name)
+        if tensor is not None:
+            return len(tensor.dims)
+        if name in self.flow.iterations:
+            return self.flow.iterations[name].rank
+        if node is None or name not in self.flow.fixed or left == 0:
+            return None
+        if node.op == "Reshape":
+            shape = self.flow.constant(node.input(1))
+            return shape.dims[0] if shape is not None and len(shape.dims) == 1 else None
+        if node.op in ("Squeeze", "Unsqueeze"):
+            rank, axes = self._rank_of_index(node.input(0), left - 1), self._squeezed_axes(node)
+            if rank is None or axes is None:
+                return 0 if node.op == "Squeeze" and axes is None and len(node.inputs) < 2 else None
+            return rank + len(axes) * (1 if node.op == "Unsqueeze" else -1)
+        if node.op not in ("Identity", "Cast", "Add", "Sub"):
+            return None
+        ranks = [self._rank_of_index(one, left - 1) for one in node.inputs]
+        return max((rank for rank in ranks if rank is not None), default=None) if None not in ranks else None
+
     def _axes_after_squeeze(self, node: FlatNode, axes: tuple[int, ...]) -> tuple[int, ...] | None:
-        given = node.numbers("axes")
-        if given is None and len(node.inputs) > 1:
-            tensor = self.flow.constant(node.inputs[1])
-            given = integers(tensor) if tensor is not None else None
+        given = self._squeezed_axes(node)
         if not given:
             return None
         rank = len(axes) + (len(given) if node.op == "Unsqueeze" else 0)
@@ -331,10 +358,18 @@ class AxisWalks:
         kept = iter(axes)
         return tuple(NEW if at in positions else next(kept, NEW) for at in range(rank))
 
+    def _squeezed_axes(self, node: FlatNode) -> Sequence[int] | None:
+        """The axes that a Squeeze or Unsqueeze names."""
+        given = node.numbers("axes")
+        if given is None and len(node.inputs) > 1:
+            tensor = self.flow.constant(node.inputs[1])
+            given = integers(tensor) if tensor is not None else None
+        return given
+
     def find_stacked_axes(self, name: str, rank: int) -> tuple[int | None, int | None]:
         """The axes along which an input is taken apart: into the caches of each attention, and into keys and values."""
         waiting: deque[tuple[str, tuple[int, ...]]] = deque([(name, tuple(range(rank)))])
-        seen, sites = {name}, set[tuple[int, str, int]]()
+        seen, sites, looped = {name}, set[tuple[int, str, int]](), None
         while waiting and self.budget.goes_on():
             value, axes = waiting.popleft()
             for node, index in self.flow.consumers.get(value, ()):
@@ -344,10 +379,14 @@ class AxisWalks:
                     seen.add(passed)
                     waiting.append((passed, moved))
                 elif index == 0 and (at := self._axis_taken_apart(node, len(axes))) is not None:
-                    uses = (self.uses.use_of(output) for output in node.outputs if output)
-                    sites |= {(axes[at], use.part, use.site) for use in uses if use is not None}
+                    uses = [use for output in node.outputs if output and (use := self.uses.use_of(output)) is not None]
+                    if uses and self._follows_iterations(node):
+                        looped = axes[at]
+                    sites |= {(axes[at], use.part, use.site) for use in uses}
         several = [(axis, part) for axis, part, _ in sites]
-        layers = next((axis for axis, part in several if several.count((axis, part)) > 1), None)
+        layers = looped
+        if layers is None:
+            layers = next((axis for axis, part in several if several.count((axis, part)) > 1), None)
         both = (axis for axis, part in several if part == "key" and (axis, "value") in several)
         return layers, next((axis for axis in both if axis != layers), None)
 
@@ -360,6 +399,20 @@ class AxisWalks:
             axes = integers(tensor) if tensor is not None else node.numbers("axes")
             return normalize_axis(axes[0], rank) if axes is not None and len(axes) == 1 else None
         return None
+
+    def _follows_iterations(self, node: FlatNode) -> bool:
+        """Whether a node takes another entry in each iteration of a loop that carries a value from one to the next.
+
+        Iterations that carry nothing stand side by side: rows of a batch, heads.
+        """
+        walk = Walk(node.inputs[1:], self.budget, NEAR)
+        for value in walk:
+            numbered = self.flow.iterations.get(value)
+            if value in self.flow.carried or (numbered is not None and numbered.carries):
+                return True
+            made = self.flow.producers.get(value)
+            walk.add(made.inputs if made is not None and value in self.flow.fixed else ())
+        return False
 
 
 def join_axis(node: FlatNode, axes: tuple[int, ...] | None) -> int | None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvdoctor.analysis.dataflow.operators import CONVOLUTIONS, KEEPS, MIXES, PRODUCTS, SOFTMAX, is_past
+from kvdoctor.analysis.dataflow.operators import CONVOLUTIONS, KEEPS, MIXES, PRODUCTS, SOFTMAX, is_past, viewed_by
 from kvdoctor.analysis.dataflow.walks import MOST_VISITED, Walk, WalkBudget
 from kvdoctor.model.cache_operators import ports_of
 from kvdoctor.model.flatten import FlatNode
@@ -84,7 +84,7 @@ class UseFinder:
             for part, out in (ports.pasts if ports else {}).values():
                 if out < len(node.outputs) and node.outputs[out] == value and part in ("key", "value", "key-value"):
                     return StateUse(part, node.index)
-            value = node.inputs[0] if node.op in KEEPS else None
+            value = viewed_by(node, value) or None
         return None
 
     def _part_at(self, node: FlatNode, index: int) -> UsedAs | None:

@@ -1,0 +1,78 @@
+"""How the values of a Loop or Scan go into its body and come out: carried, taken apart, or put together.
+
+Sources: the operators Loop and Scan of ONNX, and "If, Loop and Scan" in its IR.md. A Scan before opset 9 has a batch in
+front of everything and is not described here.
+"""
+
+from kvdoctor.model.proto import GraphProto, NodeProto
+from kvdoctor.model.traverse import find_attribute, normalize_domain
+from kvdoctor.records import record
+
+
+@record
+class TakenApart:
+    """An input of a Scan of which each iteration gets one entry along an axis: shape without that axis."""
+
+    input: int
+    body_input: int
+    axis: int
+
+
+@record
+class Iteration:
+    """The ports of one Loop or Scan, by their numbers.
+
+    Attributes:
+        carried: An input of the node, the input of the body that has its value in the first iteration, and the output
+            of the body that has the value of the next one. The outputs of the node begin with their last values.
+        taken_apart: The inputs of which each iteration gets one entry.
+        stacked: For each other output of the node, in their order, the output of the body that it holds the values of,
+            and the axis that counts the iterations.
+        number: The input of the body that is the number of the iteration, if it has one.
+        condition: The input of node and body that says whether another iteration follows, if it has one.
+    """
+
+    carried: tuple[tuple[int, int, int], ...]
+    taken_apart: tuple[TakenApart, ...]
+    stacked: tuple[tuple[int, int], ...]
+    number: int | None = None
+    condition: int | None = None
+
+
+def read_iteration(node: NodeProto, body: GraphProto) -> Iteration | None:
+    """How a Loop or Scan goes together with its body; None for another node, and for one of an unknown form."""
+    if normalize_domain(node.domain) or node.op_type not in ("Loop", "Scan"):
+        return None
+    return _read_loop(node, body) if node.op_type == "Loop" else _read_scan(node, body)
+
+
+def _read_loop(node: NodeProto, body: GraphProto) -> Iteration | None:
+    """A Loop: trip count, condition and initial values; its body has the number, the condition and the values."""
+    count = len(body.input) - 2
+    if count < 0 or max(len(node.input), 2) != len(body.input) or len(body.output) < count + 1:
+        return None
+    carried = tuple((at + 2, at + 2, at + 1) for at in range(count))
+    return Iteration(carried, (), tuple((at, 0) for at in range(count + 1, len(body.output))), number=0, condition=1)
+
+
+def _read_scan(node: NodeProto, body: GraphProto) -> Iteration | None:
+    """A Scan: initial values and inputs that are taken apart; its body has the same."""
+    attribute = find_attribute(node, "num_scan_inputs")
+    taken = int(attribute.i) if attribute is not None else 0
+    count = len(body.input) - taken
+    if taken < 1 or count < 0 or len(node.input) != len(body.input) or len(body.output) < count:
+        return None  # before opset 9 the node has one input more
+    axes = _axes(node, "scan_input_axes", taken)
+    stacked = range(count, len(body.output))
+    return Iteration(
+        carried=tuple((at, at, at) for at in range(count)),
+        taken_apart=tuple(TakenApart(count + at, count + at, axis) for at, axis in enumerate(axes)),
+        stacked=tuple(zip(stacked, _axes(node, "scan_output_axes", len(stacked)), strict=True)),
+    )
+
+
+def _axes(node: NodeProto, name: str, count: int) -> tuple[int, ...]:
+    """The axis of each of some ports; 0 where the node says nothing."""
+    attribute = find_attribute(node, name)
+    given = tuple(attribute.ints) if attribute is not None else ()
+    return given if len(given) == count else (0,) * count

@@ -1,0 +1,71 @@
+"""Decoders whose layers run inside a Scan or Loop over a stacked cache: each is read, and its faults are found."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.layer_loops import LayerLoop
+
+from kvdoctor.diagnose.inspection import inspect
+from kvdoctor.diagnose.pipeline import step_test
+from kvdoctor.options import Options
+from kvdoctor.runtime.client import Runtime
+
+FRONT = ("layers", "batch", "kv_heads", "past", "head_dim")
+BEHIND = ("batch", "layers", "kv_heads", "past", "head_dim")
+PARTS = ("layers", "parts", "batch", "kv_heads", "past", "head_dim")
+HEALTHY = {
+    "scan": (LayerLoop("scan"), FRONT),
+    "scan, opset 21": (LayerLoop("scan", opset=21), FRONT),
+    "scan, last layer first": (LayerLoop("scan", reversed="both"), FRONT),
+    "scan, keys and values in one tensor": (LayerLoop("scan", order="parts"), PARTS),
+    "loop": (LayerLoop("loop"), FRONT),
+    "loop, layers behind the batch": (LayerLoop("loop", order="behind"), BEHIND),
+    "loop, slices": (LayerLoop("sliced"), FRONT),
+    "loop that counts": (LayerLoop("counted"), FRONT),
+    "loop that collects": (LayerLoop("collected", opset=21), FRONT),
+}
+FAULTY = {
+    "scan, positions": (LayerLoop("scan", fault="positions"), "positions-not-offset"),
+    "scan, mask": (LayerLoop("scan", fault="mask"), "mask-not-offset"),
+    "scan, new entries alone": (LayerLoop("scan", fault="new"), "present-drops-past"),
+    "scan, presents last layer first": (LayerLoop("scan", reversed="out"), "present-rewrites-past"),
+    "scan, layers last first": (LayerLoop("scan", reversed="in"), "present-rewrites-past"),
+    "loop, positions": (LayerLoop("loop", fault="positions"), "positions-not-offset"),
+    "loop, mask": (LayerLoop("loop", fault="mask"), "mask-not-offset"),
+    "loop, new entries alone": (LayerLoop("loop", fault="new"), "present-drops-past"),
+    "loop that does not begin": (LayerLoop("loop", started=False), "present-does-not-grow"),
+    "loop that counts, mask": (LayerLoop("counted", fault="mask"), "mask-not-offset"),
+}
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with Runtime(Options().limits) as warm:
+        yield warm
+
+
+def write(loop: LayerLoop, folder: Path) -> str:
+    (folder / "model.onnx").write_bytes(loop.model().SerializeToString())
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_one_is_read_and_proved(name: str, tmp_path: Path, runtime: Runtime) -> None:
+    loop, axes = HEALTHY[name]
+    model = write(loop, tmp_path)
+    assert inspect(model, Options()).findings == ()
+    report = step_test(model, Options(), runtime)
+    assert (report.verdict, report.findings, report.not_checked) == ("healthy", (), ())
+    slots = report.stacks[0].contract.slots
+    assert [(slot.axes, slot.growth, slot.carry) for slot in slots] == [(axes, "grow", "feed-back")] * len(slots)
+    assert all(slot.present == slot.past.replace("past", "present") for slot in slots)
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_fault_in_one_is_named(name: str, tmp_path: Path, runtime: Runtime) -> None:
+    loop, cause = FAULTY[name]
+    model = write(loop, tmp_path)
+    assert inspect(model, Options()).findings == ()
+    report = step_test(model, Options(), runtime)
+    assert [(finding.name, finding.severity) for finding in report.findings] == [(cause, "error")]
