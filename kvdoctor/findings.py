@@ -150,7 +150,11 @@ class NotChecked:
 
 
 class CannotCheck(Exception):
-    """Raised by a check whose question cannot be answered for this model."""
+    """Raised by a check whose question cannot be answered for this model; where it is `essential`, none is healthy."""
+
+    def __init__(self, reason: str, *, essential: bool = False) -> None:
+        super().__init__(reason)
+        self.essential = essential
 
 
 @record

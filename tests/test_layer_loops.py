@@ -69,3 +69,20 @@ def test_a_fault_in_one_is_named(name: str, tmp_path: Path, runtime: Runtime) ->
     assert inspect(model, Options()).findings == ()
     report = step_test(model, Options(), runtime)
     assert [(finding.name, finding.severity) for finding in report.findings] == [(cause, "error")]
+
+
+def test_a_cache_in_a_sequence_of_tensors_is_not_read_and_no_fault(tmp_path: Path, runtime: Runtime) -> None:
+    model = write(LayerLoop("sequence"), tmp_path)
+    for report in (inspect(model, Options()), step_test(model, Options(), runtime)):
+        assert (report.findings, report.verdict) == ((), "incomplete")
+        assert any('passes through Loop "x_last"' in entry.reason for entry in report.not_checked)
+
+
+def test_a_present_that_a_loop_does_not_return_is_a_fault(tmp_path: Path, runtime: Runtime) -> None:
+    for form in ("scan", "sequence"):
+        model = LayerLoop(form).model()
+        del model.graph.output[1:]
+        (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+        for report in (inspect(str(tmp_path), Options()), step_test(str(tmp_path), Options(), runtime)):
+            assert {finding.severity for finding in report.findings} == {"error"}, form
+            assert {finding.name for finding in report.findings} <= {"past-without-present", "contract-unknown"}

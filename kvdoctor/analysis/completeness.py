@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from kvdoctor.contract import CacheContract, MissingPart, Port, describe
 
+NO_PAST = "no past input was found, neither by the names of known exporters nor by dataflow"
+
 MOST_FED = 2**27
 """Elements of one input by its declared numbers: half a gigabyte of floats, more than any decoder takes for a token."""
 
@@ -17,9 +19,7 @@ def find_missing_parts(contract: CacheContract) -> Iterator[MissingPart]:
     """
     decode = contract.graph("decode")
     if not contract.slots:
-        yield MissingPart(
-            decode.file, "no past input was found, neither by the names of known exporters nor by dataflow"
-        )
+        yield MissingPart(decode.file, NO_PAST)
     if not any(decode.port(role) for role in ("token_ids", "token_and_position", "embeddings")):
         yield MissingPart(decode.file, "no input has the role token_ids")
     if decode.port("token_ids") and decode.port("embeddings"):

@@ -76,7 +76,7 @@ def _run_check(one: Check, when: Round, context: Context) -> CheckResults:
             origin = _find_origin(fault, context)
             findings.append(replace(make_finding(one, counted, origin), sources=_find_sources(fault, origin)))
     except CannotCheck as reason:
-        skipped = (NotChecked(stack, one.code, str(reason)),)
+        skipped = (NotChecked(stack, one.code, str(reason), reason.essential),)
     except Exception as error:  # one broken check must not hide what the others found
         text = f"the check crashed ({type(error).__name__}: {error}); please report it"
         skipped = (NotChecked(stack, one.code, text, essential=True),)

@@ -157,9 +157,9 @@ class Descent:
                     walk.add([node.output()])
         return False
 
-    def ancestors(self, value: str) -> set[str]:
-        """All values whose content a value depends on, itself included; shapes alone do not count."""
-        waiting, seen = [value], {value}
+    def ancestors(self, *values: str) -> set[str]:
+        """All values whose content some values depend on, themselves included; shapes alone do not count."""
+        waiting, seen = list(values), set(values)
         while waiting:
             node = self.flow.producers.get(waiting.pop())
             if node is not None and node.op not in SHAPES:

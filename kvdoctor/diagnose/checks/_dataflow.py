@@ -1,7 +1,11 @@
 """Not a check: what the dataflow of the decode graph says of a slot, as evidence for what the runs show."""
 
+from collections.abc import Collection
+
 from kvdoctor.analysis.dataflow.states import Dataflow
+from kvdoctor.analysis.unread_loops import find_unread_loops
 from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import CannotCheck
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.report.wording.units import shorten_names
 
@@ -33,6 +37,26 @@ def describe_unread(context: ContractContext) -> tuple[str, ...]:
     site = next((use.site for use in uses if use is not None), None)
     where = f": {_name(flow.flow.nodes[site])} reads the new entries alone" if site is not None else ""
     return (f"no logit depends on {shorten_names(tuple(slot.past for slot in unread))}{where}",)
+
+
+def unread_in_loops(context: ContractContext) -> dict[str, str]:
+    """The inputs and outputs between which a loop stands that was not followed, each with that loop."""
+    return find_unread_loops(_follow(context), context.contract)
+
+
+def refuse_unread(unread: dict[str, str], left_out: Collection[str]) -> None:
+    """Say why nothing is known of the pasts that a check left out.
+
+    Raises:
+        CannotCheck: it left some out.
+    """
+    if left_out:
+        loop = next(unread[name] for name in left_out)
+        raise CannotCheck(
+            f"which output returns {shorten_names(tuple(left_out))} cannot be read from the graph, because the cache "
+            f"passes through {loop}; `step-test --contract FILE` takes a contract that says it",
+            essential=True,
+        )
 
 
 def _follow(context: ContractContext) -> Dataflow | None:

@@ -16,8 +16,10 @@ cache inside the module must become inputs and outputs of `forward`.
 
 from collections.abc import Iterator
 
-from kvdoctor.analysis.completeness import find_unfilled
+from kvdoctor.analysis.completeness import NO_PAST, find_unfilled
 from kvdoctor.analysis.constant_caches import find_constant_caches, returns_logits
+from kvdoctor.contract import MissingPart
+from kvdoctor.diagnose.checks._dataflow import refuse_unread, unread_in_loops
 from kvdoctor.diagnose.context import ContractContext, FileContext
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.report.wording.units import shorten_names
@@ -42,8 +44,12 @@ def contract_unknown(context: ContractContext) -> Iterator[Fault]:
     """Contracts with something missing."""
     contract = context.contract
     empty = {*find_unfilled(contract)}  # past-without-present names these
-    missing = [lack for lack in contract.missing if lack not in empty]
+    unread = unread_in_loops(context)
+    left_out = [lack for lack in contract.missing if lack.subject in unread]
+    known = {*empty, *left_out} | ({MissingPart(context.decode_file, NO_PAST)} if left_out else set())
+    missing = [lack for lack in contract.missing if lack not in known]
     if not missing:
+        refuse_unread(unread, [lack.subject for lack in left_out if lack not in empty])
         return
     presents = any(port.role == "present" for graph in contract.graphs.values() for port in graph.outputs)
     if context.stack.kind == "unpaired" and (contract.slots or presents):

@@ -10,6 +10,7 @@ Repair: add the missing file, or export again with the task that ends in `-with-
 from collections.abc import Iterator
 
 from kvdoctor.analysis.completeness import find_unfilled
+from kvdoctor.diagnose.checks._dataflow import refuse_unread, unread_in_loops
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.report.wording.units import shorten_names
@@ -23,18 +24,21 @@ def past_without_present(context: ContractContext) -> Iterator[Fault]:
 
     What it means: no present output in the whole set of files can fill a past input. Often a file is missing:
     `decoder_with_past_model.onnx` needs its `decoder_model.onnx`. A cross-attention cache that a single decoder takes
-    and no file of the folder makes is no fault: the caller's encoder gives it.
+    and no file of the folder makes is no fault: the caller's encoder gives it. A cache that passes through a Loop or
+    Scan which cannot be followed is not checked: some output may return it.
     """
     contract = context.contract
     if context.stack.operator is not None:
         return  # the operator fills the slots of the graphs within it
-    empty = tuple(lack.subject for lack in find_unfilled(contract))
-    lost = tuple(
+    unread = unread_in_loops(context)
+    empty = [lack.subject for lack in find_unfilled(contract)]
+    lost = [
         slot.past
         for slot in contract.slots
         if slot.filled_by is not None and slot.present is None and slot.kind == "self-attention"
-    )
-    for subject, observed in ((empty, "no output of any file fills it"), (lost, "no decode step returns it")):
+    ]
+    for pasts, observed in ((empty, "no output of any file fills it"), (lost, "no decode step returns it")):
+        subject = tuple(past for past in pasts if past not in unread)
         if subject:
             yield Fault(
                 severity="error",
@@ -46,6 +50,7 @@ def past_without_present(context: ContractContext) -> Iterator[Fault]:
                 cause="no output can be fed to this past",
                 repair=context.advise_graph_repair("or export again, with a present output for each past"),
             )
+    refuse_unread(unread, [past for past in (*empty, *lost) if past in unread])
 
 
 @check("KV103", "present-without-past", "contract")
@@ -61,7 +66,9 @@ def present_without_past(context: ContractContext) -> Iterator[Fault]:
         return
     if any(port.shape is None or not port.dtype for port in contract.graph("decode").inputs):
         return  # one of them may be the past; contract-unknown reports it
-    read = {name for slot in contract.slots for name in (slot.present, slot.filled_by)}
+    read = {name for slot in contract.slots for name in (slot.present, slot.filled_by)} | unread_in_loops(
+        context
+    ).keys()
     for graph in contract.graphs.values():
         unread = tuple(port.name for port in graph.outputs if port.role == "present" and port.name not in read)
         if unread:
