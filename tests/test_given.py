@@ -120,6 +120,30 @@ BAD: dict[str, tuple[Edit, str]] = {
         lambda d: d["stacks"]["decoder"].update(first_step="no-past-branch"),
         "an input has the role branch_switch",
     ),
+    "no present": (
+        lambda d: d["stacks"]["decoder"]["slots"][0].update(present=None),
+        "slot 'past_key_values.0.key' has no 'present'; write the output of a decode step that returns it",
+    ),
+    "nothing that fills a slot": (
+        lambda d: d["stacks"]["decoder"]["slots"][0].update(filled_by=None),
+        "slot 'past_key_values.0.key' has no 'filled_by'; write the output of the first step that fills it",
+    ),
+    "entries of a slot left out": (
+        lambda d: [d["stacks"]["decoder"]["slots"][1].pop(entry) for entry in ("present", "carry")],
+        "slots[1] ('past_key_values.0.value') lacks entries; write 'present': the output of a decode step",
+    ),
+    "axes of an output left out": (
+        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["outputs"][0].pop("axes"),
+        "graphs.decoder.outputs[0] ('logits') lacks entries; write 'axes': what each size counts",
+    ),
+    "logits without a vocabulary": (
+        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["outputs"][0].update(axes=["fixed"] * 3),
+        "they must have vocabulary",
+    ),
+    "lengths and widths exchanged": (
+        lambda d: d["stacks"]["decoder"]["slots"][0].update(axes=["batch", "past", "kv_heads", "head_dim"]),
+        "has axes in another order",
+    ),
     "present made up": (lambda d: d["stacks"]["decoder"]["slots"][0].update(present="x"), "has the present 'x'"),
     "an input without axes": (
         lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(axes=[]),

@@ -9,6 +9,7 @@ from support.layer_loops import LayerLoop
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.options import Options
+from kvdoctor.report.json_format import render_contracts
 from kvdoctor.runtime.client import Runtime
 
 FRONT = ("layers", "batch", "kv_heads", "past", "head_dim")
@@ -46,6 +47,7 @@ def runtime() -> Iterator[Runtime]:
 
 
 def write(loop: LayerLoop, folder: Path) -> str:
+    folder.mkdir(exist_ok=True)
     (folder / "model.onnx").write_bytes(loop.model().SerializeToString())
     return str(folder)
 
@@ -76,6 +78,14 @@ def test_a_cache_in_a_sequence_of_tensors_is_not_read_and_no_fault(tmp_path: Pat
     for report in (inspect(model, Options()), step_test(model, Options(), runtime)):
         assert (report.findings, report.verdict) == ((), "incomplete")
         assert any('passes through Loop "x_last"' in entry.reason for entry in report.not_checked)
+
+
+def test_what_a_loop_hides_can_be_said(tmp_path: Path, runtime: Runtime) -> None:
+    """A contract with the slots that another form of the same decoder has."""
+    (read, hidden) = (write(LayerLoop(form), tmp_path / form) for form in ("loop", "sequence"))
+    (tmp_path / "contract.json").write_text(render_contracts(inspect(read, Options())), encoding="utf-8")
+    report = step_test(hidden, Options(contract=str(tmp_path / "contract.json")), runtime)
+    assert (report.verdict, report.findings) == ("healthy", ())
 
 
 def test_a_present_that_a_loop_does_not_return_is_a_fault(tmp_path: Path, runtime: Runtime) -> None:

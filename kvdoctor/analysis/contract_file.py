@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.analysis.axes import as_number
+from kvdoctor.analysis.axes import WIDTHS, as_number
 from kvdoctor.analysis.completeness import add_missing_parts
 from kvdoctor.analysis.configs import MOST_CODEBOOKS, MOST_COUNTED
+from kvdoctor.analysis.contract_entries import find_absent_entries, find_unpaired
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.feature_encoders import ROLES
 from kvdoctor.analysis.model_folder import ModelFolder
@@ -71,10 +72,7 @@ def read_required(file: str) -> dict[str, CacheContract]:
     """
     found = {}
     for name, entry in _read_entries(file).items():
-        try:
-            found[name] = from_plain(CacheContract, entry)
-        except ValueError as error:
-            raise UsageError(f"{file!r}, stack {name!r}: {error}") from None
+        found[name] = _revive(entry, f"{file!r}, stack {name!r}")
         served = {phase.graph for phase in found[name].phases.values()}
         if not served <= found[name].graphs.keys() or not {*DECODING} <= found[name].phases.keys():
             raise UsageError(f"{file!r}, stack {name!r}: it needs the phases prefill and decode, and their graphs")
@@ -91,10 +89,7 @@ def read_contract_file(file: str, folder: ModelFolder) -> tuple[tuple[StackFiles
     """
     found = []
     for name, entry in _read_entries(file).items():
-        try:
-            contract = from_plain(CacheContract, entry)
-        except ValueError as error:
-            raise UsageError(f"{file!r}, stack {name!r}: {error}") from None
+        contract = _revive(entry, f"{file!r}, stack {name!r}")
         stack = _find_files(name, contract, folder, file)
         contract = _add_proofs(contract, read_contract(stack, folder.side_cars))
         for conflict in find_conflicts(contract, {f.name: f.view for f in stack.files.values() if f.view is not None}):
@@ -103,6 +98,20 @@ def read_contract_file(file: str, folder: ModelFolder) -> tuple[tuple[StackFiles
         contract = replace(contract, evidence=tuple(dict.fromkeys(evidence)))
         found.append((stack, add_missing_parts(contract, _find_unfed(contract))))
     return tuple(found)
+
+
+def _revive(entry: dict[str, Any], at: str) -> CacheContract:
+    """The contract of one stack as the file has it.
+
+    Raises:
+        UsageError: an entry is missing, unknown or of the wrong type.
+    """
+    for absent in find_absent_entries(entry):
+        raise UsageError(f"{at}: {absent}")
+    try:
+        return from_plain(CacheContract, entry)
+    except ValueError as error:
+        raise UsageError(f"{at}: {error}") from None
 
 
 def _add_proofs(given: CacheContract, read: CacheContract) -> CacheContract:
@@ -217,9 +226,9 @@ def find_conflicts(contract: CacheContract, views: dict[str, GraphView]) -> Iter
     pasts = {port.name: port for port in decode.inputs if port.role == "past"}
     names = {slot.past for slot in contract.slots}
     if without_input := sorted(names - set(pasts)):
-        yield f"slot {without_input[0]!r} is no past input of {decode.file!r}"
+        yield f"slot {without_input[0]!r} is no past input of {decode.file!r}; an input is one by its role 'past'"
     if without_slot := sorted(set(pasts) - names):
-        yield f"{without_slot[0]!r} is a past input of {decode.file!r} without a slot"
+        yield f"{without_slot[0]!r} is a past input of {decode.file!r} without a slot; write one under 'slots'"
     if len(names) != len(contract.slots):
         yield "an input is the past of two slots"
     yield from _find_numbers_out_of_range(contract)
@@ -234,6 +243,10 @@ def _find_slot_conflicts(slot: Slot, contract: CacheContract, view: GraphView) -
     filling = {name for phase in ("prefill", "encode") for name in _outputs(contract, phase)}
     if len(slot.axes) != len(slot.shape):
         yield f"slot {slot.past!r} has {len(slot.shape)} sizes and {len(slot.axes)} axes"
+    elif isinstance(slot.size("past"), int) and any(
+        axis in WIDTHS and isinstance(size, str) for axis, size in zip(slot.axes, slot.shape, strict=True)
+    ):
+        yield f"slot {slot.past!r} has axes in another order: its past is a number, and a width is open"
     lengths = [axis for axis in slot.axes if axis in ("past", "capacity", "encoder", "batch", "batch_heads")]
     if len(set(lengths)) != len(lengths):
         yield f"slot {slot.past!r} has two axes of the same meaning"
@@ -242,6 +255,7 @@ def _find_slot_conflicts(slot: Slot, contract: CacheContract, view: GraphView) -
         yield f"slot {slot.past!r} is {declared.dtype}, not {slot.dtype}"
     yield from _compare_sizes(f"slot {slot.past!r}", slot, declared)
     yield from _find_carry_conflicts(slot, contract)
+    yield from find_unpaired(slot, contract)
     if slot.present is not None and slot.present not in _outputs(contract, "decode"):
         yield f"slot {slot.past!r} has the present {slot.present!r}, which is no output of the decode graph"
     given = slot.filled_in == "encode" and "encode" not in contract.phases and slot.filled_by == slot.past
@@ -279,6 +293,8 @@ def _find_port_conflicts(port: Port) -> Iterator[str]:
         yield f"{port.name!r} has two axes of the same meaning"
     if port.role == "token_ids" and port.axes not in TOKEN_AXES:
         yield f"{port.name!r} has the role token_ids, but the axes {', '.join(port.axes)}; they must be batch, new"
+    if port.role == "logits" and "vocabulary" not in port.axes:
+        yield f"{port.name!r} has the role logits, but the axes {', '.join(port.axes)}; they must have vocabulary"
     if port.value is not None and not math.isfinite(port.value):
         yield f"{port.name!r} has the value {port.value}, which is not finite"
 
