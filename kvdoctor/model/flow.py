@@ -20,6 +20,9 @@ from kvdoctor.records import record
 MOST_NODES = 500_000
 """Nodes after functions are written out: functions that call functions can make a small file endless."""
 
+MOST_PASSES = 8
+"""Passes over all nodes in which carried values are found that an input has a part in: then all count as such."""
+
 
 @record
 class IterationNumber:
@@ -66,12 +69,13 @@ class Flow(FlatGraph[FlatNode]):
     def fixed(self) -> set[str]:
         """Values that no input has a part in: constants, numbers of iterations, and what is computed of them alone."""
         changing = set[str]()
-        while True:
+        for _ in range(MOST_PASSES):
             fixed = self._fixed_without(changing)
             fed = {name for name, later in self.carried.items() if name in fixed and later not in fixed}
             if not fed:
                 return fixed
             changing |= fed
+        return self._fixed_without(set(self.carried))
 
     def _fixed_without(self, changing: set[str]) -> set[str]:
         """The same, where an input has a part in some carried values from the second iteration on."""
