@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
+from kvdoctor.analysis.abstract_run.tables import read_tables
 from kvdoctor.analysis.abstract_run.values import (
     Abstract,
     CannotRun,
@@ -290,9 +291,10 @@ def _open_graphs(context: ContractContext, contract: CacheContract, budget: Budg
     if len(models) < len(wanted) or any(model.functions for model in models.values()):
         return {}
     shared = _find_shared_weights(models)
+    tables = {name: read_tables(files[name].graph, files[name].path) for name in models}
     presents = {slot.present for slot in contract.slots} | {slot.filled_by for slot in contract.slots}
     returned = tuple(sorted(filter(None, presents)))
-    return {name: AbstractGraph(model, shared, budget, returned) for name, model in models.items()}
+    return {name: AbstractGraph(model, shared, budget, returned, tables[name]) for name, model in models.items()}
 
 
 def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:

@@ -4,7 +4,7 @@ Weights are the initializers and constants of a file at any depth. The payload o
 holds it; nothing is read before it is asked for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.external_data import examine, read_reference
-from kvdoctor.model.proto import NodeProto, TensorProto
+from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
 from kvdoctor.model.skeleton import payload_left_out, read_skeleton
 from kvdoctor.model.traverse import constant_tensor
 from kvdoctor.model.view import GraphView
@@ -104,15 +104,15 @@ class Weight:
         if left:
             raise OSError(f"{self.path.name} ends before the weight {self.name!r}")
 
-    def values(self) -> "Iterator[NDArray[np.generic]]":
-        """Its values in portions of `ELEMENTS`, flat; bfloat16 as float32.
+    def values(self, portion: int = ELEMENTS) -> "Iterator[NDArray[np.generic]]":
+        """Its values in portions of so many, flat; bfloat16 as float32.
 
         Raises:
             OSError: the file cannot be read.
         """
         import numpy as np
 
-        for part in self.read(ELEMENTS * _width(self.data_type)):
+        for part in self.read(portion * _width(self.data_type)):
             array: Any = np.frombuffer(part, TYPES[self.data_type])
             yield (array.astype(np.uint32) << 16).view(np.float32) if self.data_type == BFLOAT16 else array
 
@@ -127,26 +127,53 @@ def list_weights(path: Path) -> list[Weight]:
     Raises:
         UnreadableError: the file, or what it refers to, cannot be read.
     """
-    model = read_skeleton(path, located=True).model
-    files, problems = examine(model, path)
-    if problems:
-        raise UnreadableError(f"its weights cannot be read: {problems[0].detail}", "put the files of weights beside it")
-    places = {one.location: one.path for one in files if one.bytes is not None}
+    model, places = _open_located(path)
     readers: dict[str, list[_Reader]] = {}
     counts: dict[str, int] = {}
-    tensors: list[tuple[str, TensorProto]] = []
-    for scope in GraphView(model).scopes():
-        tensors += [(str(tensor.name), tensor) for tensor in scope.graph.initializer]
+    view = GraphView(model)
+    for scope in view.scopes():
         for node in scope.graph.node:
             order = counts[node.op_type] = counts.get(node.op_type, -1) + 1
             for index, name in enumerate(node.input):
                 readers.setdefault(str(name), []).append(_Reader(node, order, index))
-            constant = constant_tensor(node) if node.op_type == "Constant" else None
-            if constant is not None and node.output:
-                tensors.append((str(node.output[0]), constant))
-    located = (_locate(name, tensor, places) for name, tensor in tensors)
+    located = (_locate(name, tensor, places) for name, tensor in list_tensors(view))
     weights = [weight for weight in located if weight is not None and weight.size > _least(weight)]
     return [_with_reader(weight, readers) for weight in weights]
+
+
+def find_weights(path: Path, names: Collection[str]) -> dict[str, Weight]:
+    """The weights of these names, without their readers.
+
+    Raises:
+        UnreadableError: the file, or what it refers to, cannot be read.
+    """
+    model, places = _open_located(path)
+    named = ((name, tensor) for name, tensor in list_tensors(GraphView(model)) if name in names)
+    located = ((name, _locate(name, tensor, places)) for name, tensor in named)
+    return {name: weight for name, weight in located if weight is not None}
+
+
+def list_tensors(view: GraphView) -> Iterator[tuple[str, TensorProto]]:
+    """The initializers and constants of a graph at any depth, each with the name of its value."""
+    for scope in view.scopes():
+        yield from ((str(tensor.name), tensor) for tensor in scope.graph.initializer)
+        for node in scope.graph.node:
+            constant = constant_tensor(node) if node.op_type == "Constant" else None
+            if constant is not None and node.output:
+                yield str(node.output[0]), constant
+
+
+def _open_located(path: Path) -> tuple[ModelProto, dict[str, Path]]:
+    """A model whose large tensors point to their bytes, and the files that they point to.
+
+    Raises:
+        UnreadableError: the file, or what it refers to, cannot be read.
+    """
+    model = read_skeleton(path, located=True).model
+    files, problems = examine(model, path)
+    if problems:
+        raise UnreadableError(f"its weights cannot be read: {problems[0].detail}", "put the files of weights beside it")
+    return model, {one.location: one.path for one in files if one.bytes is not None}
 
 
 @record(slots=False)

@@ -12,7 +12,8 @@ from kvdoctor.analysis.abstract_run.products import PRODUCTS
 from kvdoctor.analysis.abstract_run.reading import Reading
 from kvdoctor.analysis.abstract_run.shaping import SHAPING
 from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, read_tensor
-from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto
+from kvdoctor.decode.calls import Array
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import STANDARD, constant_tensor, nodes_in, producers, subgraphs
 
 CONTRIB = "com.microsoft"
@@ -26,7 +27,10 @@ MOVING = ("Concat", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "
 RULES: dict[str, Rule] = {**SHAPING, **INDEXING, **COMPUTING, **PRODUCTS, **ATTENTIONS}
 ANY_NUMPY = (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError, AttributeError, MemoryError)
 """What numpy raises on numbers that a graph should not have: the value is unknown then."""
+_Settled = tuple[str, bytes, tuple[int, ...]]
 
+SHARED = 1 << 16
+"""Elements from which on a constant is large."""
 
 ELEMENTS_OF_A_NODE = 5000
 """Numbers that take as long to compute as the rest of a node."""
@@ -53,7 +57,9 @@ class Budget:
 class AbstractGraph:
     """A model for abstract runs; `names` are those of the weights that every graph of the stack has.
 
-    `presents` are the outputs that hold the cache, `returned` the values that reach them, moved at most.
+    `presents` are the outputs that hold the cache, `returned` the values that reach them, moved at most. `tables` are
+    the values that the skeleton of the model does not contain (`tables.read_tables`). `settled` has what was computed
+    of large tables alone: layers may have equal ones.
     """
 
     model: ModelProto
@@ -61,9 +67,12 @@ class AbstractGraph:
     budget: Budget
     presents: tuple[str, ...] = ()
     returned: frozenset[str] = field(init=False)
+    tables: Mapping[str, Array] = field(default_factory=dict)
     random_used: bool = field(init=False)
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     prepared: "dict[int, _Prepared]" = field(default_factory=dict)
+    read: dict[int, Abstract] = field(default_factory=dict)
+    settled: "dict[_Settled, tuple[dict[str, Abstract], list[Abstract]]]" = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Find out whether equal calls may have different answers."""
@@ -99,7 +108,7 @@ class AbstractGraph:
 
     def _prepare(self, graph: GraphProto, outer: Mapping[str, Abstract]) -> "_Prepared":
         """The nodes that depend on feeds, and the values of all others, which are computed once."""
-        known = {t.name: read_tensor(t, self._key(t.name, t.data_type, t.dims)) for t in graph.initializer}
+        known = {tensor.name: self._read(tensor.name, tensor) for tensor in graph.initializer}
         found, fed = _Prepared(graph, known), {value.name for value in graph.input}
         for node in graph.node:
             reading = Reading(node, [], self.random, not self.returned.isdisjoint(node.output))
@@ -111,10 +120,29 @@ class AbstractGraph:
             settled = all((name in known or name in outer) and name not in fed for name in given)
             if rule is not None and settled and given and reading.kind not in RANDOM:
                 here = {name: known.get(name) or outer[name] for name in given}
-                self._apply(reading, rule, here, known)
+                self._settle(reading, rule, here, known)
                 continue
             found.nodes.append((reading, rule if rule is not None or _is_branch(node) else _return_unknown))
         return found
+
+    def _read(self, name: str, tensor: TensorProto) -> Abstract:
+        table = self.tables.get(name)
+        if table is None or table.shape != tuple(tensor.dims):
+            return read_tensor(tensor, self._key(name, tensor.data_type, tensor.dims))
+        return self.read.setdefault(id(table), exactly(table))
+
+    def _settle(self, reading: Reading, rule: Rule, here: dict[str, Abstract], into: dict[str, Abstract]) -> None:
+        """Compute a node of constants alone; what equal nodes make of the same large table is one value."""
+        if all(value.data is None or value.data.size < SHARED for value in here.values()):
+            self._apply(reading, rule, here, into)
+            return
+        attributes = b"".join(one.SerializeToString() for one in reading.node.attribute)
+        key = (reading.kind, attributes, tuple(id(here[name]) if name else 0 for name in reading.names))
+        if key not in self.settled:
+            made: dict[str, Abstract] = {}
+            self._apply(reading, rule, here, made)
+            self.settled[key] = here, list(made.values())  # the inputs as well: their ids stay theirs
+        into.update(zip(reading.outputs, self.settled[key][1], strict=False))
 
     def _key(self, name: str, kind: int, dims: Iterable[int]) -> str:
         """The name of a weight, or its type and sizes where another body of the stack may have another name for it."""
@@ -142,7 +170,7 @@ class AbstractGraph:
     def _constant(self, node: NodeProto, reading: Reading) -> Abstract:
         tensor = constant_tensor(node)
         if tensor is not None:
-            return read_tensor(tensor, self._key(node.output[0], tensor.data_type, tensor.dims))
+            return self._read(node.output[0], tensor)
         if reading.has_attribute("value_int"):
             return exactly(np.array(reading.number("value_int", 0), np.int64))
         if reading.has_attribute("value_ints"):
