@@ -130,11 +130,11 @@ BAD: dict[str, tuple[Edit, str]] = {
     ),
     "entries of a slot left out": (
         lambda d: [d["stacks"]["decoder"]["slots"][1].pop(entry) for entry in ("present", "carry")],
-        "slots[1] ('past_key_values.0.value') lacks entries; write 'present': the output of a decode step",
+        "slots[1] ('past_key_values.0.value') has entries missing; write 'present': the output of a decode step",
     ),
     "axes of an output left out": (
         lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["outputs"][0].pop("axes"),
-        "graphs.decoder.outputs[0] ('logits') lacks entries; write 'axes': what each size counts",
+        "graphs.decoder.outputs[0] ('logits') has entries missing; write 'axes': what each size counts",
     ),
     "logits without a vocabulary": (
         lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["outputs"][0].update(axes=["fixed"] * 3),

@@ -1,6 +1,6 @@
 """Entries that a contract file must have, and what to write where one is missing.
 
-A file that was written by hand lacks entries that a printed one has: each is named with its place.
+A file that was written by hand may not have all entries of a printed one: each is named with its place.
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,7 +52,7 @@ def _find_absent(given: Mapping[str, Any], wanted: Mapping[str, str], place: str
     if absent:
         written = "; ".join(f"{entry!r}: {wanted[entry]}" for entry in absent[:3])
         more = f"; and {', '.join(map(repr, absent[3:]))}" if absent[3:] else ""
-        yield f"{place}{called} lacks entries; write {written}{more}"
+        yield f"{place}{called} has entries missing; write {written}{more}"
 
 
 def _objects(listed: Any) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ def golden_differs(context: GoldenContext) -> Iterator[Fault]:
 def _describe_limit(compared: GoldenComparison) -> str:
     """What is allowed, and why."""
     if compared.correlation is not None:
-        return f"with a correlation of at least {UNLIKE:g}, as the weights are rounded otherwise"
+        return f"with a correlation of at least {UNLIKE:g}, as the weights are quantized differently"
     return f"within {compared.tolerance.passes:g} standard deviations ({compared.tolerance.reason})"
 
 
