@@ -10,7 +10,7 @@ from kvdoctor.analysis.axes import slot_axes
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.dataflow.states import StateFlow
 from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.contract import Dim, Slot
+from kvdoctor.contract import CacheContract, Dim, Slot
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.report.document import exit_code
@@ -18,9 +18,13 @@ from kvdoctor.report.document import exit_code
 PARTS = load_all()["layout-parts-behind-length-healthy"]
 
 
-def read_slots(text: str, folder: Path) -> tuple[Slot, ...]:
+def read_one(text: str, folder: Path) -> CacheContract:
     read = open_folder(str(replace(PARTS, files={"model.onnx": text}).write(folder)))
-    return read_contract(read.stacks[0], read.side_cars).slots
+    return read_contract(read.stacks[0], read.side_cars)
+
+
+def read_slots(text: str, folder: Path) -> tuple[Slot, ...]:
+    return read_one(text, folder).slots
 
 
 def test_key_and_value_have_an_axis_behind_the_length(tmp_path: Path) -> None:
@@ -167,3 +171,35 @@ def test_a_frozen_batch_is_no_axis_of_heads(tmp_path: Path) -> None:
     text = text.replace("sh,hnd->nsd", "bsh,hd->bsd").replace("nqd,ndh->qh", "bqd,dh->bqh")
     slots = read_slots(text, tmp_path)
     assert {slot.axes for slot in slots} == {("batch", "past", "head_dim")}
+
+
+BLOOM = load_all()["layout-bloom-transposed-healthy"]
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_the_number_of_heads_in_an_axis_of_batch_times_heads_is_that_of_the_graph(fault: bool, tmp_path: Path) -> None:
+    """No config gives it: a step on two sequences agrees with one number of heads alone, also where it is faulty."""
+    text = BLOOM.files["model.onnx"]
+    folder = str(replace(BLOOM, files={"model.onnx": _without_offset(text) if fault else text}).write(tmp_path))
+    report = step_test(folder)
+    contract = report.stacks[0].contract
+    assert contract is not None
+    assert contract.heads == 2
+    assert [finding.code for finding in report.findings] == (["KV315"] if fault else [])
+    assert exit_code(report, report.fail_on) == (1 if fault else 0)
+
+
+def test_a_number_of_heads_that_the_graph_does_not_show_is_missing(tmp_path: Path) -> None:
+    """Where the sizes of no step agree, none is chosen."""
+    text = BLOOM.files["model.onnx"].replace("int64[1] heads = {2}", "int64[1] heads = {3}")
+    contract = read_one(text, tmp_path)
+    assert contract.heads is None
+    assert "number of heads" in contract.missing[0].reason
+
+
+def _without_offset(text: str) -> str:
+    """The causal mask begins at the first entry of the past, wherever the new tokens are."""
+    assert "offset = Squeeze (past)" in text
+    return text.replace("offset = Squeeze (past)", "offset = Squeeze (none)").replace(
+        "int64 along = {1},", "int64 along = {1}, int64[1] none = {0},"
+    )

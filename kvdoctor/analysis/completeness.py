@@ -80,7 +80,8 @@ def _find_open_widths(contract: CacheContract) -> Iterator[MissingPart]:
         if unknown := {"kv_heads", "head_dim", "channels", "state", "layers"} & open_sizes:
             yield MissingPart(slot.past, f"its {' and '.join(sorted(unknown))} is no number")
         if "batch_heads" in slot.axes and not contract.heads:
-            yield MissingPart(slot.past, "an axis counts batch times heads, and no config gives the number of heads")
+            reason = "neither a config nor the graph gives the number of heads"
+            yield MissingPart(slot.past, f"an axis counts batch times heads, and {reason}")
 
 
 def _find_unfeedable(ports: Iterable[Port]) -> Iterator[MissingPart]:

@@ -8,6 +8,7 @@ from kvdoctor.analysis.completeness import add_missing_parts, as_no_decoder
 from kvdoctor.analysis.configs import context_limit, decoder_config, is_count
 from kvdoctor.analysis.embedding_graphs import find_embedded_input, read_embedding_graph
 from kvdoctor.analysis.feature_encoders import ROLES, find_output, read_feature_encoder
+from kvdoctor.analysis.head_count import count_heads
 from kvdoctor.analysis.model_folder import SideCars
 from kvdoctor.analysis.port_roles import match_rule
 from kvdoctor.analysis.ports import DecoderPorts, EncoderPorts, hold_encoder_states
@@ -93,7 +94,7 @@ class _Reader:
             contradictions=(*found.contradictions, *find_swapped_inputs(parts.decode)),
             features=features,
         )
-        contract = order_tokens(contract, parts.decode)
+        contract = count_heads(order_tokens(contract, parts.decode), parts.decode)
         return as_no_decoder(contract) if contract.no_decoder else add_missing_parts(contract, self.missing)
 
     def _find_flaws(self) -> Iterator[MissingPart]:

@@ -6,18 +6,14 @@ come with caches whose first axis is a number. The graph answers it: on two sequ
 way, it must return caches of two sequences, each longer by three.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
+from kvdoctor.analysis.abstract_step import AbstractStep
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.contract import Axis, CacheContract, Graph, Port, Slot
 
 USUAL: tuple[Axis, ...] = ("batch", "new")
-SEQUENCES, TOKENS, PAST = 2, 3, 5
-"""Sizes of the call that answers, all different."""
-
-MOST_NODES = 20_000
-"""Nodes of the graph, at most: of a larger one the shapes are believed."""
 
 
 def order_tokens(contract: CacheContract, decode: OnnxFile) -> CacheContract:
@@ -25,9 +21,9 @@ def order_tokens(contract: CacheContract, decode: OnnxFile) -> CacheContract:
     port = contract.graph("decode").port("token_ids") or contract.graph("decode").port("embeddings")
     if port is None or port.shape is None:
         return contract
-    if _names_batch_second(port, contract) and not _runs_as_usual(contract, decode):
+    if _names_batch_second(port, contract) and not AbstractStep(decode).returns_caches(contract):
         return _put_time_first(contract, port)
-    if _takes_one_sequence(port, contract) and not _runs_as_usual(contract, decode):
+    if _takes_one_sequence(port, contract) and not AbstractStep(decode).returns_caches(contract):
         return _leave_batch_out(contract, port)
     return contract
 
@@ -89,37 +85,3 @@ def _with_ports(contract: CacheContract, change: Callable[[Port], Port], said: s
 
     graphs = {name: change_all(graph) for name, graph in contract.graphs.items()}
     return replace(contract, graphs=graphs, evidence=(*contract.evidence, said))
-
-
-def _runs_as_usual(contract: CacheContract, decode: OnnxFile) -> bool:
-    """Whether a step on tokens [batch, new] returns caches of as many sequences, each longer by the new tokens.
-
-    Tokens of one axis are those of all sequences behind each other.
-    """
-    # Loaded here, with numpy: hardly any model comes to this question.
-    from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
-    from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, exactly
-    from kvdoctor.decode.calls import Past, Scenario, as_array
-    from kvdoctor.decode.feeds import FeedBuilder
-
-    if contract.graph("decode").stages or decode.graph.model.functions:
-        return False
-    rows = contract.fixed_batch or SEQUENCES
-    builder = FeedBuilder(contract, Scenario(batch=rows, prompt=PAST, steps=TOKENS + 1))
-    past = Past({slot.past: builder.placeholder(slot, PAST) for slot in contract.slots}, PAST)
-    try:
-        fed = {name: as_array(value) for name, value in builder.decode(PAST, PAST + TOKENS, past).feeds.items()}
-        feeds = {name: exactly(a) if a.dtype.kind in "iub" else Abstract(a.shape) for name, a in fed.items()}
-        found = AbstractGraph(decode.graph.model, frozenset(), Budget(MOST_NODES)).run(feeds)
-    except (CannotRun, TooMuchWork, ValueError, KeyError):
-        return False
-    returned = {name: value.shape for name, value in found.items() if value.shape is not None}
-    expected = dict(_expect_presents(contract))
-    return bool(expected) and all(returned.get(name) == shape for name, shape in expected.items())
-
-
-def _expect_presents(contract: CacheContract) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The shape of each present behind a step on a past that grows."""
-    for slot in contract.growing:
-        if slot.present is not None and slot.growth != "delta":
-            yield slot.present, slot.sized({"batch": SEQUENCES, "past": PAST + TOKENS})

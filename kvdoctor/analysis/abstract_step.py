@@ -1,0 +1,71 @@
+"""One decode step computed with shapes alone, to find out whether a graph can be read as a contract reads it.
+
+Sizes that agree by chance would answer nothing: sequences, new tokens and the past have sizes of their own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from kvdoctor.analysis.stacks import OnnxFile
+from kvdoctor.contract import Axis, CacheContract
+
+if TYPE_CHECKING:
+    from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph
+
+SEQUENCES, TOKENS, PAST = 2, 3, 5
+"""Sizes of the step, all different."""
+
+MOST_NODES = 20_000
+"""Nodes that are computed for one question, at most."""
+
+
+@dataclass
+class AbstractStep:
+    """A decode graph that is asked how it must be called."""
+
+    decode: OnnxFile
+
+    def returns_caches(self, contract: CacheContract) -> bool:
+        """Whether a step as the contract says returns caches of as many sequences, each longer by the new tokens.
+
+        Tokens of one axis are those of all sequences behind each other. False where the graph cannot be computed.
+        """
+        # Loaded here, with numpy: hardly any model comes to this question.
+        from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, exactly
+        from kvdoctor.decode.calls import Past, Scenario, as_array
+        from kvdoctor.decode.feeds import FeedBuilder
+
+        if contract.graph("decode").stages or self.decode.graph.model.functions:
+            return False
+        rows = contract.fixed_batch or SEQUENCES
+        builder = FeedBuilder(contract, Scenario(batch=rows, prompt=PAST, steps=TOKENS + 1))
+        past = Past({slot.past: builder.placeholder(slot, PAST) for slot in contract.slots}, PAST)
+        try:
+            fed = {name: as_array(value) for name, value in builder.decode(PAST, PAST + TOKENS, past).feeds.items()}
+            feeds = {name: exactly(a) if a.dtype.kind in "iub" else Abstract(a.shape) for name, a in fed.items()}
+            found = self._graph.run(feeds)
+        except (CannotRun, TooMuchWork, ValueError, KeyError):
+            return False
+        returned = {name: value.shape for name, value in found.items() if value.shape is not None}
+        expected = dict(_expect_presents(contract))
+        return bool(expected) and all(returned.get(name) == shape for name, shape in expected.items())
+
+    @cached_property
+    def _graph(self) -> "AbstractGraph":
+        from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
+
+        return AbstractGraph(self.decode.graph.model, frozenset(), Budget(MOST_NODES))
+
+
+def _expect_presents(contract: CacheContract) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The shape of each present behind a step on a past that grows."""
+    sizes: dict[Axis, int] = {
+        "batch": SEQUENCES,
+        "batch_heads": SEQUENCES * (contract.heads or 1),
+        "past": PAST + TOKENS,
+    }
+    for slot in contract.growing:
+        if slot.present is not None and slot.growth != "delta":
+            yield slot.present, slot.sized(sizes)
