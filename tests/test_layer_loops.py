@@ -35,6 +35,7 @@ FAULTY = {
     "loop, positions": (LayerLoop("loop", fault="positions"), "positions-not-offset"),
     "loop, mask": (LayerLoop("loop", fault="mask"), "mask-not-offset"),
     "loop, new entries alone": (LayerLoop("loop", fault="new"), "present-drops-past"),
+    "loop that collects, new entries alone": (LayerLoop("collected", fault="new"), "present-drops-past"),
     "loop that does not begin": (LayerLoop("loop", started=False), "present-does-not-grow"),
     "loop that counts, mask": (LayerLoop("counted", fault="mask"), "mask-not-offset"),
 }

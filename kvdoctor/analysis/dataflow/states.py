@@ -289,8 +289,10 @@ class Dataflow:
             if current in self.flow.outputs_of:
                 return self.flow.outputs_of[current][0]
             takers = self.flow.consumers.get(current, ())
-            near = [out for node, index in takers for out in views_of(node, index)]
             node = self.flow.producers.get(current)
+            near = [out for taker, index in takers for out in views_of(taker, index)]
+            if node is not None and node.op == "Unsqueeze":  # then a Concat stacks parts or layers
+                near += [taker.output() for taker, _ in takers if taker.op == "Concat"]
             if node is not None and (node.op in LOOPS or current == node.outputs[0]):
                 near.append(viewed_by(node, current))
             for neighbor in near:
