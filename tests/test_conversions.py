@@ -1,5 +1,6 @@
 """Conversions: healthy models converted and proved, graphs of another form refused by node, and failing proofs."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,17 @@ def test_a_decoder_in_a_function_is_refused_and_no_inspection_advises_it(tmp_pat
     source = write(tmp_path / "model", DECODER, (HEAD, head), imports, ("\n}\n", f"\n}}\n\n{body}"))
     assert 'local.heads.head "' in refusal(source, tmp_path / "out", logits="last")
     assert not advises_last_logits(source)
+
+
+def test_a_long_chain_before_and_behind_the_head_is_followed(tmp_path: Path) -> None:
+    """Each node in a time that does not depend on the others, and without recursion."""
+    chain = "\n  ".join(f"h{at + 1} = Neg (h{at})" for at in range(3000))
+    behind = "\n  ".join(f"g{at + 1} = Neg (g{at})" for at in range(3000))
+    text = f"h0 = Neg (x2)\n  {chain}\n  g0 = MatMul (h3000, w_logits)\n  {behind}\n  logits = Neg (g3000)"
+    source = write(tmp_path / "model", DECODER, (HEAD, text))
+    begin = time.process_time()
+    assert advises_last_logits(source)
+    assert time.process_time() - begin < 5  # half a second
 
 
 def advises_last_logits(source: Path) -> bool:

@@ -19,7 +19,7 @@ from kvdoctor.model.traverse import (
     readers,
     subgraphs,
 )
-from kvdoctor.model.view import integers
+from kvdoctor.model.view import Scope, integers
 from kvdoctor.records import record
 
 MICROSOFT = "com.microsoft"
@@ -123,45 +123,59 @@ def _find_head(scopes: Scopes, logits: str) -> Head:
 
 @dataclass
 class _Search:
-    """The walk from the logits back to the head."""
+    """The walk from the logits back to the head, without recursion: graphs have chains of any length."""
 
+    listed: dict[int, Scope] = field(default_factory=dict)
     nodes: dict[int, NodeProto] = field(default_factory=dict)
     values: set[str] = field(default_factory=set)
     roots: dict[tuple[int, int], tuple[Scopes, NodeProto, int]] = field(default_factory=dict)
-    fixed: dict[str, bool] = field(default_factory=dict)
+    fixed: dict[str, bool] = field(default_factory=lambda: {"": False})
 
     def visit(self, scopes: Scopes, name: str) -> None:
         """Follow one value back."""
-        scopes, node = find_maker(scopes, name)
+        waiting = [(scopes, name)]
+        while waiting:
+            waiting += self._follow(*waiting.pop())
+
+    def find_maker(self, scopes: Scopes, name: str) -> tuple[Scopes, NodeProto | None]:
+        """The node that makes a value, as `find_maker`; each graph is listed once."""
+        for depth in range(len(scopes), 0, -1):
+            node = self._list(scopes[depth - 1]).producers.get(name)
+            if node is not None:
+                return scopes[:depth], node
+        return scopes, None
+
+    def _list(self, graph: GraphProto) -> Scope:
+        if id(graph) not in self.listed:
+            self.listed[id(graph)] = Scope(graph, "")
+        return self.listed[id(graph)]
+
+    def _follow(self, scopes: Scopes, name: str) -> list[tuple[Scopes, str]]:
+        """The values that come before one; none before a head."""
+        scopes, node = self.find_maker(scopes, name)
         if node is None:
             raise NoHead(f"the logits depend on {name!r}, which no node makes, without a product with weights")
         if id(node) in self.nodes:
-            return
+            return []
         self.nodes[id(node)] = node
         self.values |= set(filter(None, node.output))
         computed = [i for i, given in enumerate(node.input) if given and not self.is_fixed(scopes, given)]
         kind = (normalize_domain(node.domain), str(node.op_type))
         if kind in PRODUCTS and self._is_head(scopes, node, computed):
-            self._enter(scopes, node)
+            if node.op_type != "MatMulInteger":
+                computed = []
+                self.roots[id(node), 0] = scopes, node, 0
         elif kind == ("", "DynamicQuantizeLinear"):
+            computed = []
             self.roots[id(node), 0] = scopes, node, 0
         elif kind[0] == "" and (kind[1] in BY_ROW or kind[1] in ROUNDING or self._cuts_vocabulary(scopes, node)):
             self._refuse_row_constants(scopes, node)
-            for index in computed:
-                self.visit(scopes, node.input[index])
         else:
             raise NoHead(
                 f"the node {describe_op(node)} between the LM head and the logits is none that computes each row "
                 "from the same row"
             )
-
-    def _enter(self, scopes: Scopes, node: NodeProto) -> None:
-        if node.op_type != "MatMulInteger":
-            self.roots[id(node), 0] = scopes, node, 0
-            return
-        for index in (0, 2):
-            if index < len(node.input) and node.input[index] and not self.is_fixed(scopes, node.input[index]):
-                self.visit(scopes, node.input[index])
+        return [(scopes, node.input[index]) for index in reversed(computed)]
 
     def _is_head(self, scopes: Scopes, node: NodeProto, computed: list[int]) -> bool:
         """Whether a product takes rows of hidden states and the weights of the vocabulary, both by its own words."""
@@ -198,17 +212,31 @@ class _Search:
 
     def is_fixed(self, scopes: Scopes, name: str) -> bool:
         """Whether a value is a weight, or computed of weights alone."""
-        if name not in self.fixed:
-            self.fixed[name] = False  # for a cycle
-            inner, node = find_maker(scopes, name)
-            if node is None:
-                self.fixed[name] = any(t.name == name for graph in scopes for t in graph.initializer)
+        waiting = [] if name in self.fixed else [self._open(scopes, name)]
+        while waiting:
+            one, inner, given = waiting[-1]
+            while given and self.fixed.get(given[-1]):
+                given.pop()
+            if given and given[-1] not in self.fixed:
+                waiting.append(self._open(inner, given[-1]))
             else:
-                given = [one for one in node.input if one]
-                opaque = any(True for _ in subgraphs(node))
-                whole = bool(given) or node.op_type == "Constant"
-                self.fixed[name] = whole and not opaque and all(self.is_fixed(inner, one) for one in given)
+                self.fixed[one] = not given
+                waiting.pop()
         return self.fixed[name]
+
+    def _open(self, scopes: Scopes, name: str) -> tuple[str, Scopes, list[str]]:
+        """A value, the graphs around its node, and what it is computed of, the first input last.
+
+        The empty name stands for what is never fixed; until its answer is known, a value is not, for a cycle.
+        """
+        self.fixed[name] = False
+        inner, node = self.find_maker(scopes, name)
+        if node is None:
+            held = any(name in self._list(graph).initializers for graph in scopes)
+            return name, scopes, [] if held else [""]
+        given = [str(value) for value in node.input if value]
+        opaque = any(True for _ in subgraphs(node)) or not (given or node.op_type == "Constant")
+        return name, inner, [""] if opaque else given[::-1]
 
 
 def find_tensor(scopes: Scopes, name: str) -> TensorProto | None:
