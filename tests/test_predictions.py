@@ -12,11 +12,12 @@ from support.text_fixtures import load_all
 from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
 from kvdoctor.analysis.abstract_run.shaping import reshape_value
 from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, collapse, exactly, find_parts
-from kvdoctor.diagnose.abstract_runs import LARGEST, NODES
+from kvdoctor.diagnose.abstract_runs import LARGE, LARGEST, NODES
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.diagnose.predictions import UNSEEN
 from kvdoctor.model.proto import ModelProto
+from kvdoctor.model.view import GraphView
 
 FIXTURES = load_all()
 PREDICTED = {
@@ -68,7 +69,7 @@ def make_chain(nodes: int) -> onnx.ModelProto:
 def open_abstractly(model: onnx.ModelProto, nodes: int = NODES) -> AbstractGraph:
     read = ModelProto()
     read.ParseFromString(model.SerializeToString())
-    return AbstractGraph(read, frozenset(), Budget(nodes))
+    return AbstractGraph(GraphView(read), frozenset(), Budget(nodes))
 
 
 def test_the_work_is_bounded() -> None:
@@ -79,6 +80,22 @@ def test_the_work_is_bounded() -> None:
     with pytest.raises(TooMuchWork):
         graph.run(fed)
     assert time.process_time() - begin < 10  # 100,000 nodes; one to two seconds
+
+
+@pytest.mark.parametrize("name", ["mask-not-offset-step", "positions-not-offset", "decoder-only-healthy"])
+def test_a_fault_of_a_large_graph_is_named(name: str, tmp_path: Path) -> None:
+    """A loop of fewer steps comes to its end, and so does the search for the cause."""
+    FIXTURES[name].write(tmp_path)
+    model = onnx.load(tmp_path / "model.onnx")
+    head = next(at for at, node in enumerate(model.graph.node) if "w_logits" in node.input)
+    chain = [helper.make_node("Neg", [f"h{at}"], [f"h{at + 1}"]) for at in range(LARGE)]
+    chain[0].input[0] = model.graph.node[head].input[0]
+    model.graph.node[head].input[0] = chain[-1].output[0]
+    for at, node in enumerate(chain):
+        model.graph.node.insert(head + at, node)
+    onnx.save(model, tmp_path / "model.onnx")
+    found = [finding.name for finding in inspect(str(tmp_path)).findings if finding.observed.startswith(UNSEEN)]
+    assert found == ([] if name == "decoder-only-healthy" else [PREDICTED[name]])
 
 
 def test_nodes_of_many_numbers_count_as_several() -> None:

@@ -56,7 +56,7 @@ class AbstractStep:
     def _graph(self) -> "AbstractGraph":
         from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
 
-        return AbstractGraph(self.decode.graph.model, frozenset(), Budget(MOST_NODES))
+        return AbstractGraph(self.decode.graph, frozenset(), Budget(MOST_NODES))
 
 
 def _expect_presents(contract: CacheContract) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -14,6 +14,7 @@ from kvdoctor.model.traverse import (
     describe_node,
     explain_old_opset,
     find_attribute,
+    nodes_in,
     normalize_domain,
     producer,
     readers,
@@ -280,15 +281,14 @@ def _before_rounding(scopes: Scopes, node: NodeProto, index: int, search: _Searc
 
 def _refuse_other_readers(scopes: Scopes, head: Head, logits: str, search: _Search) -> None:
     """Nothing else may read the rows that will no longer be computed."""
+    for reader in nodes_in(scopes[0].node):
+        name = next((name for name in reader.input if name in head.values), None)
+        if name is not None and id(reader) not in search.nodes and not _returns_only(reader, name):
+            raise NoHead(
+                f"the node {describe_op(reader)} reads {name!r}, which lies between the LM head and the logits, for "
+                "another output"
+            )
     for graph in scopes:
-        found = readers(graph)
-        for name in sorted(head.values):
-            for reader, _ in found.get(name, ()):
-                if id(reader) not in search.nodes and not _returns_only(reader, name):
-                    raise NoHead(
-                        f"the node {describe_op(reader)} reads {name!r}, which lies between the LM head and the "
-                        f"logits, for another output"
-                    )
         other = next((value.name for value in graph.output if value.name in head.values - {logits}), None)
         if other is not None:
             raise NoHead(f"the output {other!r} is returned from between the LM head and the logits")

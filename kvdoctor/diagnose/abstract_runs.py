@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,18 +35,25 @@ from kvdoctor.decode.stack_driver import Environment, StackDriver
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.traverse import nodes_in, subgraphs
+from kvdoctor.model.view import GraphView
 
 NODES = 100_000
-"""Nodes that the abstract runs of one stack compute, at most: two to three seconds."""
+"""Nodes that the abstract runs of one stack compute: about a second. More where its graphs are large (`LOOP_CALLS`)."""
 
-LARGEST = 16_000
-"""Nodes of the graphs of a stack, at most: of a larger one no loop would come to its end."""
+LARGE = 16_000
+"""Nodes of the graphs of a stack from which on a loop has fewer steps, so that it comes to its end."""
+
+LARGEST = 30_000
+"""Nodes of the graphs of a stack, at most: an inspection of so many takes three seconds, half of them for the runs."""
+
+LOOP_CALLS, SEARCH_CALLS = 5, 6
+"""Times that the nodes of a large stack are computed: the calls of a short loop, and of the search for a cause."""
 
 MOST_FED = 1 << 24
 """Elements of the inputs by their declared sizes, at most: a loop copies large buffers at each step."""
 
-STEPS = 5
-"""Steps of a loop, the prefill included."""
+STEPS, FEW_STEPS = 5, 3
+"""Steps of a loop, the prefill included; the second number is that of large graphs."""
 
 FEATURES: tuple[Axis, ...] = ("kv_heads", "head_dim", "hidden", "vocabulary", "channels", "state")
 """Axes of which one number stands for all elements."""
@@ -236,10 +244,16 @@ def _digest_call(graph: AbstractGraph, feeds: Mapping[str, Abstract]) -> bytes:
     return digest.digest()
 
 
-def run_abstractly(context: ContractContext, nodes: int = NODES) -> tuple[Run, ...]:
+def run_abstractly(context: ContractContext) -> tuple[Run, ...]:
     """The experiments that could be carried out on a stack, as far as the budget of nodes goes."""
     contract = replace(context.contract, exactness="float")
-    graphs = _open_graphs(context, contract, Budget(nodes)) if _count_fed(contract) <= MOST_FED else {}
+    files = {file.name: file for file in context.stack.files.values()}
+    wanted = dict.fromkeys(contract.graph(phase).file for phase in ("prefill", "decode"))
+    views = {name: (files[name].view, files[name].path) for name in wanted if name in files}
+    size = sum(sum(view.operators.values()) for view, _ in views.values() if view is not None)
+    fits = len(views) == len(wanted) and size <= LARGEST and _count_fed(contract) <= MOST_FED
+    budget = Budget(max(NODES, LOOP_CALLS * size))
+    graphs = _open_graphs(contract, views, budget) if fits else {}
     if not graphs:
         return ()
     steps: list[Step] = []
@@ -251,13 +265,16 @@ def run_abstractly(context: ContractContext, nodes: int = NODES) -> tuple[Run, .
     driver = AbstractDriver(context.stack.name, contract, graphs, 0, keep)
     runner = ExperimentRunner(driver, timed=False)
     found: list[Run] = []
-    for experiment in _choose(contract.usable_length, _has_rotary(graphs)):
+    steps_of_a_loop = STEPS if size <= LARGE else FEW_STEPS
+    for experiment in _choose(contract.usable_length, _has_rotary(graphs), steps_of_a_loop):
         if experiment.name in USES and any(run.outcome in ("failed", "differs") for run in _judged(found, context)):
             break
         steps.clear()
         try:
             run = runner.run(experiment)
             found.append(replace(run, steps=tuple(steps), node=driver.failed if run.outcome == "failed" else None))
+            if run.experiment in LOOPS and not experiment.explains and run.outcome in ("failed", "differs"):
+                budget.left = max(budget.left, SEARCH_CALLS * size)
         except TooMuchWork:
             break
         except (Undecided, NothingToRun, ValueError, KeyError, IndexError, MemoryError):
@@ -279,22 +296,20 @@ def _judged(runs: list[Run], context: ContractContext) -> list[Run]:
     return held or [run for run in runs if run.experiment == "plain-loop"] if context.emptied_slots else runs[:1]
 
 
-def _open_graphs(context: ContractContext, contract: CacheContract, budget: Budget) -> dict[str, AbstractGraph]:
-    files = {file.name: file for file in context.stack.files.values()}
-    wanted = dict.fromkeys(contract.graph(phase).file for phase in ("prefill", "decode"))
-    views = {name: files[name].view for name in wanted if name in files}
-    if len(views) < len(wanted):
+def _open_graphs(
+    contract: CacheContract, views: Mapping[str, tuple[GraphView | None, Path]], budget: Budget
+) -> dict[str, AbstractGraph]:
+    """The graphs of a stack by file, with their views and paths; none where one of them cannot be run."""
+    read = {name: (view, path) for name, (view, path) in views.items() if view is not None}
+    if len(read) < len(views) or any(view.model.functions for view, _ in read.values()):
         return {}
-    models = {name: view.model for name, view in views.items() if view is not None}
-    if sum(sum(view.operators.values()) for view in views.values() if view is not None) > LARGEST:
-        return {}
-    if len(models) < len(wanted) or any(model.functions for model in models.values()):
-        return {}
-    shared = _find_shared_weights(models)
-    tables = {name: read_tables(files[name].graph, files[name].path) for name in models}
+    shared = _find_shared_weights({name: view.model for name, (view, _) in read.items()})
     presents = {slot.present for slot in contract.slots} | {slot.filled_by for slot in contract.slots}
     returned = tuple(sorted(filter(None, presents)))
-    return {name: AbstractGraph(model, shared, budget, returned, tables[name]) for name, model in models.items()}
+    return {
+        name: AbstractGraph(view, shared, budget, returned, read_tables(view, path))
+        for name, (view, path) in read.items()
+    }
 
 
 def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:
@@ -308,7 +323,9 @@ def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:
     graph = next(iter(models.values())).graph
     names = frozenset(tensor.name for tensor in graph.initializer)
     for node in graph.node:
-        bodies = [body for body in subgraphs(node) if node.op_type == "If"]
+        if node.op_type != "If":
+            continue
+        bodies = list(subgraphs(node))
         read = [{name for inner in nodes_in(body.node) for name in inner.input} for body in bodies]
         one_alone = set.union(*read) - set.intersection(*read) if read else set()
         names -= one_alone
@@ -327,12 +344,11 @@ def _has_rotary(graphs: Mapping[str, AbstractGraph]) -> bool:
 
     One number in place of a vector cannot show that: padding that moves all positions alike would look wrong.
     """
-    nodes = (node for graph in graphs.values() for node in nodes_in(graph.model.graph.node))
-    return any(node.op_type in ROTARY for node in nodes)
+    return any(kind in graph.view.operators for graph in graphs.values() for kind in ROTARY)
 
 
-def _choose(limit: int | None, rotary: bool) -> Iterator[Experiment]:
-    """The experiments of an abstract run, in its order."""
+def _choose(limit: int | None, rotary: bool, steps: int) -> Iterator[Experiment]:
+    """The experiments of an abstract run, in its order, with so many steps of a loop."""
     every = by_name()
     left_out: tuple[str, ...] = ("left-padding",) if rotary else ()
     long = limit is None or limit > LONGEST
@@ -340,4 +356,4 @@ def _choose(limit: int | None, rotary: bool) -> Iterator[Experiment]:
     for name in (*LOOPS, *USES):
         if name in every and name not in left_out:
             short = name.endswith("-loop")
-            yield replace(every[name], scenario=replace(every[name].scenario, steps=STEPS)) if short else every[name]
+            yield replace(every[name], scenario=replace(every[name].scenario, steps=steps)) if short else every[name]

@@ -13,8 +13,9 @@ from kvdoctor.analysis.abstract_run.reading import Reading
 from kvdoctor.analysis.abstract_run.shaping import SHAPING
 from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, read_tensor
 from kvdoctor.decode.calls import Array
-from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import STANDARD, constant_tensor, nodes_in, producers, subgraphs
+from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
+from kvdoctor.model.traverse import STANDARD, constant_tensor, producers, subgraphs
+from kvdoctor.model.view import GraphView
 
 CONTRIB = "com.microsoft"
 Rule = Callable[[Reading], Abstract | list[Abstract]]
@@ -62,7 +63,7 @@ class AbstractGraph:
     of large tables alone: layers may have equal ones.
     """
 
-    model: ModelProto
+    view: GraphView
     names: frozenset[str]
     budget: Budget
     presents: tuple[str, ...] = ()
@@ -76,8 +77,8 @@ class AbstractGraph:
 
     def __post_init__(self) -> None:
         """Find out whether equal calls may have different answers."""
-        self.returned = frozenset(_find_returned(self.model.graph, self.presents))
-        self.random_used = any(node.op_type in RANDOM for node in nodes_in(self.model.graph.node))
+        self.returned = frozenset(_find_returned(self.view.model.graph, self.presents))
+        self.random_used = any(kind in self.view.operators for kind in RANDOM)
 
     def run(self, feeds: Mapping[str, Abstract]) -> dict[str, Abstract]:
         """The outputs for some feeds.
@@ -87,8 +88,8 @@ class AbstractGraph:
             TooMuchWork: the budget is used up.
         """
         with np.errstate(all="ignore"):
-            values = self._compute(self.model.graph, dict(feeds), {})
-        return {value.name: values.get(value.name, UNKNOWN) for value in self.model.graph.output}
+            values = self._compute(self.view.model.graph, dict(feeds), {})
+        return {value.name: values.get(value.name, UNKNOWN) for value in self.view.model.graph.output}
 
     def _compute(
         self, graph: GraphProto, values: dict[str, Abstract], outer: Mapping[str, Abstract]

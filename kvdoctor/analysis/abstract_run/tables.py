@@ -16,7 +16,7 @@ from kvdoctor.errors import UnreadableError
 from kvdoctor.model.external_data import is_external
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.skeleton import payload_left_out
-from kvdoctor.model.traverse import STANDARD, nodes_in
+from kvdoctor.model.traverse import STANDARD
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView
 from kvdoctor.model.weights import Weight, find_weights, list_tensors
 
@@ -76,9 +76,12 @@ def _find_tables(view: GraphView) -> dict[str, TensorProto]:
             found[name] = tensor
     if not found:
         return {}
-    nodes = nodes_in(view.model.graph.node)
-    others = {name for node in nodes if not _takes(node.op_type, node.domain) for name in node.input}
-    chosen = {name: tensor for name, tensor in found.items() if name not in others | repeated}
+    others = repeated
+    for scope in view.scopes():
+        for node in scope.graph.node:
+            if not _takes(node.op_type, node.domain):
+                others.update(name for name in node.input if name in found)
+    chosen = {name: tensor for name, tensor in found.items() if name not in others}
     return chosen if sum(map(_count_bytes, chosen.values())) <= MOST_READ else {}
 
 
