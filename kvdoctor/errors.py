@@ -66,7 +66,9 @@ def _escape(character: str) -> str:
         return f"\\{character}" if character in "'\\" else character
     if character == "\n":
         return r"\n"
-    return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogateescape"))
+    a_byte = "\udc80" <= character <= "\udcff"  # of a name that is no UTF-8
+    encoded = character.encode("utf-8", "surrogateescape" if a_byte else "surrogatepass")
+    return "".join(f"\\{byte:03o}" for byte in encoded)
 
 
 def as_argument(text: str, windows: bool = os.name == "nt") -> str:

@@ -195,3 +195,7 @@ def test_lists_are_wrapped_at_the_width_of_a_terminal(command: str) -> None:
     assert process.returncode == 0
     assert len(lines) > 5
     assert [line for line in lines if len(line) > 80] == []
+
+
+def test_text_that_is_no_path_at_all_is_quoted_as_well() -> None:
+    assert as_argument("\ud800\0", windows=False) == r"$'\355\240\200\000'"
