@@ -7,6 +7,7 @@ contract is not complete, name the fault, or rightly find the model healthy.
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -394,8 +395,11 @@ def test_the_command_line_says_what_the_fixtures_expect(name: str, tmp_path: Pat
 
 
 def test_a_cache_of_batch_times_heads_says_where_their_number_belongs(tmp_path: Path) -> None:
-    healthy = load_all()["layout-bloom-transposed-healthy"].write(tmp_path)
-    assert not [f for f in inspect(str(healthy)).findings if f.name == "contract-unknown"]
+    """Where neither a config nor the graph gives it: no number of heads agrees with this faulty shape."""
+    healthy = load_all()["layout-bloom-transposed-healthy"]
+    text = healthy.files["model.onnx"].replace("int64[1] heads = {2}", "int64[1] heads = {3}")
+    folder = replace(healthy, files={**healthy.files, "model.onnx": text}).write(tmp_path)
+    assert not [f for f in inspect(str(folder)).findings if f.name == "contract-unknown"]
     (tmp_path / "config.json").unlink()
-    (found,) = (f for f in inspect(str(healthy)).findings if f.name == "contract-unknown")
+    (found,) = (f for f in inspect(str(folder)).findings if f.name == "contract-unknown")
     assert "add num_attention_heads to config.json" in found.repair.text

@@ -174,7 +174,7 @@ def test_what_is_joined_in_a_present_is_cut_out_of_the_past_again() -> None:
     model.ParseFromString(
         helper.make_model(helper.make_graph(nodes, "joined", ports[:3], outputs, [halves])).SerializeToString()
     )
-    graph = AbstractGraph(model, frozenset(), Budget(NODES), ("present",))
+    graph = AbstractGraph(GraphView(model), frozenset(), Budget(NODES), ("present",))
     new = {name: collapse(np.full((1, 2, 8), number), (True, True, False)) for name, number in (("k", 2), ("v", 3))}
     first = graph.run({"past": collapse(np.zeros((1, 0, 16)), (True, True, False)), **new})["present"]
     assert first.array()[0, 0].tolist() == [2.0] * 8 + [3.0] * 8

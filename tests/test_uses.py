@@ -194,4 +194,4 @@ def test_a_control_without_effect_is_named_once(tmp_path: Path) -> None:
     report = step_test(str(replace(decoder, files=files).write(tmp_path)))
     (run,) = (run for run in report.runs if run.experiment == "left-padding")
     assert [control.visible for control in run.controls] == [False, False]
-    assert run.reason == "no power: a mask without the padding does not change the logits more than their noise"
+    assert run.reason == "control failed: a mask without the padding does not change the logits more than their noise"

@@ -14,6 +14,7 @@ Repair: rename the inputs and outputs, or write the loop by the contract.
 
 import re
 from collections.abc import Iterator
+from itertools import takewhile
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.context import ContractContext
@@ -94,18 +95,20 @@ def _find_another_order(context: ContractContext, contract: CacheContract) -> It
 
 
 def _is_told_by_names(slots: list[Slot]) -> bool:
-    """Whether each past has more words and numbers in common with its own present than with any other."""
-    words = {
-        name: {*re.findall(r"[a-z]+|[0-9]+", name.lower())}
-        for slot in slots
-        for name in (slot.past, slot.present or "")
-    }
+    """Whether each past has more in common with the name of its own present than with that of any other."""
     return all(
-        len(words[slot.past] & words[slot.present or ""]) > len(words[slot.past] & words[other.present or ""])
+        _in_common(slot.past, slot.present or "") > _in_common(slot.past, other.present or "")
         for slot in slots
         for other in slots
         if other is not slot
     )
+
+
+def _in_common(past: str, present: str) -> tuple[int, int]:
+    """The number of words and numbers that two names share, and of letters that both begin with: `h` and `hn`."""
+    words, others = ({*re.findall(r"[a-z]+|[0-9]+", name.lower())} for name in (past, present))
+    begin = takewhile(lambda pair: pair[0] == pair[1], zip(past, present, strict=False))
+    return len(words & others), len(list(begin))
 
 
 def _fits(slot: Slot, other: Slot) -> bool:
