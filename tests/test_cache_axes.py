@@ -1,5 +1,6 @@
 """The axes and sizes of a cache, as the graph shows them: where it is taken apart, and what is joined to it."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,9 +198,85 @@ def test_a_number_of_heads_that_the_graph_does_not_show_is_missing(tmp_path: Pat
     assert "number of heads" in contract.missing[0].reason
 
 
+@pytest.mark.parametrize("hidden", ["", "of_queries"])
+def test_the_graph_decides_on_the_number_of_heads_of_a_config_and_of_an_unnamed_axis(
+    hidden: str, tmp_path: Path
+) -> None:
+    """A config has the number of heads of the queries, and an axis without the word heads may count them."""
+    text = BLOOM.files["model.onnx"].replace("batch_size * num_heads", "batch_size * num_heads" if hidden else "rows")
+    files = {
+        "model.onnx": text,
+        "config.json": BLOOM.files["config.json"].replace('"n_head": 2', '"head_dim": 4, "n_head": 4'),
+    }
+    report = step_test(str(replace(BLOOM, files=files if hidden else {"model.onnx": text}).write(tmp_path)))
+    contract = report.stacks[0].contract
+    assert contract is not None
+    assert (contract.heads, {slot.axes[0] for slot in contract.slots}) == (2, {"batch_heads"})
+    assert not report.findings
+    assert report.verdict == "healthy", report.not_checked
+
+
+CROSS = load_all()["layout-cross-given-healthy"]
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_cross_attention_caches_have_rows_of_batch_times_heads(fault: bool, tmp_path: Path) -> None:
+    text = _in_rows(CROSS.files["decoder.onnx"])
+    report = step_test(
+        str(replace(CROSS, files={"model.onnx": _without_offset(text) if fault else text}).write(tmp_path))
+    )
+    contract = report.stacks[0].contract
+    assert contract is not None
+    assert (contract.heads, {slot.axes[0] for slot in contract.slots}) == (2, {"batch_heads"})
+    assert [finding.code for finding in report.findings] == (["KV315"] if fault else [])
+    assert report.verdict == ("unhealthy" if fault else "healthy"), report.not_checked
+
+
+def _in_rows(text: str) -> str:
+    """Caches [batch * heads, length, 4] around a graph whose caches are [batch, 2, length, 4]."""
+    head, body = text.split("{\n", 1)
+    head = re.sub(r"float\[batch_size, 2, (.*), 4\]", r'float["batch_size * heads", \1, 4]', head)
+    head = head.replace(
+        "int64[2] heads_and_rows",
+        "int64[1] two = {2}, int64[1] four = {4}, int64[1] rest = {-1}, int64[2] heads_and_rows",
+    )
+    pasts = sorted(set(re.findall(r'"past_key_values[^"]*"', head)))
+    body = re.sub(r'"((?:past_key_values|present)[^"]*)"', r'"heads.\1"', body)
+    body = body.replace(*PAST_LENGTH)
+    begin = ["batch = Shape <end = 1> (input_ids)", "frames = Shape <start = 1> (encoder_attention_mask)"]
+    begin.append('past = Shape <start = 1, end = 2> ("past_key_values.0.decoder.key")')
+    for kind, length in (("decoder", "past"), ("encoder", "frames")):
+        begin.append(f"{kind}_shape = Concat <axis = 0> (batch, two, {length}, four)")
+    begin += [f'"heads.{past[1:]} = Reshape <allowzero = 1> ({past}, {past.split(".")[2]}_shape)' for past in pasts]
+    end = ["rows_shape = Concat <axis = 0> (rest, total, four)"]
+    end += [
+        f'"{name}" = Reshape ("heads.{name}", rows_shape)'
+        for name in (past[1:-1].replace("past_key_values", "present") for past in pasts)
+        if ".decoder." in name
+    ]
+    return head + "{\n" + "\n".join([*begin, body.rstrip().removesuffix("}"), *end]) + "\n}\n"
+
+
+PAST_LENGTH = ('  past = Shape <start = 2, end = 3> ("heads.past_key_values.0.decoder.key")\n', "")
+
+
+@pytest.mark.parametrize("name", ["past", "past_length"])
+def test_the_length_is_the_axis_that_is_named_so(name: str) -> None:
+    """Where the graph does not show it: tokens may be the first axis, in front of the batch."""
+    assert slot_axes((name, "batch", 16), "self-attention", "grow", None, None) == ("past", "batch", "head_dim")
+    assert slot_axes(("batch", name, 16), "self-attention", "grow", None, None) == ("batch", "past", "head_dim")
+
+
+def test_one_sequence_of_one_head_has_no_batch(tmp_path: Path) -> None:
+    """Its cache [1, past, width] looks like a batch of 1, and its logits [tokens, vocabulary] do not."""
+    text = ONE_SEQUENCE.replace("[2, ", "[1, ").replace("[8, 2, 4]", "[8, 1, 4]")
+    report = step_test(str(replace(PARTS, files={"model.onnx": text}).write(tmp_path)))
+    assert not report.findings
+    assert "has a batch axis" in report.not_checked[0].reason
+
+
 def _without_offset(text: str) -> str:
     """The causal mask begins at the first entry of the past, wherever the new tokens are."""
     assert "offset = Squeeze (past)" in text
-    return text.replace("offset = Squeeze (past)", "offset = Squeeze (none)").replace(
-        "int64 along = {1},", "int64 along = {1}, int64[1] none = {0},"
-    )
+    text = text.replace("offset = Squeeze (past)", "offset = Squeeze (none)")
+    return text.replace("int64[2] heads_and_rows", "int64[1] none = {0}, int64[2] heads_and_rows")

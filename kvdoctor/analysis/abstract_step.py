@@ -34,13 +34,16 @@ class AbstractStep:
         """
         # Loaded here, with numpy: hardly any model comes to this question.
         from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, exactly
-        from kvdoctor.decode.calls import Past, Scenario, as_array
+        from kvdoctor.decode.calls import Encoded, Past, Scenario, as_array
         from kvdoctor.decode.feeds import FeedBuilder
+        from kvdoctor.decode.inputs import synthetic_cross_caches, synthetic_encoder_states
 
         if contract.graph("decode").stages or self.decode.graph.model.functions:
             return False
         rows = contract.fixed_batch or SEQUENCES
-        builder = FeedBuilder(contract, Scenario(batch=rows, prompt=PAST, steps=TOKENS + 1))
+        scenario = Scenario(batch=rows, prompt=PAST, steps=TOKENS + 1)
+        encoded = Encoded(synthetic_encoder_states(contract, scenario), synthetic_cross_caches(contract, scenario))
+        builder = FeedBuilder(contract, scenario, encoded)
         past = Past({slot.past: builder.placeholder(slot, PAST) for slot in contract.slots}, PAST)
         try:
             fed = {name: as_array(value) for name, value in builder.decode(PAST, PAST + TOKENS, past).feeds.items()}
@@ -49,7 +52,7 @@ class AbstractStep:
         except (CannotRun, TooMuchWork, ValueError, KeyError):
             return False
         returned = {name: value.shape for name, value in found.items() if value.shape is not None}
-        expected = dict(_expect_presents(contract))
+        expected = dict(_expect_presents(contract, rows))
         return bool(expected) and all(returned.get(name) == shape for name, shape in expected.items())
 
     @cached_property
@@ -59,11 +62,11 @@ class AbstractStep:
         return AbstractGraph(self.decode.graph, frozenset(), Budget(MOST_NODES))
 
 
-def _expect_presents(contract: CacheContract) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _expect_presents(contract: CacheContract, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The shape of each present behind a step on a past that grows."""
     sizes: dict[Axis, int] = {
-        "batch": SEQUENCES,
-        "batch_heads": SEQUENCES * (contract.heads or 1),
+        "batch": rows,
+        "batch_heads": rows * (contract.heads or 1),
         "past": PAST + TOKENS,
     }
     for slot in contract.growing:

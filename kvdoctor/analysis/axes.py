@@ -128,7 +128,10 @@ def _length_meaning(shape: tuple[Dim, ...], ruled: tuple[Axis, ...], kind: SlotK
 
 
 def _likely_length(shape: tuple[Dim, ...]) -> int:
-    """The axis that most likely counts tokens: the first after the batch whose size is no number."""
+    """The axis that most likely counts tokens: the one named so, else the first after the batch that is no number."""
+    named = [i for i, size in enumerate(shape) if isinstance(size, str) and "past" in size.lower()]
+    if len(named) == 1:
+        return named[0]
     rank = len(shape)
     usual = rank - 2 if rank != 3 else 1
     open_axes = [i for i in range(1, rank) if not isinstance(shape[i], int)]

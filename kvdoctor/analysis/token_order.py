@@ -23,7 +23,10 @@ def order_tokens(contract: CacheContract, decode: OnnxFile) -> CacheContract:
         return contract
     if _names_batch_second(port, contract) and not AbstractStep(decode).returns_caches(contract):
         return _put_time_first(contract, port)
-    if _takes_one_sequence(port, contract) and not AbstractStep(decode).returns_caches(contract):
+    # One head and one sequence look alike: logits for each token are those of one sequence.
+    if _takes_one_sequence(port, contract) and (
+        _has_logits_of(port, contract) or not AbstractStep(decode).returns_caches(contract)
+    ):
         return _leave_batch_out(contract, port)
     return contract
 
@@ -42,6 +45,12 @@ def _takes_one_sequence(port: Port, contract: CacheContract) -> bool:
     if port.axes != ("new",) or isinstance((port.shape or (1,))[0], int):
         return False
     return bool(contract.growing) and all(_is_headless(slot) for slot in contract.slots)
+
+
+def _has_logits_of(tokens: Port, contract: CacheContract) -> bool:
+    """Whether the logits [all tokens, vocabulary] have the one axis of the tokens in front."""
+    logits = contract.graph("decode").port("logits")
+    return logits is not None and len(logits.shape or ()) == 2 and (logits.shape or ())[:1] == tokens.shape
 
 
 def _is_headless(slot: Slot) -> bool:

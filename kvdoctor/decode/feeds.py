@@ -105,9 +105,9 @@ class FeedBuilder:
     def rows(self, order: Sequence[int]) -> "FeedBuilder":
         """A builder for some rows of the batch, in that order; a row may occur twice."""
         states = None if self.encoded.states is None else self.encoded.states[list(order)]
-        batched = {s.filled_by: s.axes.index("batch") for s in self.contract.slots if "batch" in s.axes}
+        filled = {slot.filled_by: slot for slot in self.contract.slots}
         outputs = {
-            name: np.take(array, order, axis=batched[name]) if name in batched else array
+            name: self._take_rows(filled[name], array, order) if name in filled else array
             for name, array in self.encoded.outputs.items()
         }
         scenario = replace(self.scenario, batch=len(order))
@@ -147,13 +147,17 @@ class FeedBuilder:
         """The past of some rows of the batch, in that order: what a beam search feeds."""
         moved: dict[str, Any] = dict(past)
         for slot in self.contract.slots:
-            value = as_array(past[slot.past])
-            if "batch" in slot.axes:
-                moved[slot.past] = np.take(value, order, axis=slot.axes.index("batch"))
-            elif "batch_heads" in slot.axes:
-                at, heads = slot.axes.index("batch_heads"), self.contract.heads or 1
-                moved[slot.past] = np.take(value, [r * heads + h for r in order for h in range(heads)], axis=at)
+            moved[slot.past] = self._take_rows(slot, as_array(past[slot.past]), order)
         return Past(moved, past.length)
+
+    def _take_rows(self, slot: Slot, array: Array, order: Sequence[int]) -> Array:
+        """The entries of some rows of the batch in a slot's tensor; all where it has no axis of rows."""
+        if "batch" in slot.axes:
+            return np.take(array, order, axis=slot.axes.index("batch"))
+        if "batch_heads" in slot.axes:
+            at, heads = slot.axes.index("batch_heads"), self.contract.heads or 1
+            return np.take(array, [row * heads + head for row in order for head in range(heads)], axis=at)
+        return array
 
     def reference(self, stop: int | None = None) -> Call:
         """The first `stop` tokens (all of them) in one call without a cache."""

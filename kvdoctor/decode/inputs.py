@@ -323,7 +323,8 @@ def synthetic_encoder_states(contract: CacheContract, scenario: Scenario) -> Arr
 def synthetic_cross_caches(contract: CacheContract, scenario: Scenario) -> dict[str, Array]:
     """Noise in place of the caches that an encoder would make, by the name of its output."""
     rng = np.random.default_rng(scenario.seed + 2)
-    sizes: dict[Axis, int] = {"batch": scenario.batch, "encoder": scenario.encoder}
+    rows = scenario.batch
+    sizes: dict[Axis, int] = {"batch": rows, "batch_heads": rows * (contract.heads or 1), "encoder": scenario.encoder}
     made = {}
     for slot in contract.slots:
         if slot.filled_in == "encode" and slot.filled_by is not None:
