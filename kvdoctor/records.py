@@ -151,7 +151,7 @@ def _checked(holds: Callable[[Any], bool], wanted: str) -> Callable[[Any], Any]:
 
 
 def _mismatch(wanted: str, data: Any) -> _Unfit:
-    return _Unfit(f"expected {wanted}, got {repr(data)[:200]}")
+    return _Unfit(f"got {repr(data)[:200]}, expected {wanted}")
 
 
 def _list_reviver(item: Any, newer: bool) -> Callable[[Any], Any]:

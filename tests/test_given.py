@@ -128,6 +128,14 @@ BAD: dict[str, tuple[Edit, str]] = {
         lambda d: d["stacks"]["decoder"]["slots"][0].update(filled_by=None),
         "slot 'past_key_values.0.key' has no 'filled_by'; write the output of the first step that fills it",
     ),
+    "no slots": (
+        lambda d: d["stacks"]["decoder"].pop("slots"),
+        "the contract has entries missing; write 'slots': one entry for each past input; an empty list",
+    ),
+    "a role that is none": (
+        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(role="constant"),
+        "graphs.decoder.inputs[0].role: got 'constant', expected 'token_ids' or",
+    ),
     "entries of a slot left out": (
         lambda d: [d["stacks"]["decoder"]["slots"][1].pop(entry) for entry in ("present", "carry")],
         "slots[1] ('past_key_values.0.value') has entries missing; write 'present': the output of a decode step",

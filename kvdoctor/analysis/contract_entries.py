@@ -8,6 +8,15 @@ from typing import Any
 
 from kvdoctor.contract import CacheContract, Slot
 
+OF_STACK = {
+    "layout": "a name for the layout, such as unnamed-decoder-only",
+    "graphs": "the graphs of the stack, with their inputs and outputs",
+    "phases": "the graph that serves each of prefill and decode",
+    "slots": "one entry for each past input; an empty list where there is none",
+    "first_step": "what the first step is fed, such as zero-length",
+}
+"""The entries that a contract needs."""
+
 OF_SLOT = {
     "kind": "what it holds, such as self-attention",
     "layer": "the number of its layer, or null where one tensor has all layers",
@@ -33,7 +42,8 @@ OF_PORT = {
 
 
 def find_absent_entries(stack: Mapping[str, Any]) -> Iterator[str]:
-    """Find entries that the slots and ports of a stack lack, as the file has them; other types are passed over."""
+    """Find entries that a stack, its slots and its ports do not have in the file; other types are passed over."""
+    yield from _find_absent(stack, OF_STACK, "the contract", None)
     for index, slot in enumerate(_objects(stack.get("slots"))):
         yield from _find_absent(slot, OF_SLOT, f"slots[{index}]", slot.get("past"))
     graphs = stack.get("graphs")

@@ -111,7 +111,7 @@ def _revive(entry: dict[str, Any], at: str) -> CacheContract:
     try:
         return from_plain(CacheContract, entry)
     except ValueError as error:
-        raise UsageError(f"{at}: {error}") from None
+        raise UsageError(f"{at}: {str(error).removeprefix('CacheContract').removeprefix('.')}") from None
 
 
 def _add_proofs(given: CacheContract, read: CacheContract) -> CacheContract:
