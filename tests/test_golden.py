@@ -5,6 +5,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.graph_faults import broken
 from support.isolated import EXPORTS, kvdoctor
 from support.text_fixtures import load_all
 
-from kvdoctor.decode.golden import GoldenWalk, checksum_draws, find_difference, pack, unpack
+from kvdoctor.decode.golden import GoldenWalk, checksum_draws, correlate, find_difference, pack, unpack
 from kvdoctor.decode.paired_walks import Walk
 from kvdoctor.diagnose.golden import render_golden
 
@@ -400,3 +401,26 @@ def other_weights(folder: Path) -> Path:
         tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float32), tensor.name))
 
     return broken("gpt2", "model.onnx", operate, folder)
+
+
+def test_a_vocabulary_of_fewer_tokens_than_are_kept(tmp_path: Path) -> None:
+    decoder = load_all()["decoder-only-healthy"]
+    text = decoder.files["model.onnx"].replace("float[8, 16] w_logits", "float[8, 3] w_logits")
+    text = text.replace("16] logits", "3] logits").replace("float[16, 8] w_tokens", "float[3, 8] w_tokens")
+    model = replace(decoder, files={"model.onnx": text}).write(tmp_path)
+    done = kvdoctor("record", model, "-o", tmp_path / "golden.npz")
+    assert done.returncode == 0, done.stderr
+    assert compare(model, tmp_path / "golden.npz")[0] == 0
+
+
+@pytest.mark.parametrize(("hidden", "expected"), [((0,), 1.0), ((1,), 0.0)])
+def test_the_correlation_leaves_out_what_both_rule_out(hidden: tuple[int, ...], expected: float) -> None:
+    """Tokens at -inf say nothing of the others, but others at -inf are another model."""
+
+    def walk_of(ruled_out: tuple[int, ...]) -> GoldenWalk:
+        logits = np.arange(2.0 * 8, dtype=np.float32).reshape(2, 8)
+        logits[:, list(ruled_out)] = -np.inf
+        top = np.zeros((2, 5), np.int32)
+        return GoldenWalk(Walk(1, 4, (1,)), np.zeros((1, 5), np.int64), logits, np.ones(2, np.float32), top, {}, {})
+
+    assert correlate(walk_of((0,)), walk_of(hidden)) == expected

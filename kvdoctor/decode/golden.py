@@ -76,6 +76,7 @@ def digest(walk: Walk, tokens: Array, logits: Array, last: Answer, contract: Cac
     samples = np.stack([take_sample(row) for row in logits]).astype(np.float32)
     # The head may be padded to more rows than there are tokens.
     top = np.argsort(-logits[:, : contract.vocabulary], axis=-1, kind="stable")[:, :TOP].astype(np.int32)
+    top = np.pad(top, ((0, 0), (0, TOP - top.shape[1])), mode="edge")  # of a vocabulary of fewer tokens
     caches, spreads = {}, {}
     for slot in contract.of_kind("self-attention"):
         name = slot.present if walk.pieces else slot.filled_by
@@ -152,10 +153,16 @@ def measure_worst(mine: GoldenWalk, golden: GoldenWalk) -> float:
 
 
 def correlate(mine: GoldenWalk, golden: GoldenWalk) -> float:
-    """The correlation of the samples of the logits, as a mean over the calls; 0 where they are not finite."""
+    """The correlation of the samples of the logits, as a mean over the calls; 0 where others are infinite, or NaN.
+
+    Tokens that both rule out (-inf) are left out.
+    """
     found = []
     for _, here, there in _pair_calls(mine, golden):
         one, other = (values.astype(np.float64) for values in (mine.logits[here], golden.logits[there]))
+        if not np.array_equal(np.isneginf(one), np.isneginf(other)):
+            return 0.0
+        one, other = one[~np.isneginf(one)], other[~np.isneginf(other)]
         one, other = one - one.mean(), other - other.mean()
         with np.errstate(all="ignore"):
             found.append(float((one * other).sum() / np.sqrt((one**2).sum() * (other**2).sum())))
