@@ -1,5 +1,6 @@
 """Masks that a graph stores as large tables: what an inspection derives from them, and which tensors it reads."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,49 @@ def test_a_table_beside_the_model_is_read(tmp_path: Path) -> None:
     assert predicted(faulty) == ["mask-not-offset"]
     (tmp_path / "faulty" / "weights.bin").unlink()
     assert predicted(faulty) == []
+
+
+# --- masks whose numbers are not known -------------------------------------------------------------------------------
+
+DISTANCE = np.arange(LONGEST)[:, None] - np.arange(LONGEST)
+UNREAD = {
+    "three values": np.where(DISTANCE < 0, -1e9, np.where(DISTANCE < 4, 0, -0.5)),
+    "a relative bias": np.where(DISTANCE < 0, -1e9, -0.3 * np.log1p(np.maximum(DISTANCE, 0))),
+    "a slope for each head": np.stack([np.where(DISTANCE < 0, -1e9, -slope * DISTANCE) for slope in (0.5, 0.1)])[None],
+}
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+def test_a_table_that_is_not_read_may_hide_later_tokens(kind: str, tmp_path: Path) -> None:
+    """The number that stands for such a table hides nothing."""
+    healthy = write_bias(tmp_path, UNREAD[kind])
+    assert predicted(healthy) == []
+    assert step_test(healthy).verdict == "healthy"
+
+
+def test_a_mask_that_is_read_and_hides_no_later_token_is_found(tmp_path: Path) -> None:
+    assert predicted(write_bias(tmp_path / "healthy", np.where(CAUSAL, 0, -1e9))) == []
+    assert predicted(write_bias(tmp_path / "faulty", np.where(CAUSAL.T, 0, -1e9))) == ["not-causal"]
+
+
+def test_a_table_of_distances_hides_no_fault_of_a_mask_beside_it(tmp_path: Path) -> None:
+    table = -0.3 * np.log1p(np.abs(DISTANCE))
+    assert predicted(write_bias(tmp_path / "healthy", table, ["ones", "offset"])) == []
+    assert predicted(write_bias(tmp_path / "faulty", table, ["ones"])) == ["mask-not-offset"]
+
+
+def write_bias(folder: Path, table: np.ndarray, masked: Sequence[str] = ()) -> str:
+    """The healthy decoder, whose scores have a part of a float table added: in place of its mask, or beside Trilu."""
+    path = write(folder, table.astype(np.float32))
+    model = onnx.load(folder / "model.onnx")
+    nodes = {node.output[0]: node for node in model.graph.node}
+    mask = helper.make_node("Trilu", masked, ["causal"], upper=0)
+    nodes["causal"].CopyFrom(mask if masked else helper.make_node("Identity", ["ones"], ["causal"]))
+    nodes["bias"].output[0] = "padding"
+    place = list(model.graph.node).index(nodes["bias"]) + 1
+    model.graph.node.insert(place, helper.make_node("Add", ["padding", "cut"], ["bias"]))
+    onnx.save(model, folder / "model.onnx")
+    return path
 
 
 # --- which tensors are read -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ compute is left out: it shows faults, and never that there is none.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -28,9 +28,10 @@ from kvdoctor.contract import Axis, CacheContract, Port, Role
 from kvdoctor.decode.calls import Answer, Array, Call, Encoded, NothingToRun, Scenario, StepFailed, Value
 from kvdoctor.decode.experiment_run import ExperimentRunner
 from kvdoctor.decode.experiments import Experiment, by_name
+from kvdoctor.decode.experiments.determinism import gives_all_logits
 from kvdoctor.decode.inputs import synthetic_cross_caches
 from kvdoctor.decode.messages import Event, StepDone
-from kvdoctor.decode.runs import Node, ObservedTensor, Run, Step
+from kvdoctor.decode.runs import GENERAL_CAUSES, Node, ObservedTensor, Run, Step
 from kvdoctor.decode.stack_driver import Environment, StackDriver
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.proto import ModelProto
@@ -77,6 +78,9 @@ LOOPS = (
     *("why", "why-fed-back", "written-places"),
 )
 """The loops and what explains their differences. What follows is run only where they pass."""
+
+UNMASKED = ("not-causal", *GENERAL_CAUSES)
+"""Causes that a mask has as well which does not hide later tokens."""
 
 USES = (
     *("long-past", "why-long", "chunk", "why-chunk", "batch", "batch-rows", "why-batch"),
@@ -281,7 +285,22 @@ def run_abstractly(context: ContractContext) -> tuple[Run, ...]:
             if experiment.name == "plain-loop":
                 break
             continue
-    return tuple(found)
+    return tuple(_drop_unsure(found, contract, graphs.values()))
+
+
+def _drop_unsure(runs: list[Run], contract: CacheContract, graphs: Iterable[AbstractGraph]) -> list[Run]:
+    """The runs, but only those that fail where loops may differ because the numbers of a mask are unknown.
+
+    Where tokens see later ones, steps differ from one call, and entries change with the number of tokens behind them.
+    """
+    wrong = [run for run in runs if run.experiment in LOOPS and run.outcome == "differs"]
+    causes = {run.cause.name for run in wrong if run.cause is not None}
+    later = next((run for run in runs if run.experiment == "later-token"), None)
+    masked = later is not None and later.outcome == "passed" and gives_all_logits(contract) is None
+    explained = causes and not causes.intersection(UNMASKED)
+    if not wrong or masked or explained or not any(graph.may_hide() for graph in graphs):
+        return runs
+    return [run for run in runs if run.outcome == "failed"]
 
 
 def _count_fed(contract: CacheContract) -> int:

@@ -11,11 +11,13 @@ from kvdoctor.analysis.abstract_run.indexing import INDEXING
 from kvdoctor.analysis.abstract_run.products import PRODUCTS
 from kvdoctor.analysis.abstract_run.reading import Reading
 from kvdoctor.analysis.abstract_run.shaping import SHAPING
+from kvdoctor.analysis.abstract_run.unread_masks import may_hide
 from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, read_tensor
 from kvdoctor.decode.calls import Array
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import STANDARD, constant_tensor, producers, subgraphs
 from kvdoctor.model.view import GraphView
+from kvdoctor.model.weights import list_tensors
 
 CONTRIB = "com.microsoft"
 Rule = Callable[[Reading], Abstract | list[Abstract]]
@@ -90,6 +92,11 @@ class AbstractGraph:
         with np.errstate(all="ignore"):
             values = self._compute(self.view.model.graph, dict(feeds), {})
         return {value.name: values.get(value.name, UNKNOWN) for value in self.view.model.graph.output}
+
+    def may_hide(self) -> bool:
+        """Whether a mask may stand in a table whose numbers are not known: then a run sees more than the model does."""
+        unread = (name for name, tensor in list_tensors(self.view) if not self._read(name, tensor).exact)
+        return may_hide(self.view, unread)
 
     def _compute(
         self, graph: GraphProto, values: dict[str, Abstract], outer: Mapping[str, Abstract]
