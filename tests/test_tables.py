@@ -154,6 +154,18 @@ def write_bias(folder: Path, table: np.ndarray, masked: Sequence[str] = ()) -> s
     return path
 
 
+def test_windows_that_differ_by_head_are_followed_by_runs_alone(tmp_path: Path) -> None:
+    """One number stands for all heads: it tells masks that are the same for each."""
+    windows = np.stack([CAUSAL & ~np.tril(CAUSAL, -window) for window in (3, LONGEST)])[None]
+    healthy, faulty = write(tmp_path / "a", windows), write(tmp_path / "b", windows, "slice from the first")
+    assert predicted(healthy) == predicted(faulty) == []
+    assert step_test(healthy).verdict == "healthy"
+    assert "mask-not-offset" in [one.name for one in step_test(faulty).findings]
+    same = np.stack([CAUSAL, CAUSAL])[None]
+    assert predicted(write(tmp_path / "c", same)) == []
+    assert predicted(write(tmp_path / "d", same, "slice from the first")) == ["mask-not-offset"]
+
+
 # --- which tensors are read -------------------------------------------------------------------------------------------
 
 

@@ -53,9 +53,35 @@ def combine(values: Sequence[Abstract], compute: Compute) -> Abstract:
     exact = all(map(IS_EXACT, values))
     if not count:
         return Abstract(shape, np.zeros(shape, compute(*(np.ones(1, n.dtype) for n in numbers)).dtype), exact)
+    if not exact and _differs_by_head(values, shape):
+        return Abstract(shape)
     if count > MOST_ELEMENTS and size_of(np.broadcast_shapes(*(n.shape for n in numbers))) > MOST_ELEMENTS:
         return Abstract(shape)
     return Abstract(shape, np.asarray(compute(*numbers)), exact)
+
+
+def _differs_by_head(values: Sequence[Abstract], shape: tuple[int, ...]) -> bool:
+    """Whether exact numbers differ along an axis of heads, of which one number stands for all in another value.
+
+    Heads whose windows differ see the same in a short sequence: there they would be one number again, and in a longer
+    one as many as there are heads. Heads stand before the rows and columns of the scores.
+    """
+    for value in values:
+        data = value.data
+        if not value.exact or data is None or data.ndim < 3 or data.size < 2:
+            continue
+        for back in range(3, data.ndim + 1):
+            if data.shape[-back] > 1 and any(
+                other.data is not None
+                and other.data.ndim >= back
+                and other.data.shape[-back] == 1 < (other.shape or shape)[-back]
+                and not other.exact
+                for other in values
+            ):
+                first = data[(slice(None),) * (data.ndim - back) + (slice(0, 1),)]
+                if not bool((data == first).all()):
+                    return True
+    return False
 
 
 def _divide(left: Array, right: Array) -> Array:
