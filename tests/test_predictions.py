@@ -187,3 +187,47 @@ def test_what_is_joined_in_a_present_is_cut_out_of_the_past_again() -> None:
         assert second["all_k"].data.shape == (1, 4, 1)
         assert second["all_k"].data[0, :2, 0].tolist() == fed.array()[0, :, 0].tolist()
         assert second["present"].array()[:, :2].tolist() == fed.array().tolist()
+
+
+def test_parts_that_stand_behind_the_heads_are_no_fault(tmp_path: Path) -> None:
+    """One tensor of float[layers, batch, past, kv_heads, parts, head_dim], cut by a loop that takes steps back."""
+    for name, expected in {"decoder-only-healthy": [], "mask-not-offset": ["mask-not-offset"]}.items():
+        load_all()[name].write(tmp_path / name)
+        path = tmp_path / name / "model.onnx"
+        model = onnx.load(path)
+        stack_cache(model.graph)
+        onnx.save(model, path)
+        found = [one.name for one in inspect(str(path.parent)).findings if one.observed.startswith(UNSEEN)]
+        assert found == expected
+
+
+def stack_cache(graph: onnx.GraphProto) -> None:
+    """Put all keys and values of two layers into one tensor, the parts of an entry behind its heads."""
+    names = [f"{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
+    taken, joined = [], []
+    for number in (0, 1):
+        graph.initializer.append(numpy_helper.from_array(np.array(number), f"number{number}"))
+    for name in names:
+        layer, part = name.split(".")
+        past, present = f"past_key_values.{name}", f"present.{name}"
+        taken += [
+            helper.make_node("Gather", ["cache", f"number{layer}"], [f"{past} layer"], axis=0),
+            helper.make_node("Gather", [f"{past} layer", f"number{int(part == 'value')}"], [f"{past} part"], axis=3),
+            helper.make_node("Transpose", [f"{past} part"], [past], perm=[0, 2, 1, 3]),
+        ]
+        joined += [
+            helper.make_node("Transpose", [present], [f"{present} turned"], perm=[0, 2, 1, 3]),
+            helper.make_node("Unsqueeze", [f"{present} turned", "entry_axis"], [f"{present} part"]),
+        ]
+    graph.initializer.append(numpy_helper.from_array(np.array([0, 4]), "entry_axis"))
+    layers = [f"layer {layer} joined" for layer in (0, 1)]
+    for layer, output in enumerate(layers):
+        parts = [f"present.{layer}.{part} part" for part in ("key", "value")]
+        joined.append(helper.make_node("Concat", parts, [output], axis=4))
+    joined.append(helper.make_node("Concat", layers, ["present_cache"], axis=0))
+    nodes = [*taken, *graph.node, *joined]
+    del graph.node[:], graph.input[3:], graph.output[1:]
+    graph.node.extend(nodes)
+    past, total = "past_sequence_length", "past_sequence_length + sequence_length"
+    for values, name, length in ((graph.input, "cache", past), (graph.output, "present_cache", total)):
+        values.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, "batch_size", length, 2, 2, 4]))

@@ -22,6 +22,7 @@ from kvdoctor.analysis.abstract_run.values import (
     TooMuchWork,
     collapse,
     exactly,
+    find_alike,
     find_parts,
 )
 from kvdoctor.contract import Axis, CacheContract, Port, Role
@@ -58,6 +59,9 @@ STEPS, FEW_STEPS = 5, 3
 
 FEATURES: tuple[Axis, ...] = ("kv_heads", "head_dim", "hidden", "vocabulary", "channels", "state")
 """Axes of which one number stands for all elements."""
+
+STACKED: tuple[Axis, ...] = ("layers", "parts")
+"""Axes of which each element has a number; where the graph makes one for all, it takes them for an axis of features."""
 
 DATA: tuple[Role, ...] = ("past", "embeddings", "encoder_states", "features", "encoder_input")
 """Inputs with data; all others are lengths, positions, masks and settings."""
@@ -150,11 +154,12 @@ class AbstractDriver(StackDriver):
     """Runs calls of one stack on abstract graphs, by file in `sessions`.
 
     `parts` are those that the pasts were joined of, by input: one number stands for each of them, also where an
-    experiment feeds changed numbers.
+    experiment feeds changed numbers. `alike` are the axes of layers and parts of which one number stands for all.
     """
 
     failed: Node | None = None
     parts: dict[str, Parts] = field(default_factory=dict)
+    alike: dict[str, tuple[int, ...]] = field(default_factory=dict)
     found: dict[bytes, dict[str, Abstract]] = field(default_factory=dict)
 
     @property
@@ -193,6 +198,9 @@ class AbstractDriver(StackDriver):
             if port.role == "past" and value.value.data is not None and len(port.axes) == value.value.data.ndim:
                 counting = [at for at, axis in enumerate(port.axes) if axis in FEATURES]
                 self.parts[port.name] = find_parts(value.value.data, counting) or self.parts.get(port.name, {})
+                self.alike[port.name] = find_alike(
+                    value.value, [at for at, axis in enumerate(port.axes) if axis in STACKED]
+                )
             return value.value
         if any(isinstance(size, int) and size != fed for size, fed in zip(port.shape or (), value.shape, strict=False)):
             raise Undecided  # a runtime refuses it: nothing can be said of the graph
@@ -200,7 +208,9 @@ class AbstractDriver(StackDriver):
         if port.role not in DATA:
             return exactly(array)
         if len(port.axes) == array.ndim:
-            return collapse(array, [axis not in FEATURES for axis in port.axes], self.parts.get(port.name))
+            alike = self.alike.get(port.name, ())
+            kept = [axis not in FEATURES and at not in alike for at, axis in enumerate(port.axes)]
+            return collapse(array, kept, self.parts.get(port.name))
         return collapse(array, [at < array.ndim - 1 for at in range(array.ndim)])
 
     def _run_once(self, graph: AbstractGraph, feeds: Mapping[str, Abstract]) -> dict[str, Abstract]:

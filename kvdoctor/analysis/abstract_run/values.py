@@ -125,6 +125,12 @@ def find_parts(data: Array, axes: Iterable[int]) -> dict[int, tuple[int, ...]]:
     return found
 
 
+def find_alike(value: Abstract, axes: Iterable[int]) -> tuple[int, ...]:
+    """The axes among some of which one number of a value stands for all elements."""
+    data, shape = value.data, value.shape
+    return () if data is None or shape is None else tuple(at for at in axes if data.shape[at] == 1 < shape[at])
+
+
 def fold_axis(data: Array, axis: int) -> Array:
     """Numbers with an axis collapsed again where all along it are equal, as those of a part that was cut out."""
     first = data[(slice(None),) * axis + (slice(0, 1),)]
