@@ -8,8 +8,9 @@ from support.rounded_models import EXPORTS
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import Exactness
-from kvdoctor.decode.runs import Float32Result, LogitsDifference, Outcome, Run, Step
-from kvdoctor.diagnose.context import RunContext
+from kvdoctor.decode.runs import Control, Float32Result, LogitsDifference, Outcome, Run, Step
+from kvdoctor.diagnose.context import ContractContext, RunContext
+from kvdoctor.diagnose.float32_rerun import find_rounding_limit, merge_results
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
 from kvdoctor.findings import Selection
 
@@ -81,3 +82,25 @@ def test_a_difference_that_float32_does_not_show_is_rounding(outcome: Outcome) -
     assert run(outcome, [0.0, 0.2], RIGHT).shows == "passed"
     assert run(outcome, [0.0, 0.2], replace(RIGHT, outcome="ambiguous")).shows == outcome
     assert run(outcome, [0.0, 0.2], None).shows == outcome
+
+
+@pytest.mark.parametrize(
+    ("effect", "off", "shows"),
+    [(4.0, 0.7, "differs"), (4.0, 0.5, "passed"), (0.2, 0.15, "differs"), (0.2, 0.05, "passed")],
+)
+def test_a_rounded_cache_is_too_coarse_by_its_effect_beside_that_of_a_corrupted_one(
+    effect: float, off: float, shows: Outcome
+) -> None:
+    spoilt = Control("self-attention cache zeroed", True, LogitsDifference(effect, effect, 1.0, 0.0, finite=True))
+    found = replace(run("differs", [off] * 4, None), controls=(spoilt,))
+    folder = open_folder(str(EXPORTS / "gpt2"))
+    contract = read_contract(folder.stacks[0], folder.side_cars)
+    context = ContractContext(folder=folder, stack=folder.stacks[0], contract=contract, runs=(found,))
+    limit = find_rounding_limit(context)
+    merged = merge_results(found, run("passed", [1e-6] * 4, None), limit)
+    assert merged.shows == shows
+
+
+def test_one_step_beyond_the_limit_is_not_too_coarse() -> None:
+    merged = merge_results(run("ambiguous", [0.01, 2.0, 0.01, 0.01], None), run("passed", [1e-6] * 4, None), 0.6)
+    assert merged.shows == "passed"

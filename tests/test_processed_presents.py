@@ -41,5 +41,5 @@ def test_the_nodes_that_round_are_named_from_the_attention_on() -> None:
     model.ParseFromString(parser.parse_model(text).SerializeToString())
     found = find_processed(GraphView(model), "present", "logits", cached=True)
     assert found is not None
-    assert found.rounding == ('Round "r"', 'Cast "half"')
+    assert found.words == ('Round "r"', 'Cast "half"')
     assert found.operators == {"Mul", "Round", "Cast", "Identity"}

@@ -4,7 +4,7 @@ The attention of the same call uses another value than the one that the loop fee
 """
 
 from kvdoctor.analysis.dataflow.operators import COMPUTES
-from kvdoctor.contract import CacheContract
+from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import needed_for, own_names, producer
 from kvdoctor.model.view import GraphView, Scope
@@ -21,19 +21,24 @@ ELEMENTWISE = {"Identity", "Where", *COMPUTES, *ROUNDING}
 class ProcessedPresent:
     """The value `name` that is returned, the value `used` that the attention uses, and what stands between them.
 
-    `operators` are those of the nodes between them, `rounding` the nodes that drop bits, in words, the first one first.
+    `operators` are those of the nodes between them, `rounding` the nodes that drop bits, the first one first.
     """
 
     graph: GraphProto
     name: str
     used: str
     operators: frozenset[str]
-    rounding: tuple[str, ...]
+    rounding: tuple[NodeProto, ...]
 
     @property
     def rounds(self) -> bool:
         """Whether a node between them drops bits."""
         return bool(self.rounding)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The nodes that drop bits, as reports name them."""
+        return tuple(f'{node.op_type} "{node.name or node.output[0]}"' for node in self.rounding)
 
 
 def find_processed(view: GraphView, output: str, logits: str, *, cached: bool) -> ProcessedPresent | None:
@@ -47,18 +52,18 @@ def find_processed(view: GraphView, output: str, logits: str, *, cached: bool) -
     if right is None or right == Scope(graph, "").through(name, {"Identity"}):
         return None
     rounding = [node for node in nodes if node.op_type in ROUNDING and not _widens(node)]
-    words = tuple(f'{node.op_type} "{node.name or node.output[0]}"' for node in reversed(rounding))
     operators = frozenset("Identity" if _widens(node) else node.op_type for node in nodes)
-    return ProcessedPresent(graph, name, right, operators, words)
+    return ProcessedPresent(graph, name, right, operators, tuple(reversed(rounding)))
 
 
-def list_rounded(view: GraphView, contract: CacheContract) -> dict[str, ProcessedPresent]:
-    """The presents of a decode step that are rounded on the way to the output alone, by name."""
-    logits = contract.graph("decode").port("logits")
-    outputs = [slot.present for slot in contract.slots if slot.present in view.outputs]
-    if logits is None:
+def list_rounded(view: GraphView, contract: CacheContract, phase: PhaseName = "decode") -> dict[str, ProcessedPresent]:
+    """The presents of a phase that are rounded on the way to the output alone, by name."""
+    logits, cached = contract.graph(phase).port("logits"), phase == "decode"
+    outputs = [slot.present if cached else slot.filled_by for slot in contract.slots]
+    if logits is None or logits.name not in view.outputs:
         return {}
-    found = {name: find_processed(view, name, logits.name, cached=True) for name in outputs if name is not None}
+    given = [name for name in outputs if name in view.outputs]
+    found = {name: find_processed(view, name, logits.name, cached=cached) for name in given if name is not None}
     return {name: processed for name, processed in found.items() if processed is not None and processed.rounds}
 
 
@@ -88,4 +93,14 @@ def _follow_back(graph: GraphProto, name: str, used: set[str]) -> tuple[str | No
             nodes.append(node)
             # Scales and zero points of a quantization may be computed: they are no source of the value.
             waiting += [read for read in (node.input[:1] if node.op_type in QUANTIZING else node.input) if read]
-    return (found.pop() if len(found) == 1 else None), nodes
+    return _drop_scales(graph, found), nodes
+
+
+def _drop_scales(graph: GraphProto, found: set[str]) -> str | None:
+    """The one value among some of which the others are reductions: its scales (ReduceMax and the like)."""
+    for name in found:
+        others = found - {name}
+        reduced = all((made := producer(graph, one)) and made.op_type.startswith("Reduce") for one in others)
+        if reduced and all(name in needed_for(graph, [one]) for one in others):
+            return name
+    return None

@@ -200,7 +200,8 @@ class Float32Result:
     """The result of an experiment on the float32 copy of a model, which rounds no intermediate value.
 
     `relative` are the differences of its steps to the copy's own reference run, in standard deviations of the logits.
-    `own` is the outcome by the model's own runs.
+    `own` is the outcome by the model's own runs. `too_coarse`: the copy is right, and what the model rounds makes its
+    logits wrong all the same.
     """
 
     outcome: Outcome
@@ -208,6 +209,7 @@ class Float32Result:
     failed_step: int | None = None
     reason: str | None = None
     own: Outcome = "passed"
+    too_coarse: bool = False
 
     @property
     def worst(self) -> float:
@@ -276,9 +278,9 @@ class Run:
 
     @property
     def by_rounding(self) -> bool:
-        """Whether the logits differ, or are ambiguous, by nothing but the model's rounding."""
-        unclear = self.outcome in ("differs", *UNDECIDED)
-        return unclear and self.unrounded is not None and self.unrounded.outcome == "passed"
+        """Whether the logits differ, or are ambiguous, by nothing but the model's rounding, and can be used."""
+        float32, unclear = self.unrounded, self.outcome in ("differs", *UNDECIDED)
+        return unclear and float32 is not None and float32.outcome == "passed" and not float32.too_coarse
 
     @property
     def hidden(self) -> bool:

@@ -63,6 +63,12 @@ MOST_TIGHT, MOST_LOOSE = 100, 10
 MOST_FAILS = 1.0
 """Logits that differ by a standard deviation are unrelated, whatever rounds them."""
 
+MOST_BY_ROUNDING = max(tolerance.fails for tolerance in TOLERANCES.values())
+"""No arithmetic of the table moves the logits of a right model by more, in standard deviations."""
+MOST_OF_CONTROL = 0.5
+"""The share of the effect of a corrupted cache that a rounded one may have. Above it the two cannot be told apart: for
+dynamic quantization, too, a difference of half that effect is a fault."""
+
 
 def bounds(exactness: str) -> tuple[float, float]:
     """The smallest and the largest fraction of the standard deviation that may be requested to pass.

@@ -1,5 +1,6 @@
 """The same experiments on a float32 copy: a difference that remains is a fault, one that vanishes was rounding."""
 
+import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import field, replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from kvdoctor.analysis.processed_presents import list_rounded
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import OWN_SESSION, SEARCH, Float32Result, Run
+from kvdoctor.decode.tolerances import MOST_BY_ROUNDING, MOST_OF_CONTROL
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.float32 import SETTINGS, Float32Copy, NoFloat32Copy, unrounded_bytes, write_float32_copy
 from kvdoctor.findings import NotChecked
@@ -55,7 +57,7 @@ def rerun_in_float32(context: ContractContext, job: ExperimentJob, options: Opti
             text = f"there is no float32 copy: {error}"
             return Float32Rerun(runs, _note(context, text) if unclear else ())
         results = runtime.examine(_build_copy_job(job, copy, names), options.progress)
-    merged, notes = _merge_results(context, results)
+    merged, notes = _merge_all(context, results)
     return Float32Rerun(merged, notes, results.seconds, results.peak_bytes)
 
 
@@ -112,7 +114,7 @@ def _build_copy_job(job: ExperimentJob, copy: Float32Copy, names: tuple[str, ...
     )
 
 
-def _merge_results(context: ContractContext, results: StackResults) -> tuple[tuple[Run, ...], tuple[NotChecked, ...]]:
+def _merge_all(context: ContractContext, results: StackResults) -> tuple[tuple[Run, ...], tuple[NotChecked, ...]]:
     """The model's own runs with what those of the copy say of them; and why nothing was concluded, if so."""
     found = {run.experiment: run for run in results.runs}
     broken = [run for run in found.values() if run.outcome in ("failed", "died")]
@@ -124,11 +126,34 @@ def _merge_results(context: ContractContext, results: StackResults) -> tuple[tup
         return context.runs, _note(context, reason)
     if "plain-loop" not in found and "held-loop" not in found:
         return context.runs, ()
-    return tuple(_merge(run, found.get(run.experiment)) for run in context.runs), ()
+    limit = find_rounding_limit(context) if _rounds_cache(context) else math.inf
+    return tuple(merge_results(run, found.get(run.experiment), limit) for run in context.runs), ()
 
 
-def _merge(run: Run, copy: Run | None) -> Run:
-    """A run with the result of the float32 copy, which decides if it is clear."""
+def find_rounding_limit(context: ContractContext) -> float:
+    """How far the logits of a step may be off by the rounding of the cache, in standard deviations.
+
+    The attention of a call without a cache does not use what the graph rounds on its way out, so that the difference is
+    the error which the rounding makes. The logits are wrong where no arithmetic rounds as much, or where half of what a
+    corrupted cache does is reached.
+    """
+    loop = context.checked_loop
+    effects = [one.difference.relative for one in loop.controls if one.difference is not None] if loop else []
+    return min([MOST_BY_ROUNDING, *(MOST_OF_CONTROL * effect for effect in effects if effect > 0)])
+
+
+def _find_too_coarse(run: Run, limit: float) -> int | None:
+    """The first step beyond the limit where at least every second one on a cache is; one alone may be a coincidence."""
+    cached = [step for step in run.steps if step.phase == "decode" and step.difference is not None]
+    beyond = [step.step for step in cached if step.difference and not step.difference.relative <= limit]
+    return beyond[0] if beyond and 2 * len(beyond) >= len(cached) else None
+
+
+def merge_results(run: Run, copy: Run | None, limit: float) -> Run:
+    """A run with the result of the float32 copy, which decides if it is clear.
+
+    `limit` is how far what the model rounds may move the logits.
+    """
     if copy is None:
         return run
     if _seeks_cause(run.experiment):
@@ -138,6 +163,9 @@ def _merge(run: Run, copy: Run | None) -> Run:
     if copy.outcome == "differs":
         merged = replace(run, cause=copy.cause, growth=copy.growth, unrounded=_summarize(run, copy))
         return merged if run.outcome == "differs" else replace(merged, outcome="differs", failed_step=copy.failed_step)
+    if copy.outcome == "passed" and (step := _find_too_coarse(run, limit)) is not None:
+        coarse = replace(_summarize(run, copy), too_coarse=True)
+        return replace(run, outcome="differs", failed_step=step, cause=None, unrounded=coarse)
     # A cause that only the rounded model shows is none.
     return replace(run, cause=None, unrounded=_summarize(run, copy))
 

@@ -8,7 +8,8 @@ Nothing follows from a stack without predictions: what an abstract run cannot co
 from dataclasses import replace
 
 from kvdoctor.analysis.contract_reader import add_observed_sizes
-from kvdoctor.decode.runs import Run
+from kvdoctor.analysis.processed_presents import list_rounded
+from kvdoctor.decode.runs import GENERAL_CAUSES, Run
 from kvdoctor.diagnose.context import ContractContext, RunContext, extend_context
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
@@ -48,8 +49,18 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
     asked = extend_context(replace(context, contract=contract), RunContext, runs=runs)
     known = {finding.code for finding in found.findings}
     predicted = run_checks(asked, "runs", selection).findings
-    wanted = [f for f in predicted if f.severity != "note" and f.name not in NOT_PREDICTED and f.code not in known]
+    left_out = (*NOT_PREDICTED, *_list_measured(context))
+    wanted = [f for f in predicted if f.severity != "note" and f.name not in left_out and f.code not in known]
     return CheckResults(tuple(_weaken(finding, runs) for finding in wanted))
+
+
+def _list_measured(context: ContractContext) -> tuple[str, ...]:
+    """Causes that only the size of the difference decides, where a graph rounds the cache on its way out.
+
+    A scale that is taken from all entries makes each of them depend on the others, by no more than it rounds.
+    """
+    view = context.decode_view
+    return GENERAL_CAUSES if view is not None and list_rounded(view, context.contract) else ()
 
 
 def _takes_any(selection: Selection) -> bool:

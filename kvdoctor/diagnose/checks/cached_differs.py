@@ -9,9 +9,11 @@ difference below four times that noise is not a fault. A model that rounds (floa
 the cache alone) is run a second time as a float32 copy, where different splits of a correct model agree to 1e-6
 standard deviations. A difference there is a fault, and a warning if the own rounding of the model is larger than it. If
 the float32 copy is correct, only rounding makes the model differ: a few such steps are ignored, most steps are a
-warning. It is also a warning if the graph rounds the cache before it returns it (QuantizeLinear and DequantizeLinear, a
-Cast to fewer bits and back), and that changes the logits by more than the limit of the model's arithmetic; the finding
-has the size.
+warning. It is also a warning if the graph rounds the cache before it returns it (QuantizeLinear and DequantizeLinear,
+which also cut off large entries, Round between two scales, a Cast to fewer bits and back), and that changes the logits
+by more than the limit of the model's arithmetic; the finding has the size. Such a cache is an error if at least every
+second step is off by more than half of what a corrupted cache changes, or by more than 0.6 standard deviations: the
+rounded cache is then hardly better than a wrong one, and no arithmetic of a right model rounds as much.
 
 Where no other token changes the logits, or the keys and values of a layer, a wrong cache would change nothing either:
 that is not checked, and never healthy.
@@ -56,6 +58,8 @@ HAVE_OWN_CHECKS = ("left-padding", "encoder-padding", "full-context", *AT_LENGTH
 LESS_ROUNDING = Advice(
     "re-export", "keep more bits where the logits need them (float32 for the last layers), or accept the difference"
 )
+ACCEPT = "accept the difference: a cache of fewer bits is smaller"
+FINER = "store the cache in more bits, or by a scale that covers its values with smaller steps"
 IGNORED = CauseText(
     cause="the cached step, or one of its layers, ignores the past",
     declared="logits that depend on the past",
@@ -202,10 +206,10 @@ def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
     if run.hidden:
         cause = f"logits with the cache differ from logits without it, {HIDDEN}"
         yield build_difference(context, run, "warning", cause)
+    elif run.unrounded is not None and run.unrounded.outcome == "passed" and (rounded := _list_rounded(context)):
+        yield _rounded(context, run, rounded)
     elif not run.by_rounding:
         yield build_difference(context, run, "error", "logits with the cache differ from logits without it")
-    elif rounded := _list_rounded(context):
-        yield _rounded(context, run, rounded)
     elif _affects_most_steps(context, run):
         cause = "logits with the cache differ from logits without it, by rounding alone"
         found = build_difference(context, run, "warning", cause)
@@ -215,14 +219,23 @@ def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
 
 
 def _rounded(context: RunContext, run: Run, rounded: dict[str, ProcessedPresent]) -> Fault:
-    """A cache that the graph rounds: small errors, and no rounding of the arithmetic."""
+    """A cache that the graph rounds, and no rounding of the arithmetic: a warning, or an error if it is too coarse."""
     first, processed = next(iter(rounded.items()))
     others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
-    cause = f"the graph rounds {first}{others} on the way out, and the attention of the same step does not"
-    found = build_difference(context, run, "warning", cause)
-    advice = context.advise_graph_repair("or accept the difference: a cache of fewer bits is smaller")
-    nodes = f"between the attention and {first}: {', '.join(processed.rounding)}"
-    return replace(found, effects=(describe_rounding(run),), evidence=(nodes, *found.evidence), repair=advice)
+    coarse = run.unrounded is not None and run.unrounded.too_coarse
+    how = " by so much that the logits are wrong" if coarse else ""
+    cause = f"the graph rounds {first}{others} on the way out{how}, and the attention of the same step does not"
+    found = build_difference(context, run, "error" if coarse else "warning", cause)
+    nodes = f"between the attention and {first}: {', '.join(processed.words)}"
+    if any(node.op_type == "QuantizeLinear" for node in processed.rounding):
+        nodes += "; entries beyond the range of its scale are cut off"
+    return replace(
+        found,
+        effects=(describe_rounding(run),),
+        evidence=(nodes,),
+        nodes=tuple(node.name for node in processed.rounding[:1] if node.name),
+        repair=context.advise_graph_repair(f"or {FINER if coarse else ACCEPT}"),
+    )
 
 
 def _list_rounded(context: RunContext) -> dict[str, ProcessedPresent]:

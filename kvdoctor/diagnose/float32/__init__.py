@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.contract import DECODING, CacheContract, Port
-from kvdoctor.diagnose.float32.quantization import unround_integers, unround_scales
+from kvdoctor.diagnose.float32.quantization import unround_integers, unround_presents, unround_scales
 from kvdoctor.diagnose.float32.widen import NoFloat32Copy, widen
 from kvdoctor.model.output_folder import copy_whole
 from kvdoctor.model.precision import exactness_of
@@ -66,7 +66,7 @@ def write_float32_copy(files: Iterable[OnnxFile], contract: CacheContract, targe
     try:
         _demand_room(chosen, target)
         for file in chosen:
-            model = _unround(file)
+            model = _unround(file, contract)
             place = target / file.name
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(model.SerializeToString())
@@ -85,10 +85,11 @@ def write_float32_copy(files: Iterable[OnnxFile], contract: CacheContract, targe
     return Float32Copy(target, replace(widened, exactness=exactness))
 
 
-def _unround(file: OnnxFile) -> ModelProto:
+def _unround(file: OnnxFile, contract: CacheContract) -> ModelProto:
     """The model of a file without its rounding; external weights are not read."""
     model = ModelProto()
     model.ParseFromString(file.path.read_bytes())
+    unround_presents(model, contract)
     widen(model)
     unround_integers(model)
     unround_scales(model)

@@ -53,7 +53,7 @@ def format_working(report: Report, stacks: Sequence[StackFacts]) -> Iterator[str
 
 
 def describe_closeness(report: Report, stacks: Sequence[StackFacts]) -> Iterator[str]:
-    """How many decode steps agree with a run without a cache, how closely, and the controls that could have failed."""
+    """How closely decode steps agree with a run without a cache, and the controls that could have failed."""
     found = _group_names(stacks, lambda stack: _describe_loop(report, stack))
     for text, names in found.items():
         yield f"{_join_names(names)}: {text}" if len(found) > 1 else text
@@ -121,12 +121,23 @@ def _describe_loop(report: Report, stack: StackFacts) -> str:
     others = describe_comparisons(select_local_runs(report, stack.name)) if loop.repeats else ""
     same = f"{others}, as there is no call without a cache" if loop.repeats else "a run without a cache"
     close = describe_result(loop).removeprefix("the same result twice: ")
-    text = f"{format_count(len(steps), 'decode step')} of {loop.experiment} agree with {same}: {close}"
+    count = f"{format_count(len(steps), 'decode step')} of {loop.experiment}"
+    if loop.by_rounding:
+        worst = max(step.difference.relative for step in steps if step.difference is not None)
+        text = f"{count} differ from {same} by up to {format_difference(worst)}, by rounding alone{_in_float32(loop)}"
+    else:
+        text = f"{count} agree with {same}: {close}"
     visible = [control.difference.relative for control in loop.controls if control.visible and control.difference]
     if visible:
         off = format_difference(min(visible))
         text += f"; the check could have failed: a corrupted cache changes the logits by {off}"
     return text
+
+
+def _in_float32(loop: Run) -> str:
+    """The difference that is left where nothing is rounded."""
+    float32 = loop.unrounded
+    return f" ({format_difference(float32.worst)} in a float32 copy)" if float32 is not None else ""
 
 
 def explain_undecided(report: Report, rest: str) -> list[tuple[str, str]]:
