@@ -136,8 +136,8 @@ def _step(builder: FeedBuilder, start: int, past: Past, step: Answer, whole: Ans
     wrong = _wrong(builder, pieces, start, step, whole)
     if wrong and wrong[0].layer == pieces[0].layer:
         return (yield from where_from(builder, start, wrong[0], step, whole))
-    if unseen := (yield from _unseen(builder, start, past, step, slots)):
-        return _half_blind(unseen)
+    if cause := (yield from _half_blind(builder, start, past, step, slots)):
+        return cause
     return (yield from _deeper(builder, start, past, step, whole))
 
 
@@ -200,8 +200,8 @@ def _blind_layer(builder: FeedBuilder, start: int, past: Past, step: Answer) -> 
         if not answer.failed and same_logits(answer.logits, step.logits, builder.tolerance):
             names = " and ".join(slot.past for slot in mine)
             return Cause("past-ignored", f"noise in all of {names} changes no logit of the step")
-        if unseen := (yield from _unseen(builder, start, past, step, mine)):
-            return _half_blind(unseen, f" of layer {layer}")
+        if cause := (yield from _half_blind(builder, start, past, step, mine, f" of layer {layer}")):
+            return cause
     return None
 
 
@@ -268,12 +268,13 @@ def _other_mathematics(builder: FeedBuilder, past: Past, expected: Array) -> Dec
     )
 
 
-def _unseen(
-    builder: FeedBuilder, start: int, past: Past, step: Answer, slots: Sequence[Slot]
-) -> "Generator[Call, Answer, list[int]]":
-    """Entries of some slots in which noise changes no logit of the step, but for those that a window leaves out.
+def _half_blind(  # noqa: PLR0913, PLR0917 - a step, the slots of it that get noise, and their name
+    builder: FeedBuilder, start: int, past: Past, step: Answer, slots: Sequence[Slot], where: str = ""
+) -> Decision:
+    """What it means that noise in some entries changes no logit of the step, but for those that a window leaves out.
 
-    Of a long past a few are looked at: the first, the last, and some between.
+    Of a long past a few are looked at: the first, the last, and some between. A mask that is not offset hides all
+    entries from some place on; single ones between others may have little weight by chance.
     """
     windows = [slot.window for slot in slots]
     begin = max(0, start + 1 - max(w for w in windows if w is not None)) if windows and None not in windows else 0
@@ -285,18 +286,15 @@ def _unseen(
         answer = yield as_probe(builder.decode(start, start + 1, add_noise(builder, past, [place], slots)))
         if not answer.failed and same_logits(answer.logits, step.logits, builder.tolerance):
             unseen.append(place)
-    return unseen
-
-
-def _half_blind(unseen: list[int], where: str = "") -> Cause:
-    """What it means that a step does not see some of the entries."""
-    places = ", ".join(map(str, unseen))
+    names = f"{'entry' if len(unseen) == 1 else 'entries'} {', '.join(map(str, unseen))} of the past{where}"
     if 0 in unseen:
-        return Cause("cache-misread", f"the step does not attend to entries {places} of the past{where}")
+        return Cause("cache-misread", f"the step does not attend to {names}")
+    if not unseen or unseen != places[-len(unseen) :]:
+        return None
     return Cause(
         "mask-not-offset",
-        f"noise in entries {places} of the past{where} changes nothing, in entry 0 it does: the mask counts the new "
-        "token from the start of the cache, or ends before it",
+        f"noise in {names} changes nothing, in entry 0 it does: the mask counts the new token from the start of the "
+        "cache, or ends before it",
     )
 
 

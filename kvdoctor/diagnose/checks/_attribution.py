@@ -131,12 +131,16 @@ def find_wrong_lengths(context: RunContext) -> Iterator[WrongLength]:
 
 
 def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:
-    """Slots that are cut at other lengths than those of the loop, in the first run that fails once they are."""
-    for run, use in find_faulty_uses(context, "failed"):
+    """Slots that are cut at other lengths than those of the loop, in the first run that goes wrong once they are."""
+    differing = list(find_faulty_uses(context, "differs"))
+    causes = (cause_in_use(context, run.experiment) for run, _ in differing)
+    if any(cause is not None and cause[1].cause is not None and cause[1].cause.dropped for cause in causes):
+        differing = []  # which entries are left out is known, and says more than the length
+    for run, use in (*find_faulty_uses(context, "failed"), *differing):
         if run.experiment not in AT_LENGTHS:
             continue
         cut = [wrong for slot in context.contract.slots if (wrong := _find_wrong_length(slot, run)) is not None]
-        # The step that is fed the first cut past fails: none before it was fed one.
+        # The step that is fed the first cut past goes wrong: none before it was fed one.
         cut = [wrong for wrong in cut if wrong.step.step + 1 == run.failed_step]
         if cut:
             yield from (replace(wrong, use=use) for wrong in cut)

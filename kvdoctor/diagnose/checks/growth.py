@@ -4,13 +4,14 @@ What it means: after a step with past length P and S new tokens, a growing cache
 fixed size the same length as before.
 
 How it is decided: the lengths that each step returns are compared with those that it was fed, in the loop, and at other
-lengths where the next step fails. The new tokens are followed through the graph, without a run; a run whose logits
-match those of a run without the cache overrules this. If the graph does not show it, a step with differing logits is
-run with another token, which must change its entry. A buffer that is written one position too far decodes alike with
-and without a cache; if its logits change with its earlier content, the positions that a step wrote are compared. If a
-graph takes one token a call, another token must change every state that a step returns, and another token at each place
-of the history must change the logits, within the reach of a sliding window: as many latest tokens count at every step,
-the cache still has the others, and the graph compares a length with the width of the window.
+lengths where the next step is the first that fails or has wrong logits. The new tokens are followed through the graph,
+without a run; a run whose logits match those of a run without the cache overrules this. If the graph does not show it,
+a step with differing logits is run with another token, which must change its entry. A buffer that is written one
+position too far decodes alike with and without a cache; if its logits change with its earlier content, the positions
+that a step wrote are compared. If a graph takes one token a call, another token must change every state that a step
+returns, and another token at each place of the history must change the logits, within the reach of a sliding window: as
+many latest tokens count at every step, the cache still has the others, and the graph compares a length with the width
+of the window.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths are in the table of steps.
 
@@ -21,12 +22,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.contract import Slot, describe
-from kvdoctor.decode.runs import HISTORY, Step
+from kvdoctor.decode.runs import HISTORY, Run, Step
 from kvdoctor.diagnose.checks._attribution import WrongLength, drops_past, find_wrong_lengths
 from kvdoctor.diagnose.checks._dataflow import describe_changes
 from kvdoctor.diagnose.checks._faults import CauseText, describe_location, report_cause
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.findings import Fault, check
+from kvdoctor.report.wording.runs import describe_difference
 from kvdoctor.report.wording.units import shorten_names
 
 EXPORT_AGAIN = "export again, so that present = past followed by the new tokens"
@@ -138,10 +140,19 @@ def _report_lengths(context: RunContext, wrong: list[WrongLength], cause: str) -
             f"{describe(first.seen.dtype, first.seen.shape)}",
             cause=f"with {use.words}, {cause}" if use is not None else cause,
             repair=context.advise_graph_repair(f"or {EXPORT_AGAIN}"),
-            effects=(f"{absent}, and the step fails" if use is not None else absent,),
+            effects=(f"{absent}, and {_describe_next(run)}" if use is not None else absent,),
             evidence=(*describe_changes(context, slot.past), *describe_location(run)) if use is not None else (),
             use=use.required if use is not None else None,
         )
+
+
+def _describe_next(run: Run) -> str:
+    """What the step does that is the first to be fed a cut past."""
+    if run.outcome == "failed":
+        return "the step fails"
+    step = next((step for step in run.steps if step.step == run.failed_step), None)
+    size = describe_difference(run, step)
+    return f"its logits are {size}" if size else "its logits are wrong"
 
 
 def _describe_length(slot: Slot, step: Step) -> str:
