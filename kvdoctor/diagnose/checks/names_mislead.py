@@ -24,13 +24,22 @@ from kvdoctor.report.wording.units import shorten_names
 MOST_PAIRS = 4
 """Pairs that a finding lists; `kvdoctor contract` has them all."""
 
+BY_CONTRACT = Advice(
+    "caller",
+    "feed each output back to the input that `kvdoctor contract` lists for it, not by its place or the number in its "
+    "name",
+)
+
 
 @check("KV107", "names-mislead", "contract")
 def names_mislead(context: ContractContext) -> Iterator[Fault]:
     """All names that the dataflow contradicts, as one finding."""
-    crossed = tuple(_find_other_read_numbers(context, context.contract))
-    yield from crossed or _find_another_order(context, context.contract)
-    found = context.contract.contradictions
+    contract = context.contract
+    moved = tuple(_find_other_read_numbers(context, contract)) or tuple(_find_another_order(context, contract))
+    yield from moved
+    told = {name for fault in moved for name in fault.subject}
+    known = {slot.past for slot in contract.slots if slot.present in told}
+    found = [entry for entry in contract.contradictions if entry.subject not in known]
     if not found:
         return
     names = tuple(entry.subject for entry in found)
@@ -62,7 +71,7 @@ def _find_other_read_numbers(context: ContractContext, contract: CacheContract) 
             declared="outputs with the numbers of the inputs to which they are fed back",
             observed=f"{crossed[0][1]} is the present of {crossed[0][0]}",
             cause="the numbers in the names of outputs are those of other layers",
-            repair=Advice("caller", "feed each slot back as `kvdoctor contract` lists it, not by its name or order"),
+            repair=BY_CONTRACT,
         )
 
 
@@ -87,9 +96,7 @@ def _find_another_order(context: ContractContext, contract: CacheContract) -> It
             declared="outputs in the order of the inputs to which they are fed back, as no names tell it",
             observed=", ".join(pairs[:MOST_PAIRS]) + more,
             cause="the outputs are not in the order of the inputs to which they are fed back",
-            repair=Advice(
-                "caller", "feed each output back by its name, as `kvdoctor contract` lists it, not by its order"
-            ),
+            repair=BY_CONTRACT,
             effects=("a loop that feeds the outputs back in their order computes wrong logits",),
         )
 
