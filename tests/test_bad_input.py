@@ -800,7 +800,7 @@ def test_a_model_that_takes_the_runtime_with_it(command: str, harm: str, tmp_pat
     assert result.code == 3
     finding = result.findings["worker-died"]
     assert word in finding["observed"]
-    assert "step 2" in finding["observed"]
+    assert finding["observed"].endswith(" during step 2")
     died = next(run for run in result.report["runs"] if run["experiment"] == "plain-loop")
     assert (died["outcome"], died["failed_step"]) == ("died", 2)
     assert result.outcome("empty-past") == "passed"

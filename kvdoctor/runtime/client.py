@@ -243,12 +243,15 @@ def _split_at_fresh(names: tuple[str, ...], fresh: set[str]) -> tuple[tuple[str,
     return names[:stop], names[stop:]
 
 
+STARTING = "while it started"
+
+
 @dataclass
 class _Current:
-    """The worker's position, by its last event."""
+    """The worker's position by its last event; `doing` completes "the process ended"."""
 
     experiment: str
-    doing: str = "starting"
+    doing: str = STARTING
     step: int | None = None
     steps: dict[int, Step] = field(default_factory=dict)
 
@@ -256,12 +259,12 @@ class _Current:
 def _update_position(event: Event, current: _Current) -> None:
     match event:
         case ExperimentStarted():
-            current.experiment, current.doing, current.step, current.steps = event.experiment, "starting", None, {}
+            current.experiment, current.doing, current.step, current.steps = event.experiment, STARTING, None, {}
         case FileOpening():
-            current.doing, current.step = f"opening {event.file}", None
+            current.doing, current.step = f"while it opened {event.file}", None
         case CallStarting():
             names = {"step": f"step {event.step}", "reference": "the reference run"}
-            current.doing, current.step = names.get(event.call, f"a {event.call} call"), event.step
+            current.doing, current.step = f"during {names.get(event.call, f'a {event.call} call')}", event.step
         case StepDone():
             current.steps[event.step.step] = event.step
 
@@ -285,7 +288,7 @@ def _collect(event: Event, results: StackResults, steps: tuple[Step, ...]) -> No
 
 
 def _crashed_run(job: ExperimentJob, current: _Current, crash: WorkerDied, versions: dict[str, str]) -> Run:
-    run = _skipped_run(job, current.experiment, f"{crash.how}, while {current.doing}", versions)
+    run = _skipped_run(job, current.experiment, f"{crash.how} {current.doing}", versions)
     return replace(
         run,
         outcome="died",
