@@ -87,7 +87,10 @@ def _is_fixed(context: ContractContext) -> bool:
     """Whether all slots are buffers or states of a fixed size, as in graphs for NPUs and in recurrent decoders."""
     if context.stack.operator is not None:
         return True  # the operator that holds this graph feeds one token at a time
-    return bool(context.contract.slots and not context.contract.growing)
+    contract = context.contract
+    windows = (slot for slot in contract.slots if slot.trimmed and "past" in slot.axes)
+    free = any(slot.size("past") is None for slot in windows)
+    return bool(contract.slots and not contract.growing) and not free
 
 
 def _is_buffered(context: ContractContext) -> bool:
