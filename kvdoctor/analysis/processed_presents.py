@@ -48,7 +48,12 @@ def find_processed(view: GraphView, output: str, logits: str, *, cached: bool) -
     graph = scope.graph
     if graph is not used_scope.graph or producer(graph, name) is None:
         return None
-    right, nodes = _follow_back(graph, name, needed_for(graph, [used_name]))
+    return _find_between(graph, name, needed_for(graph, [used_name]))
+
+
+def _find_between(graph: GraphProto, name: str, needed: set[str]) -> ProcessedPresent | None:
+    """What stands between a value and the one among those `needed` for the logits that it is made of."""
+    right, nodes = _follow_back(graph, name, needed)
     if right is None or right == Scope(graph, "").through(name, {"Identity"}):
         return None
     rounding = [node for node in nodes if node.op_type in ROUNDING and not _widens(node)]
@@ -56,14 +61,31 @@ def find_processed(view: GraphView, output: str, logits: str, *, cached: bool) -
     return ProcessedPresent(graph, name, right, operators, tuple(reversed(rounding)))
 
 
+def _find_processed_entries(view: GraphView, output: str, logits: str, *, cached: bool) -> ProcessedPresent | None:
+    """What stands between the new entries of a present, joined with its past, and those the logits depend on."""
+    scope, name = view.behind(output, cached)
+    used_scope, used_name = view.behind(logits, cached)
+    joined = producer(scope.graph, scope.through(name, {"Identity"}))
+    if scope.graph is not used_scope.graph or joined is None or joined.op_type != "Concat":
+        return None
+    needed = needed_for(scope.graph, [used_name])
+    found = (_find_between(scope.graph, part, needed) for part in joined.input)
+    return next((processed for processed in found if processed is not None), None)
+
+
 def list_rounded(view: GraphView, contract: CacheContract, phase: PhaseName = "decode") -> dict[str, ProcessedPresent]:
-    """The presents of a phase that are rounded on the way to the output alone, by name."""
+    """The presents of a phase that are rounded on the way to the output alone, whole or their new entries, by name."""
     logits, cached = contract.graph(phase).port("logits"), phase == "decode"
     outputs = [slot.present if cached else slot.filled_by for slot in contract.slots]
     if logits is None or logits.name not in view.outputs:
         return {}
     given = [name for name in outputs if name in view.outputs]
-    found = {name: find_processed(view, name, logits.name, cached=cached) for name in given if name is not None}
+    found = {
+        name: find_processed(view, name, logits.name, cached=cached)
+        or _find_processed_entries(view, name, logits.name, cached=cached)
+        for name in given
+        if name is not None
+    }
     return {name: processed for name, processed in found.items() if processed is not None and processed.rounds}
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from kvdoctor.analysis.dataflow.states import Dataflow
+from kvdoctor.analysis.processed_presents import list_rounded
 from kvdoctor.analysis.unread_loops import find_unread_loops
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import CannotCheck
@@ -22,6 +23,16 @@ def describe_changes(context: ContractContext, past: str) -> tuple[str, ...]:
     more = f" and {len(nodes) - MOST_NODES} more" if len(nodes) > MOST_NODES else ""
     words = ", ".join(map(_name, nodes[:MOST_NODES])) + more
     return (f"between {past} and {slot.present}: {words}",) if nodes else ()
+
+
+def describe_rounded(context: ContractContext) -> tuple[str, ...]:
+    """The nodes that round the first present which a graph rounds on the way to the output alone; () for none."""
+    view = context.decode_view
+    for name, processed in list_rounded(view, context.contract).items() if view is not None else ():
+        text = f"between the attention and {name}: {', '.join(processed.words)}"
+        cut = any(node.op_type == "QuantizeLinear" for node in processed.rounding)
+        return (text + ("; entries beyond the range of its scale are cut off" if cut else ""),)
+    return ()
 
 
 def describe_unread(context: ContractContext) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from kvdoctor.report.wording.runs import describe_difference, describe_growth
 if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Use
 
-HIDDEN = "by less than the rounding of this model: its float32 copy shows it"
+HIDDEN = "by no more than the model rounds; a float32 copy, which rounds nothing, shows the difference"
 EXPORT_AGAIN = Advice("re-export", "export again with a current exporter, and test the result")
 
 

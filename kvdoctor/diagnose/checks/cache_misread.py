@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.diagnose.checks._attribution import find_explanation, leading_cause
-from kvdoctor.diagnose.checks._dataflow import describe_changes
+from kvdoctor.diagnose.checks._dataflow import describe_changes, describe_rounded
 from kvdoctor.diagnose.checks._differences import HIDDEN, build_difference
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Fault, Severity, check
@@ -57,5 +57,6 @@ def _report(context: RunContext, name: str, cause: str) -> Iterator[Fault]:
     found = build_difference(context, run, severity, f"{cause}, {HIDDEN}" if run.hidden else cause)
     decided = leading[1].cause
     changes = describe_changes(context, decided.slot) if decided is not None and decided.slot else ()
+    changes = describe_rounded(context) or changes
     advice = context.advise_graph_repair(f"or {found.repair.text}")
     yield replace(found, evidence=(*changes, *found.evidence), repair=advice)

@@ -44,7 +44,7 @@ from kvdoctor.diagnose.checks._attribution import (
     is_named,
     leading_cause,
 )
-from kvdoctor.diagnose.checks._dataflow import describe_unread
+from kvdoctor.diagnose.checks._dataflow import describe_rounded, describe_unread
 from kvdoctor.diagnose.checks._differences import EXPORT_AGAIN, HIDDEN, build_difference, severity_of
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.checks.wrong_at_sizes import CHUNKS
@@ -226,13 +226,10 @@ def _rounded(context: RunContext, run: Run, rounded: dict[str, ProcessedPresent]
     how = " by so much that the logits are wrong" if coarse else ""
     cause = f"the graph rounds {first}{others} on the way out{how}, and the attention of the same step does not"
     found = build_difference(context, run, "error" if coarse else "warning", cause)
-    nodes = f"between the attention and {first}: {', '.join(processed.words)}"
-    if any(node.op_type == "QuantizeLinear" for node in processed.rounding):
-        nodes += "; entries beyond the range of its scale are cut off"
     return replace(
         found,
         effects=(describe_rounding(run),),
-        evidence=(nodes,),
+        evidence=describe_rounded(context),
         nodes=tuple(node.name for node in processed.rounding[:1] if node.name),
         repair=context.advise_graph_repair(f"or {FINER if coarse else ACCEPT}"),
     )
