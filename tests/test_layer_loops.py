@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.layer_loops import LayerLoop
+from support.layer_loops import LayerLoop, divide_cache
 
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
@@ -97,3 +97,53 @@ def test_a_present_that_a_loop_does_not_return_is_a_fault(tmp_path: Path, runtim
         for report in (inspect(str(tmp_path), Options()), step_test(str(tmp_path), Options(), runtime)):
             assert {finding.severity for finding in report.findings} == {"error"}, form
             assert {finding.name for finding in report.findings} <= {"past-without-present", "contract-unknown"}
+
+
+BACKWARDS = (2, 1, 0)
+DIVIDED = {
+    "scan": divide_cache(LayerLoop("scan").model()),
+    "scan, split": divide_cache(LayerLoop("scan").model(), split=True),
+    "scan, numbered": divide_cache(LayerLoop("scan").model(), named=False),
+    "scan, last layer first": divide_cache(LayerLoop("scan", reversed="both").model(), named=False),
+    "scan, returned last first": divide_cache(LayerLoop("scan", reversed="out").model(), BACKWARDS, named=False),
+    "loop": divide_cache(LayerLoop("loop").model(), named=False),
+    "loop, slices": divide_cache(LayerLoop("sliced").model()),
+    "loop that counts": divide_cache(LayerLoop("counted").model()),
+    "loop that collects": divide_cache(LayerLoop("collected").model()),
+}
+CROSSED = {
+    "scan": divide_cache(LayerLoop("scan").model(), (1, 0, 2)),
+    "scan, split": divide_cache(LayerLoop("scan").model(), (1, 0, 2), split=True),
+    "scan, returned last first": divide_cache(LayerLoop("scan", reversed="out").model()),
+    "loop": divide_cache(LayerLoop("loop").model(), (0, 2, 1)),
+    "loop, slices": divide_cache(LayerLoop("sliced").model(), (0, 2, 1)),
+    "loop that collects": divide_cache(LayerLoop("collected").model(), (0, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_loop_over_the_stacked_caches_of_the_layers(name: str, tmp_path: Path, runtime: Runtime) -> None:
+    (tmp_path / "model.onnx").write_bytes(DIVIDED[name].SerializeToString())
+    for report in (inspect(str(tmp_path), Options()), step_test(str(tmp_path), Options(), runtime)):
+        assert report.findings == ()
+        slots = report.stacks[0].contract.slots
+        presents = [slot.past.replace("past_key_values", "present").replace("in_", "out_") for slot in slots]
+        assert [slot.present for slot in slots] == presents
+    assert report.verdict == "healthy"
+
+
+@pytest.mark.parametrize("name", CROSSED)
+def test_presents_of_other_layers_are_found(name: str, tmp_path: Path, runtime: Runtime) -> None:
+    (tmp_path / "model.onnx").write_bytes(CROSSED[name].SerializeToString())
+    report = step_test(str(tmp_path), Options(), runtime)
+    assert [(finding.name, finding.severity) for finding in report.findings] == [("layers-swapped", "error")]
+    assert {finding.name for finding in inspect(str(tmp_path), Options()).findings} <= {"layers-swapped"}
+
+
+@pytest.mark.parametrize("form", ["sliced", "counted", "collected"])
+def test_without_names_a_place_that_is_not_followed_is_not_decided(form: str, tmp_path: Path, runtime: Runtime) -> None:
+    for returned in (range(3), BACKWARDS):
+        model = divide_cache(LayerLoop(form).model(), returned, named=False)
+        (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+        for report in (inspect(str(tmp_path), Options()), step_test(str(tmp_path), Options(), runtime)):
+            assert (report.findings, report.verdict) == ((), "incomplete")

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from kvdoctor.model.flatten import FlatGraph, FlatNode, Flattener, FunctionKey, ScopeNames, Site
-from kvdoctor.model.iteration import Iteration, read_iteration
+from kvdoctor.model.iteration import Iteration, Stacked, TakenApart, read_iteration
 from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import are_equal_constants, constant_tensor, stable_order, subgraphs
 from kvdoctor.model.view import GraphView
@@ -22,6 +22,9 @@ MOST_NODES = 500_000
 
 MOST_PASSES = 8
 """Passes over all nodes in which carried values are found that an input has a part in: then all count as such."""
+
+REVERSED = "reversed"
+"""The attribute of nodes that stand for a Scan which takes entries, or puts them together, last first."""
 
 
 @record
@@ -221,28 +224,32 @@ class _FlowWriter(Flattener[FlatNode]):
         if form.condition is not None and form.condition < len(inputs) and inputs[form.condition]:
             self.write_identity((inputs[form.condition],), within[form.condition], site)
         for part in form.taken_apart:
-            self.add(FlatNode(_take_one(part.axis), (inputs[part.input], number), (within[part.body_input],)))
+            self.add(FlatNode(_take_one(part), (inputs[part.input], number), (within[part.body_input],)))
         ends = self._write_branch(body, site)
         self.carried |= {within[at]: ends[later] for _, at, later in form.carried}
         results = [ends[later] for _, _, later in form.carried]
-        for index, axis in form.stacked:
+        for output in form.stacked:
             results.append(f"{self.next_prefix()}stacked")
-            self.add(FlatNode(_stack(axis), (ends[index],), (results[-1],)))
+            self.add(FlatNode(_stack(output), (ends[output.body_output],), (results[-1],)))
         return results
 
 
 _IDENTITY = NodeProto(op_type="Identity")
 
 
-def _take_one(axis: int) -> NodeProto:
+def _take_one(part: TakenApart) -> NodeProto:
     """What a Scan does with an input: each iteration gets the entry of its number."""
-    return NodeProto(op_type="Gather", attribute=[AttributeProto(name="axis", type=AttributeProto.INT, i=axis)])
+    return NodeProto(op_type="Gather", attribute=[_number("axis", part.axis), _number(REVERSED, part.reversed)])
 
 
-def _stack(axis: int) -> NodeProto:
+def _stack(output: Stacked) -> NodeProto:
     """What a Loop or Scan does with an output of its body: the results of all iterations along a new axis."""
-    axes = AttributeProto(name="axes", type=AttributeProto.INTS, ints=[axis])
-    return NodeProto(op_type="Unsqueeze", attribute=[axes])
+    axes = AttributeProto(name="axes", type=AttributeProto.INTS, ints=[output.axis])
+    return NodeProto(op_type="Unsqueeze", attribute=[axes, _number(REVERSED, output.reversed)])
+
+
+def _number(name: str, value: int) -> AttributeProto:
+    return AttributeProto(name=name, type=AttributeProto.INT, i=int(value))
 
 
 def _listed(proto: NodeProto) -> TensorProto | None:

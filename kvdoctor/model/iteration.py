@@ -11,11 +11,27 @@ from kvdoctor.records import record
 
 @record
 class TakenApart:
-    """An input of a Scan of which each iteration gets one entry along an axis: shape without that axis."""
+    """An input of a Scan of which each iteration gets one entry along an axis: shape without that axis.
+
+    `reversed` says that the first iteration gets the last one.
+    """
 
     input: int
     body_input: int
     axis: int
+    reversed: bool
+
+
+@record
+class Stacked:
+    """An output that holds the values which an output of the body has in all iterations, along a new axis.
+
+    `reversed` says that the value of the first iteration comes last.
+    """
+
+    body_output: int
+    axis: int
+    reversed: bool = False
 
 
 @record
@@ -26,15 +42,14 @@ class Iteration:
         carried: An input of the node, the input of the body that has its value in the first iteration, and the output
             of the body that has the value of the next one. The outputs of the node begin with their last values.
         taken_apart: The inputs of which each iteration gets one entry.
-        stacked: For each other output of the node, in their order, the output of the body that it holds the values of,
-            and the axis that counts the iterations.
+        stacked: Each other output of the node, in their order.
         number: The input of the body that is the number of the iteration, if it has one.
         condition: The input of node and body that says whether another iteration follows, if it has one.
     """
 
     carried: tuple[tuple[int, int, int], ...]
     taken_apart: tuple[TakenApart, ...]
-    stacked: tuple[tuple[int, int], ...]
+    stacked: tuple[Stacked, ...]
     number: int | None = None
     condition: int | None = None
 
@@ -52,7 +67,7 @@ def _read_loop(node: NodeProto, body: GraphProto) -> Iteration | None:
     if count < 0 or max(len(node.input), 2) != len(body.input) or len(body.output) < count + 1:
         return None
     carried = tuple((at + 2, at + 2, at + 1) for at in range(count))
-    return Iteration(carried, (), tuple((at, 0) for at in range(count + 1, len(body.output))), number=0, condition=1)
+    return Iteration(carried, (), tuple(Stacked(at, 0) for at in range(count + 1, len(body.output))), 0, 1)
 
 
 def _read_scan(node: NodeProto, body: GraphProto) -> Iteration | None:
@@ -62,17 +77,24 @@ def _read_scan(node: NodeProto, body: GraphProto) -> Iteration | None:
     count = len(body.input) - taken
     if taken < 1 or count < 0 or len(node.input) != len(body.input) or len(body.output) < count:
         return None  # before opset 9 the node has one input more
-    axes = _axes(node, "scan_input_axes", taken)
     stacked = range(count, len(body.output))
+    apart = _pair_up(node, "scan_input", taken)
+    together = _pair_up(node, "scan_output", len(stacked))
     return Iteration(
         carried=tuple((at, at, at) for at in range(count)),
-        taken_apart=tuple(TakenApart(count + at, count + at, axis) for at, axis in enumerate(axes)),
-        stacked=tuple(zip(stacked, _axes(node, "scan_output_axes", len(stacked)), strict=True)),
+        taken_apart=tuple(TakenApart(count + at, count + at, axis, turned) for at, (axis, turned) in enumerate(apart)),
+        stacked=tuple(Stacked(at, axis, turned) for at, (axis, turned) in zip(stacked, together, strict=True)),
     )
 
 
-def _axes(node: NodeProto, name: str, count: int) -> tuple[int, ...]:
-    """The axis of each of some ports; 0 where the node says nothing."""
+def _pair_up(node: NodeProto, ports: str, count: int) -> list[tuple[int, bool]]:
+    """The axis of each of some ports of a Scan, and whether its entries come last first."""
+    axes, directions = _listed(node, f"{ports}_axes", count), _listed(node, f"{ports}_directions", count)
+    return [(axis, direction == 1) for axis, direction in zip(axes, directions, strict=True)]
+
+
+def _listed(node: NodeProto, name: str, count: int) -> tuple[int, ...]:
+    """The number of each of some ports; 0 where the node says nothing."""
     attribute = find_attribute(node, name)
     given = tuple(attribute.ints) if attribute is not None else ()
     return given if len(given) == count else (0,) * count

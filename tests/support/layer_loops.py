@@ -1,8 +1,11 @@
 """Decoders whose layers run inside one Scan or Loop over a stacked cache: ONNX text by form and fault."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
+from onnx import helper, numpy_helper
 
 from support.text_fixtures import compile_text
 
@@ -231,3 +234,38 @@ decoder (int64[batch, sequence] input_ids, {", ".join(pasts)})
   }}> (layers, go, x, no_ks, no_vs)
   present_k = ConcatFromSequence <axis = 0, new_axis = 1> (ks)
   present_v = ConcatFromSequence <axis = 0, new_axis = 1> (vs)"""
+
+
+def divide_cache(
+    model: onnx.ModelProto, returned: Sequence[int] = range(LAYERS), split: bool = False, named: bool = True
+) -> onnx.ModelProto:
+    """The decoder with a key and a value for each layer, which the graph stacks in front of the loop.
+
+    Layer n gets the entry `returned[n]` of what the loop returns, by Gather, or by one Split of all. Without names that
+    tell what they are, inputs and outputs are numbered.
+    """
+    graph, before, behind = model.graph, list[onnx.NodeProto](), list[onnx.NodeProto]()
+    for number in range(LAYERS):
+        graph.initializer.append(numpy_helper.from_array(np.array(number), f"layer{number}"))
+    inputs, outputs = list(graph.input[1:]), list(graph.output[1:])
+    del graph.input[1:], graph.output[1:]
+    for at, (past, present) in enumerate(zip(inputs, outputs, strict=True)):
+        part = ("key", "value")[at]
+        pasts = [f"past_key_values.{n}.{part}" if named else f"in_{n * 2 + at}" for n in range(LAYERS)]
+        presents = [f"present.{n}.{part}" if named else f"out_{n * 2 + at}" for n in range(LAYERS)]
+        stack = [f"{past.name} {n} in front" for n in range(LAYERS)]
+        before += [helper.make_node("Unsqueeze", [pasts[n], "zeros"], [stack[n]]) for n in range(LAYERS)]
+        before.append(helper.make_node("Concat", stack, [past.name], axis=0))
+        taken = [f"{present.name} {n} in front" for n in range(LAYERS)]
+        if split:
+            behind.append(helper.make_node("Split", [present.name], taken, axis=0))
+        for n, place in enumerate(returned):
+            given = [taken[place], "zeros"] if split else [present.name, f"layer{place}"]
+            behind.append(helper.make_node("Squeeze" if split else "Gather", given, [presents[n]]))
+        for values, like, names in ((graph.input, past, pasts), (graph.output, present, presents)):
+            sizes = [dim.dim_param or dim.dim_value for dim in like.type.tensor_type.shape.dim][1:]
+            values.extend(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, sizes) for name in names)
+    nodes = [*before, *graph.node, *behind]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return model

@@ -20,6 +20,7 @@ from kvdoctor.analysis.dataflow.operators import (
     viewed_by,
     views_of,
 )
+from kvdoctor.analysis.dataflow.stack_places import Elsewhere, Place, StackPlaces
 from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse, UseFinder
 from kvdoctor.analysis.dataflow.walks import MOST_VISITED, NEAR, Descent, Walk, WalkBudget
 from kvdoctor.contract import Growth
@@ -67,7 +68,8 @@ class StateFlow:
 class _Path:
     """How a walk came to a value: its axes, the node where new entries joined, and cuts before and after that node.
 
-    `changed` are the nodes that compute other numbers, or cut entries off behind the join.
+    `changed` are the nodes that compute other numbers, or cut entries off behind the join. `place` is that in a stack
+    with other inputs.
     """
 
     axes: tuple[int, ...] | None
@@ -76,6 +78,7 @@ class _Path:
     trimmed: bool = False
     cut: bool = False
     changed: tuple[FlatNode, ...] = ()
+    place: Place | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -104,6 +107,11 @@ class Dataflow:
     def axes(self) -> AxisWalks:
         """Where the axes of inputs are."""
         return AxisWalks(self.flow, self.budget, self.uses)
+
+    @cached_property
+    def places(self) -> StackPlaces:
+        """Where inputs are in stacks of several."""
+        return StackPlaces(self.flow)
 
     def state(self, name: str, rank: int) -> StateFlow:
         """Follow one graph input forward."""
@@ -157,7 +165,7 @@ class Dataflow:
     def _outputs_reached(self, name: str, rank: int, *, computed: bool = False) -> Iterator[tuple[str, _Path]]:
         """Graph outputs that hold the content of an input, alone or joined once by new entries."""
         for value, path in self._walk(name, rank, computed=computed):
-            for output in self.flow.outputs_of.get(value, ()):
+            for output in self.flow.outputs_of.get(value, ()) if path.place is None else ():
                 yield output, path
 
     def _walk(self, name: str, rank: int, *, computed: bool = False) -> Iterator[tuple[str, _Path]]:
@@ -182,17 +190,25 @@ class Dataflow:
             joins = adds_entries and (node.op != "Where" or self._selects_new(node, index, name))
             # A second Concat stacks keys and values, or all layers, again: no entries join there.
             joins = joins and not (path.join is not None and node.op == "Concat")
+            stacks = joins and self.places.stacks(node, path.axes)
             if joins and path.join is not None:
                 continue
+            try:
+                place = self.places.place_after(node, output, path.axes, path.place) if path.place else None
+            except Elsewhere:
+                continue
+            if stacks:
+                joins, place = False, Place(index, len(node.inputs))
             axes = self.axes.axes_after(node, path.axes)
             if joins:
                 at = self._join_axis(node, path.axes)
-                yield output, replace(path, axes=axes, join=node, axis=at)
+                yield output, replace(path, axes=axes, join=node, axis=at, place=place)
                 continue
-            trims = path.join is not None and node.op in TRIMS
+            trims = path.join is not None and node.op in TRIMS and (path.place is None or place is not None)
             cut = path.cut or (path.join is None and self._slices_to_computed_end(node))
             changed = (*path.changed, node) if trims or node.op == "Where" else path.changed
-            yield output, replace(path, axes=axes, trimmed=path.trimmed or trims, cut=cut, changed=changed)
+            trimmed = path.trimmed or trims
+            yield output, replace(path, axes=axes, trimmed=trimmed, cut=cut, changed=changed, place=place)
 
     def _join_axis(self, node: FlatNode, axes: tuple[int, ...] | None) -> int | None:
         """The input's axis along which a node adds new entries, as far as the graph says.
