@@ -158,7 +158,12 @@ class _Writer:
             if scale != named[output]:
                 self._refuse_taken(named[output])
                 self.codec.pass_on(self.model.graph, scale, named[output])
-            self.model.graph.output.append(_declare_scale(declared, slot, named[output]))
+            # Behind its present, as the input of the scales is behind its past: loops may go by their order.
+            outputs = list(self.model.graph.output)
+            at = outputs.index(declared) + 1
+            added = _declare_scale(declared, slot, named[output])
+            replace_all(self.model.graph.output, [*outputs[:at], added, *outputs[at:]])
+            declared = next(value for value in self.model.graph.output if value.name == output)
         self._declare_values(declared, slot)
         self.changes.append(Change(self.file, f"output {output!r}", before, _describe(declared)))
         self.changes += [Change(self.file, f"output {name!r}", "", SCALES) for name in named.values()]
