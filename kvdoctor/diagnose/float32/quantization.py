@@ -18,7 +18,7 @@ from kvdoctor.diagnose.float32.widen import FLOAT, NoFloat32Copy, cast, unrounde
 from kvdoctor.model.precision import DYNAMIC, INT8_LEVEL, activations_rounded
 from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import all_nodes, graphs_in, names_in, node_lists
-from kvdoctor.model.view import GraphView, Scope
+from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope
 
 PRODUCTS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
 TAKES_QUANTIZED = {*PRODUCTS, "MatMulIntegerToFloat", "DequantizeLinear"}
@@ -158,19 +158,33 @@ RANGES: dict[int, tuple[int, int]] = {
 """The ranges of the integer types that activations are quantized to."""
 
 
+FLOAT8 = {"float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz"}
+
+
 def unround_presents(model: ModelProto, contract: CacheContract) -> None:
     """Return the cache without its rounding, in place, where a graph rounds it on the way to the output alone.
 
-    Pairs of QuantizeLinear and DequantizeLinear, and Round between two scales, pass on what they take.
+    Pairs of QuantizeLinear and DequantizeLinear, and Round between two scales, pass on what they take; so does a Cast
+    to a float of 8 bits whose result is cast back.
     """
     view, pairs = GraphView(model), _pairs(model)
     for phase in DECODING:
-        for processed in list_rounded(view, contract, phase).values():
+        for name, processed in list_rounded(view, contract, phase).items():
             for node in processed.rounding:
                 paired = node.op_type == "QuantizeLinear" and node.output[0] in pairs
                 if paired or (node.op_type == "DequantizeLinear" and node.input[0] in pairs) or node.op_type == "Round":
                     del node.input[1:]
                     node.op_type = "Identity"
+                elif node.op_type == "Cast" and view.outputs[name].dtype not in FLOAT8:
+                    _keep_bits(node)
+            del processed.graph.value_info[:]  # they may declare 8 bits
+
+
+def _keep_bits(node: NodeProto) -> None:
+    """Make a Cast to 8 bits one to float32."""
+    for attribute in node.attribute:
+        if attribute.name == "to" and ELEMENT_TYPES.get(attribute.i) in FLOAT8:
+            attribute.i = FLOAT
 
 
 def unround_scales(model: ModelProto) -> None:
