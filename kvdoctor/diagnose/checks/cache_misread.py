@@ -28,8 +28,9 @@ def cache_misread(context: RunContext) -> Iterator[Fault]:
     """Right entries in the cache, and wrong logits.
 
     What it means: the entries of the cache are right, but the logits that a step computes from them are wrong. The past
-    is scaled, reordered, cut or masked on its way to the attention, the entries are rounded or clipped on their way out
-    of the graph, or what follows the attention differs from the call without a cache.
+    is scaled, reordered, cut or masked on its way to the attention, the entries are clipped or cast to integers on
+    their way out of the graph, or what follows the attention differs from the call without a cache. A cache that is
+    only rounded on its way out is KV301.
     """
     yield from _report(
         context, "cache-misread", "the cache holds what a prefill returns, and a step computes wrong logits from it"
