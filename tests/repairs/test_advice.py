@@ -12,7 +12,13 @@ from support.text_fixtures import load_all
 from kvdoctor import step_test
 from kvdoctor.cli.main import cli
 
-FAULTY = [name for name, fixture in load_all().items() if not fixture.healthy and not fixture.targets]
+TWO_FAULTS = {"present-rewrites-past-rounded"}
+"""Two faults in one present: a repair is known for the one alone, and the proof says that it is not enough."""
+FAULTY = [
+    name
+    for name, fixture in load_all().items()
+    if not fixture.healthy and not fixture.targets and name not in TWO_FAULTS
+]
 
 
 @pytest.mark.parametrize("name", thinned(FAULTY, 40, 2))
