@@ -43,6 +43,7 @@ NO_LOOP = {
     "layout-transducer-stateless-healthy": "no decoder",
     "layout-voice-activity-healthy": "not a decoder",
     "layout-wenet-stream-healthy": "not a decoder",
+    "layout-window-in-mask-healthy": "a window of fixed length",
 }
 """Healthy models without a loop, and a part of the reason that is given."""
 
