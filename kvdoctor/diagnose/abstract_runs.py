@@ -308,7 +308,8 @@ def _drop_unsure(runs: list[Run], contract: CacheContract, graphs: Iterable[Abst
     later = next((run for run in runs if run.experiment == "later-token"), None)
     masked = later is not None and later.outcome == "passed" and gives_all_logits(contract) is None
     explained = causes and not causes.intersection(UNMASKED)
-    if not wrong or masked or explained or not any(graph.may_hide() for graph in graphs):
+    random = any(run.experiment == "same-feed" and run.outcome == "differs" for run in runs)  # whatever the mask is
+    if random or not wrong or masked or explained or not any(graph.may_hide() for graph in graphs):
         return runs
     return [run for run in runs if run.outcome == "failed"]
 
