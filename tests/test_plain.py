@@ -47,8 +47,8 @@ def test_a_run_survives(fed: dict[str, ObservedTensor], empty: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("layout",), 7, r"CacheContract\.layout: expected str"),
-        (("slots", 0, "carry"), "drop", r"slots\[0\]\.carry: expected 'feed-back' or 'hold'"),
+        (("layout",), 7, r"CacheContract\.layout: got 7, expected str"),
+        (("slots", 0, "carry"), "drop", r"slots\[0\]\.carry: got 'drop', expected 'feed-back' or 'hold'"),
         (("slots", 1, "shape", 0), [], r"slots\[1\]\.shape\[0\]"),
         (("surprise",), 1, "unknown field 'surprise'"),
     ],

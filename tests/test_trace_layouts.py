@@ -147,3 +147,14 @@ def test_a_choice_of_the_caller_that_is_not_told_is_no_fault(tmp_path: Path) -> 
         (tmp_path / "loop.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
         report = step_test(str(folder), Options(trace=str(tmp_path / "loop.jsonl")))
         assert not report.findings
+
+
+def test_the_mask_of_a_window_counts_its_tokens_from_the_right(tmp_path: Path, runtime: Runtime) -> None:
+    (contract,) = driven("layout-window-in-mask-healthy", tmp_path, runtime)
+    trace = right_loop(contract, tmp_path, Scenario(steps=5), lambda _: True)
+    assert not compare_trace(trace, contract).breaks
+    mask = trace[2].fed["attention_mask"].array().copy()
+    mask[:, -1] = 0
+    hidden = replace(trace[2], fed={**trace[2].fed, "attention_mask": recorded(mask, lambda _: True)})
+    (found,) = compare_trace((*trace[:2], hidden, *trace[3:]), contract).breaks
+    assert (found.kind, found.cause) == ("mask-values", "attention_mask hides the new token")

@@ -8,6 +8,7 @@ from kvdoctor.contract import Axis, Port, describe
 from kvdoctor.decode.caller_trace.recorded import TraceTensor
 from kvdoctor.decode.caller_trace.step import ContractViolation, Kind, StepContext, size_of, tokens
 from kvdoctor.decode.calls import Array
+from kvdoctor.decode.inputs import fills_from_right
 
 OTHER_RULES = ("past", "token_ids", "embeddings", "token_and_position")
 COUNTED = {
@@ -115,15 +116,17 @@ def values(moment: StepContext) -> Iterator[ContractViolation]:
 def _mask(moment: StepContext, port: Port, mask: Array) -> Iterator[ContractViolation]:
     """A mask hides no new token, and goes on hiding what it hid."""
     total, before = moment.past + moment.new, moment.before
-    seen = mask.astype(bool).reshape(-1, mask.shape[-1])[:, :total]
+    from_right = fills_from_right(port, moment.contract)
+    seen = _of_tokens(mask, total, from_right)
     if before is None:
         wrong = None if seen.any(axis=-1).all() else "hides every token of a sequence"
-    elif not seen[:, moment.past :].all():
+    elif not (seen[:, -moment.new :] if from_right else seen[:, moment.past :]).all():
         wrong = f"hides {'a new token' if moment.new > 1 else 'the new token'}"
     else:
         earlier = before.last.fed.get(port.name)
-        known = earlier.array().astype(bool) if earlier is not None and earlier.has_values else None
-        known = known.reshape(-1, known.shape[-1])[:, : moment.past] if known is not None else None
+        known = None
+        if earlier is not None and earlier.has_values:
+            known = _of_tokens(earlier.array(), moment.past, from_right)
         comparable = known is not None and known.shape == (len(seen), moment.past)
         same_rows = known is None or not comparable or np.array_equal(known, seen[:, : moment.past])
         wrong = None if same_rows else f"hides other tokens of the past than at step {before.last.number}"
@@ -136,6 +139,12 @@ def _mask(moment: StepContext, port: Port, mask: Array) -> Iterator[ContractViol
             cause=f"{port.name} {wrong}",
             advice="append a 1 for each new token to the mask of the step before",
         )
+
+
+def _of_tokens(mask: Array, count: int, from_right: bool) -> Array:
+    """The columns of some tokens, bool[batch, count]: the first ones, or the last ones of a window behind padding."""
+    rows = mask.astype(bool).reshape(-1, mask.shape[-1])
+    return rows[:, max(rows.shape[1] - count, 0) :] if from_right else rows[:, :count]
 
 
 def _positions(moment: StepContext, port: Port, array: Array) -> Iterator[ContractViolation]:
