@@ -9,6 +9,9 @@ from kvdoctor.analysis.slot_rules import pair_by_affix
 from kvdoctor.contract import Dim
 from kvdoctor.model.view import GraphView
 
+WITH_PAST = ("past", "total")
+"""Words in the name of an axis that counts past and new tokens together."""
+
 
 @dataclass(eq=False, repr=False)
 class NewEntries:
@@ -69,11 +72,13 @@ class NewEntries:
     def are_alone(self, state: StateFlow | None) -> bool:
         """Whether an output of new entries is declared as long as the tokens, not as past and new together."""
         size = self._size_of(state.delta or "", state.axis) if state is not None else None
-        if not isinstance(size, str):
+        if not isinstance(size, str) or size in self._token_sizes:
             return True
+        if any(word in size.lower() for word in WITH_PAST):
+            return False
         # A name that no other port has proves nothing: torch invents one for each axis.
         ports = (*self.view.inputs.values(), *self.view.outputs.values())
-        return size in self._token_sizes or sum(size in (port.shape or ()) for port in ports) < 2
+        return sum(size in (port.shape or ()) for port in ports) < 2
 
     def _size_of(self, output: str, axis: int | None) -> Dim:
         """The declared size of one axis of an output; None where nothing is declared."""
