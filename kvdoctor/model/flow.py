@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from kvdoctor.model.flatten import FlatGraph, FlatNode, Flattener, FunctionKey, ScopeNames, Site
-from kvdoctor.model.iteration import Iteration, Stacked, TakenApart, read_iteration
+from kvdoctor.model.iteration import Iteration, ScanInput, ScanOutput, read_iteration
 from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import are_equal_constants, constant_tensor, stable_order, subgraphs
 from kvdoctor.model.view import GraphView
@@ -223,12 +223,12 @@ class _FlowWriter(Flattener[FlatNode]):
             self.write_identity((inputs[first],), within[at], site)
         if form.condition is not None and form.condition < len(inputs) and inputs[form.condition]:
             self.write_identity((inputs[form.condition],), within[form.condition], site)
-        for part in form.taken_apart:
+        for part in form.scan_inputs:
             self.add(FlatNode(_take_one(part), (inputs[part.input], number), (within[part.body_input],)))
         ends = self._write_branch(body, site)
         self.carried |= {within[at]: ends[later] for _, at, later in form.carried}
         results = [ends[later] for _, _, later in form.carried]
-        for output in form.stacked:
+        for output in form.scan_outputs:
             results.append(f"{self.next_prefix()}stacked")
             self.add(FlatNode(_stack(output), (ends[output.body_output],), (results[-1],)))
         return results
@@ -237,12 +237,12 @@ class _FlowWriter(Flattener[FlatNode]):
 _IDENTITY = NodeProto(op_type="Identity")
 
 
-def _take_one(part: TakenApart) -> NodeProto:
+def _take_one(part: ScanInput) -> NodeProto:
     """What a Scan does with an input: each iteration gets the entry of its number."""
     return NodeProto(op_type="Gather", attribute=[_number("axis", part.axis), _number(REVERSED, part.reversed)])
 
 
-def _stack(output: Stacked) -> NodeProto:
+def _stack(output: ScanOutput) -> NodeProto:
     """What a Loop or Scan does with an output of its body: the results of all iterations along a new axis."""
     axes = AttributeProto(name="axes", type=AttributeProto.INTS, ints=[output.axis])
     return NodeProto(op_type="Unsqueeze", attribute=[axes, _number(REVERSED, output.reversed)])

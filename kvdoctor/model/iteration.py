@@ -1,4 +1,4 @@
-"""How the values of a Loop or Scan go into its body and come out: carried, taken apart, or put together.
+"""How the values of a Loop or Scan go into its body and come out: carried, as scan inputs, or as scan outputs.
 
 Sources: the operators Loop and Scan of ONNX, and "If, Loop and Scan" in its IR.md. A Scan before opset 9 has a batch in
 front of everything and is not described here.
@@ -10,7 +10,7 @@ from kvdoctor.records import record
 
 
 @record
-class TakenApart:
+class ScanInput:
     """An input of a Scan of which each iteration gets one entry along an axis: shape without that axis.
 
     `reversed` says that the first iteration gets the last one.
@@ -23,7 +23,7 @@ class TakenApart:
 
 
 @record
-class Stacked:
+class ScanOutput:
     """An output that holds the values which an output of the body has in all iterations, along a new axis.
 
     `reversed` says that the value of the first iteration comes last.
@@ -41,15 +41,15 @@ class Iteration:
     Attributes:
         carried: An input of the node, the input of the body that has its value in the first iteration, and the output
             of the body that has the value of the next one. The outputs of the node begin with their last values.
-        taken_apart: The inputs of which each iteration gets one entry.
-        stacked: Each other output of the node, in their order.
+        scan_inputs: The inputs of which each iteration gets one entry.
+        scan_outputs: Each other output of the node, in their order.
         number: The input of the body that is the number of the iteration, if it has one.
         condition: The input of node and body that says whether another iteration follows, if it has one.
     """
 
     carried: tuple[tuple[int, int, int], ...]
-    taken_apart: tuple[TakenApart, ...]
-    stacked: tuple[Stacked, ...]
+    scan_inputs: tuple[ScanInput, ...]
+    scan_outputs: tuple[ScanOutput, ...]
     number: int | None = None
     condition: int | None = None
 
@@ -67,7 +67,7 @@ def _read_loop(node: NodeProto, body: GraphProto) -> Iteration | None:
     if count < 0 or max(len(node.input), 2) != len(body.input) or len(body.output) < count + 1:
         return None
     carried = tuple((at + 2, at + 2, at + 1) for at in range(count))
-    return Iteration(carried, (), tuple(Stacked(at, 0) for at in range(count + 1, len(body.output))), 0, 1)
+    return Iteration(carried, (), tuple(ScanOutput(at, 0) for at in range(count + 1, len(body.output))), 0, 1)
 
 
 def _read_scan(node: NodeProto, body: GraphProto) -> Iteration | None:
@@ -82,8 +82,8 @@ def _read_scan(node: NodeProto, body: GraphProto) -> Iteration | None:
     together = _pair_up(node, "scan_output", len(stacked))
     return Iteration(
         carried=tuple((at, at, at) for at in range(count)),
-        taken_apart=tuple(TakenApart(count + at, count + at, axis, turned) for at, (axis, turned) in enumerate(apart)),
-        stacked=tuple(Stacked(at, axis, turned) for at, (axis, turned) in zip(stacked, together, strict=True)),
+        scan_inputs=tuple(ScanInput(count + at, count + at, axis, turned) for at, (axis, turned) in enumerate(apart)),
+        scan_outputs=tuple(ScanOutput(at, axis, turned) for at, (axis, turned) in zip(stacked, together, strict=True)),
     )
 
 

@@ -29,7 +29,7 @@ class Place:
         return Place(self.count - 1 - self.number, self.count) if node.number(REVERSED, 0) else self
 
 
-class Elsewhere(Exception):
+class PlaceUnknown(Exception):
     """A node takes other entries of the stack, or ones of which the graph does not say where they stand."""
 
 
@@ -50,10 +50,10 @@ class StackPlaces:
         """The place in an output of a node; None where the stack has been taken apart. `axes` are those before it.
 
         Raises:
-            Elsewhere: the output has other entries.
+            PlaceUnknown: the output has other entries.
         """
         if self.stacks(node, axes):
-            raise Elsewhere  # a stack of stacks, or one that a loop collects
+            raise PlaceUnknown  # a stack of stacks, or one that a loop collects
         if node.op == "Unsqueeze":
             return place.turned(node)
         if axes is None or node.op not in ("Gather", "Split", "Slice", "GatherND", "GatherElements", "Compress"):
@@ -65,7 +65,7 @@ class StackPlaces:
                 return None
         elif node.op == "Gather":
             return self._gathered(node, place)
-        raise Elsewhere
+        raise PlaceUnknown
 
     def _axes_of(self, node: FlatNode, axes: tuple[int, ...]) -> tuple[int, ...]:
         """The axes that a node takes entries along; NEW as well where it does not say."""
@@ -92,5 +92,5 @@ class StackPlaces:
         numbers = (integers(tensor) if tensor is not None else None) or ()
         taken = [number % place.count for number in numbers]
         if place.number not in taken:
-            raise Elsewhere
+            raise PlaceUnknown
         return Place(taken.index(place.number), len(taken)) if len(taken) > 1 else None

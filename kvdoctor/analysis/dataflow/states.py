@@ -20,7 +20,7 @@ from kvdoctor.analysis.dataflow.operators import (
     viewed_by,
     views_of,
 )
-from kvdoctor.analysis.dataflow.stack_places import Elsewhere, Place, StackPlaces
+from kvdoctor.analysis.dataflow.stack_places import Place, PlaceUnknown, StackPlaces
 from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse, UseFinder
 from kvdoctor.analysis.dataflow.walks import MOST_VISITED, NEAR, Descent, Walk, WalkBudget
 from kvdoctor.contract import Growth
@@ -195,7 +195,7 @@ class Dataflow:
                 continue
             try:
                 place = self.places.place_after(node, output, path.axes, path.place) if path.place else None
-            except Elsewhere:
+            except PlaceUnknown:
                 continue
             if stacks:
                 joins, place = False, Place(index, len(node.inputs))
