@@ -29,6 +29,8 @@ LATENT = Layout("{part}_{layer}", "{part}_{layer}_next", layers=("latent", "late
 LINEAR = Layout("S{layer}", "S{layer}_next", layers=("linear", "linear"), place="number", position="offset")
 MIXED = replace(OPTIMUM, place="rows", config={"model_type": "gemma2", "num_hidden_layers": 2, "sliding_window": 5})
 CROSS = replace(AFFIX, also=("cross",))
+STACK = Layout("mem", "mem_new", "x", "y", order="LPbnph")
+STACK_ORDERS = ("bLPpnh", "pbLPnh", "LPbnhp", "bpLPnh", "PLnphb")
 
 HEALTHY = {
     "optimum names": OPTIMUM,
@@ -40,7 +42,9 @@ HEALTHY = {
     "n_past as a scalar": replace(AFFIX, place="scalar", position="n_past"),
     "float16 cache": replace(COUNTED, dtype=FLOAT16),
     "keys and values fused": replace(COUNTED, order="bpf"),
-    "all stacked": Layout("mem", "mem_new", "x", "y", order="LPbnph"),
+    "all stacked": STACK,
+    **{f"stacked as {order}": replace(STACK, order=order) for order in STACK_ORDERS},
+    **{f"turned from {order}": replace(STACK, order=order, also=("turned first",)) for order in STACK_ORDERS},
     "ScatterND": SCATTER,
     "Where": WHERE,
     "one-hot": ONE_HOT,

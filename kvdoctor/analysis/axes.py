@@ -86,7 +86,7 @@ def _by_rank(shape: tuple[Dim, ...], kind: SlotKind, at: int) -> tuple[Axis, ...
         if shape[0] == 2:
             return parse_axes("2BNSH" if at == 3 else "2BSNH")
         if shape[1] == 2:
-            return parse_axes("B2NSH")
+            return parse_axes("B2SNH" if at == 2 else "B2NSH")
         if isinstance(shape[0], int) and not isinstance(shape[1], int):
             return parse_axes("LBNSH" if at == 3 else "LBSNH")
         if at == 1:

@@ -236,12 +236,14 @@ class SlotReader:
     def _axes_of(
         self, shape: tuple[Dim, ...], kind: SlotKind, growth: Growth, name: SlotName | None, state: StateFlow | None
     ) -> tuple[Axis, ...]:
-        """The axes, with the batch where the shape has the name that the tokens give it: heads may come first."""
+        """The axes, with the batch where the shape has the name that the tokens give it: others may come first."""
         axes = list(slot_axes(shape, kind, growth, name, state))
-        if "batch" in axes and "kv_heads" in axes and shape[axes.index("batch")] not in self._batch_names:
-            batch, heads = axes.index("batch"), axes.index("kv_heads")
-            if shape[heads] in self._batch_names:
-                axes[batch], axes[heads] = "kv_heads", "batch"
+        named = [at for at, size in enumerate(shape) if size in self._batch_names]
+        movable = [at for at, axis in enumerate(axes) if axis in ("batch", "kv_heads", "head_dim")]
+        if "batch" in axes and len(named) == 1 and named[0] in movable:
+            widths = (axes[at] for at in movable if axes[at] != "batch")
+            moved: dict[int, Axis] = {at: "batch" if at == named[0] else next(widths) for at in movable}
+            axes = [moved.get(at, axis) for at, axis in enumerate(axes)]
         return tuple(axes)
 
     @cached_property

@@ -230,11 +230,22 @@ class Decoder(Sheet):
         return {part: self.op("Slice", both, [at], [at + WIDTH], [3]) for part, at in (("key", 0), ("value", WIDTH))}
 
     def _stacked(self, layer: int, new: dict[str, str]) -> dict[str, str]:
-        mine = self.op("Gather", self.slots[0].past if layer else self._slot(0, "key", self.layout.order), layer)
-        whole = {p: self.op("Concat", self.op("Gather", mine, i), new[p], axis=2) for i, p in enumerate(new)}
-        pair = self.op("Concat", *(self.op("Unsqueeze", value, [0, 1]) for value in whole.values()), axis=1)
-        self.made[0, "key"] = self.op("Concat", self.made[0, "key"], pair, axis=0) if layer else pair
-        return whole
+        past = self.slots[0].past if layer else self._slot(0, "key", self.layout.order)
+        turned = "turned first" in self.also
+        order = "LPbnph" if turned else self.layout.order
+        inner, within = order.replace("L", ""), order.replace("L", "").replace("P", "")
+        mine = self.op("Gather", self.turned(past, self.layout.order, order), layer, axis=order.index("L"))
+        whole = {}
+        for i, part in enumerate(new):
+            pasts = self.op("Gather", mine, i, axis=inner.index("P"))
+            rows = self.turned(new[part], "bnph", within)
+            whole[part] = self.op("Concat", pasts, rows, axis=within.index("p"))
+        parts, layers = inner.index("P"), order.index("L")
+        pair = self.op("Concat", *(self.op("Unsqueeze", value, [parts]) for value in whole.values()), axis=parts)
+        pair = self.op("Unsqueeze", pair, [layers])
+        self.stack = self.op("Concat", self.stack, pair, axis=layers) if layer else pair
+        self.made[0, "key"] = self.turned(self.stack, order, self.layout.order) if layer else pair
+        return {part: self.turned(value, within, "bnph") for part, value in whole.items()}
 
     def _quantized(self, layer: int, y: str) -> str:
         query, whole = self.heads(y), []

@@ -14,6 +14,9 @@ from kvdoctor.model.view import integers
 NEW = -1
 """An axis that a node inserted: none of the input's."""
 
+_VIEWS = ("Identity", "Cast", "Transpose", "Squeeze", "Unsqueeze")
+"""Operators behind which a stack is still the same stack."""
+
 
 @dataclass(eq=False, repr=False)
 class AxisWalks:
@@ -83,26 +86,28 @@ class AxisWalks:
 
     def find_stacked_axes(self, name: str, rank: int) -> tuple[int | None, int | None]:
         """The axes along which an input is taken apart: into the caches of each attention, and into keys and values."""
-        waiting: deque[tuple[str, tuple[int, ...]]] = deque([(name, tuple(range(rank)))])
-        seen, sites, looped = {name}, set[tuple[int, str, int]](), None
+        waiting = deque([(name, tuple(range(rank)), name)])
+        seen, sites, looped = {name}, set[tuple[int, str, str, int]](), None
         while waiting and self.budget.goes_on():
-            value, axes = waiting.popleft()
+            value, axes, stack = waiting.popleft()
             for node, index in self.flow.consumers.get(value, ()):
-                moved = self.axes_after(node, axes)
-                passed = node.output() if node.op in ("Identity", "Cast", "Transpose") else ""
-                if index == 0 and passed and moved and passed not in seen:
-                    seen.add(passed)
-                    waiting.append((passed, moved))
-                elif index == 0 and (at := self._axis_taken_apart(node, len(axes))) is not None:
+                at = self._axis_taken_apart(node, len(axes)) if index == 0 else None
+                if at is not None and axes[at] != NEW:
                     uses = [use for output in node.outputs if output and (use := self.uses.use_of(output)) is not None]
                     if uses and self._follows_iterations(node):
                         looped = axes[at]
-                    sites |= {(axes[at], use.part, use.site) for use in uses}
-        several = [(axis, part) for axis, part, _ in sites]
+                    sites |= {(axes[at], use.part, stack, use.site) for use in uses}
+                moved = self.axes_after(node, axes) if index == 0 and (at is not None or node.op in _VIEWS) else None
+                for output in node.outputs if moved else ():
+                    if output and moved and output not in seen:
+                        seen.add(output)
+                        waiting.append((output, moved, stack if at is None else output))
+        # Within one stack: keys and values of several layers are not the layers.
+        several = sorted(site[:3] for site in sites)
         layers = looped
         if layers is None:
-            layers = next((axis for axis, part in several if several.count((axis, part)) > 1), None)
-        both = (axis for axis, part in several if part == "key" and (axis, "value") in several)
+            layers = next((site[0] for site in several if several.count(site) > 1), None)
+        both = (axis for axis, part, stack in several if part == "key" and (axis, "value", stack) in several)
         return layers, next((axis for axis in both if axis != layers), None)
 
     def _axis_taken_apart(self, node: FlatNode, rank: int) -> int | None:

@@ -56,7 +56,8 @@ def contract_unknown(context: ContractContext) -> Iterator[Fault]:
         return  # past-without-present and present-without-past name this fault
     counted = [slot.past for slot in contract.slots if "batch_heads" in slot.axes]
     lacks_heads = contract.heads is None and {lack.subject for lack in missing} <= {*counted}
-    found = f"{len(contract.slots)} slots" if contract.slots else "no slot"
+    count = len(contract.slots)
+    found = "no slot" if count == 0 else "1 slot" if count == 1 else f"{count} slots"
     reasons = [f"{lack.subject!r}: {lack.reason}" for lack in missing[:4]]
     yield Fault(
         severity="error",
