@@ -4,8 +4,10 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))  # the makers of the generated pages
@@ -25,3 +27,27 @@ os.environ["KVDOCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="kvdoctor-tests-cache
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+UNTIL = "KVDOCTOR_TESTS_UNTIL"
+"""The time, in seconds since 1970, after which no slow test is begun: .ci/run ends in time on a slow machine too."""
+DAY = 86_400
+STRIDE = 13
+"""By how many files the order of a day is shifted: what a slow machine leaves out one day it begins with on another."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with another file every day where the time is limited."""
+    until = os.environ.get(UNTIL)
+    if until is None or not items:
+        return
+    files = list(dict.fromkeys(item.path for item in items))
+    begin = int(until) // DAY * STRIDE % len(files)
+    place = {path: at for at, path in enumerate([*files[begin:], *files[:begin]])}
+    items.sort(key=lambda item: place[item.path])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a slow test, with the reason, once the time for them is over."""
+    until = os.environ.get(UNTIL)
+    if until is not None and item.get_closest_marker("slow") is not None and time.time() > int(until):
+        pytest.skip(f"the time for slow tests is over ({UNTIL})")

@@ -539,6 +539,7 @@ def kvdoctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 LLAMA = "fixtures/exports/llama-gqa"
 
 
+@pytest.mark.slow
 def test_the_command_shows_the_plan_where_it_is_asked_for() -> None:
     assert "memory plan" not in kvdoctor("inspect", LLAMA).stdout
     assert "memory plan" in kvdoctor("inspect", LLAMA, "-v").stdout

@@ -114,6 +114,7 @@ def test_a_healthy_model_is_compared_with_itself_as_it_is(tmp_path: Path) -> Non
     assert not report.repair.bases
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_type_is_that_of_the_repaired_loop(tmp_path: Path) -> None:
     """A dry run of a faulty model shows the figures of its healthy twin."""
     found = {}

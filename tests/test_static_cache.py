@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from support.sampling import sampled
 from test_conversions import DECODER, Spoil, contents, failed, faulty, first_step, refusal, write
 
 from kvdoctor import api
@@ -41,8 +42,8 @@ def check_static(report: Report, capacity: int) -> None:
     [
         (DECODER, ()),
         (DECODER, OPSET_24),
-        ("layout-attention-23-masked-healthy", ()),
-        ("layout-bloom-transposed-healthy", ()),
+        pytest.param("layout-attention-23-masked-healthy", (), marks=pytest.mark.slow),
+        pytest.param("layout-bloom-transposed-healthy", (), marks=pytest.mark.slow),
         ("layout-llama2-msft-layers-healthy", ()),
         pytest.param("layout-cut-positions-healthy", (), marks=pytest.mark.slow),
         pytest.param("layout-ort-t5-healthy", (), marks=pytest.mark.slow),
@@ -80,7 +81,7 @@ def test_a_buffer_of_an_operator_is_declared_and_grows_again(tmp_path: Path) -> 
     assert {slot.growth for slot in grown.stacks[0].contract.slots} == {"shared"}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+@pytest.mark.parametrize("name", sampled(["llama-gqa", "gpt2"], 2))
 def test_real_exports_become_buffers_of_their_context(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = api.re_export(EXPORTS / name, out, cache="static")
@@ -332,6 +333,7 @@ def test_a_static_cache_grows(name: str, tmp_path: Path) -> None:
     assert "write_indices" not in [value.name for value in model.graph.input]
 
 
+@pytest.mark.slow
 def test_a_buffer_grows_again_beyond_its_length(tmp_path: Path) -> None:
     """There and back: no number of the buffer is left, and sequences are longer than it was."""
     api.re_export(EXPORTS / "gpt2", tmp_path / "static", cache="static=24")

@@ -11,6 +11,7 @@ from onnx import GraphProto, helper
 from onnx.numpy_helper import from_array, to_array
 from support.graph_faults import EXPORTS, broken
 from support.isolated import kvdoctor
+from support.sampling import sampled
 
 WEIGHT, BIAS = "transformer.h.1.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.bias"
 
@@ -41,7 +42,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("kind", sampled(DAMAGES, 2))
 def test_damaged_weights_are_named_with_layer_and_role(kind: str, tmp_path: Path) -> None:
     value, everywhere, severity, words = DAMAGES[kind]
     model = broken("gpt2", "model.onnx", damaged(WEIGHT, value, everywhere), tmp_path)
@@ -52,7 +53,7 @@ def test_damaged_weights_are_named_with_layer_and_role(kind: str, tmp_path: Path
     assert f"{WEIGHT} (layer 1, float32[32, 128], input 1 of Gemm)" in finding["observed"]
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("value", sampled([0.0, 1.0], 2))
 def test_new_biases_are_silent(value: float, tmp_path: Path) -> None:
     assert suspects(broken("gpt2", "model.onnx", damaged(BIAS, value, True), tmp_path), "--weights") == []
 
@@ -87,7 +88,7 @@ def test_the_scale_of_a_rounded_weight_counts(tmp_path: Path) -> None:
     assert {(one["severity"], *one["subject"]) for one in found} == {("error", "q_scale"), ("warning", "q")}
 
 
-@pytest.mark.parametrize("rows", [2, 64])
+@pytest.mark.parametrize("rows", sampled([2, 64], 2))
 def test_a_small_table_of_zeros_is_silent(rows: int, tmp_path: Path) -> None:
     """As that of the types of tokens, which RoBERTa does not use."""
 
@@ -99,7 +100,7 @@ def test_a_small_table_of_zeros_is_silent(rows: int, tmp_path: Path) -> None:
     assert len(suspects(broken("gpt2", "model.onnx", add_table, tmp_path), "--weights")) == (rows > 16)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "t5", "whisper", "marian-4.46.3"])
+@pytest.mark.parametrize("name", sampled(["gpt2", "llama-gqa", "t5", "whisper", "marian-4.46.3"], 3))
 def test_healthy_exports_are_silent(name: str) -> None:
     assert suspects(EXPORTS / name, "--weights") == []
 

@@ -99,6 +99,7 @@ def test_names_from_a_trace_are_data(tmp_path: Path) -> None:
     assert not {"\x1b", "\u202e"} & set(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_trace_come_back(tmp_path: Path, runtime: Runtime) -> None:
     for loop, model in ((decoder_only(GPT2), GPT2), (seq2seq(MARIAN), MARIAN), (pair(MARIAN), MARIAN)):
         report = examined(loop, model, tmp_path, runtime)
@@ -228,6 +229,7 @@ def test_a_loop_without_the_cache_is_slow_and_right(data: int, tmp_path: Path, r
     assert "no step used the cache" in note(report)
 
 
+@pytest.mark.slow
 def test_two_sentences_one_after_the_other(tmp_path: Path, runtime: Runtime) -> None:
     for make, model in ((decoder_only, GPT2), (seq2seq, MARIAN), (pair, MARIAN)):
         loop = make(model)

@@ -53,6 +53,7 @@ def test_each_variant_is_graded(folder: Path) -> None:
     assert all(one["tokens"] == 33 and one["reason"] is None for one in found.values())
 
 
+@pytest.mark.slow
 def test_the_table_is_on_the_first_screen(folder: Path) -> None:
     done = kvdoctor(folder)
     lines = done.stdout.splitlines()
@@ -67,6 +68,7 @@ def test_the_table_is_on_the_first_screen(folder: Path) -> None:
         assert "decoder-q4" in kvdoctor("step-test", folder, "--format", format_name).stdout
 
 
+@pytest.mark.slow
 def test_the_layer_that_costs_most_is_named(tmp_path: Path) -> None:
     shutil.copytree(EXPORTS / "gpt2", tmp_path / "model")
     source = tmp_path / "model" / "model.onnx"

@@ -186,6 +186,7 @@ def test_weights_are_read_in_portions(tmp_path: Path) -> None:
     assert peak < 60 << 20
 
 
+@pytest.mark.slow
 def test_the_command_shows_them_and_a_report_has_none(tmp_path: Path) -> None:
     other = broken("gpt2", "model.onnx", changed(add_half), tmp_path / "other")
     done = kvdoctor("diff", "--static", EXPORTS / "gpt2", other)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
+LONG_AGO = "86400"
 SCHEMA = ["-m", "check_jsonschema", "--builtin-schema"]
 
 
@@ -111,3 +112,18 @@ def test_the_shell_has_nothing_to_complain_about() -> None:
         command = [shellcheck, f"--shell={shell}", "--severity=style", "-"]
         done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
+
+
+def test_slow_tests_are_skipped_with_the_reason_once_their_time_is_over() -> None:
+    one = "tests/ci/test_ci_files.py::test_the_file_is_valid[hooks]"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "slow", one],
+        env={**os.environ, "KVDOCTOR_TESTS_UNTIL": LONG_AGO},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the time for slow tests is over" in done.stdout
+    assert "1 skipped" in done.stdout
