@@ -46,6 +46,7 @@ HEALTHY = {
     **{f"stacked as {order}": replace(STACK, order=order) for order in STACK_ORDERS},
     **{f"turned from {order}": replace(STACK, order=order, also=("turned first",)) for order in STACK_ORDERS},
     "ScatterND": SCATTER,
+    "Where, and the count returned": replace(WHERE, place="number", position="past_length", also=("count returned",)),
     "Where": WHERE,
     "one-hot": ONE_HOT,
     "one-hot, anonymous": replace(ONE_HOT, past="arg{n}", present="ret{n}", position="arg9"),

@@ -320,6 +320,8 @@ class Decoder(Sheet):
         if "last logits only" in self.also:
             logits, shape = self.op("Squeeze", self.last(logits, 1, 1), [1]), ("batch", VOCABULARY)
         self.output(self.layout.logits, logits, FLOAT, shape)
+        if "count returned" in self.also:
+            self.output("present_length", self.op("Add", self.layout.position, self.new), INT64, (1,))
         for i, (value, sizes) in enumerate(self.beside if "extra outputs" in self.also else ()):
             self.output(f"beside_{i}", value, FLOAT, sizes)
         for slot in self.slots[:: -1 if "back to front" in self.also else 1]:
