@@ -2,11 +2,13 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.text_fixtures import load_all
 
+from kvdoctor.analysis import head_count
 from kvdoctor.analysis.axes import slot_axes
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.dataflow.states import StateFlow
@@ -196,6 +198,16 @@ def test_a_number_of_heads_that_the_graph_does_not_show_is_missing(tmp_path: Pat
     contract = read_one(text, tmp_path)
     assert contract.heads is None
     assert "number of heads" in contract.missing[0].reason
+
+
+@pytest.mark.parametrize("most", [100_000, 2000])
+def test_a_number_of_heads_is_shown_once_all_others_were_tried(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_count, "AbstractStep", partial(head_count.AbstractStep, left=most))
+    contract = read_one(BLOOM.files["model.onnx"], tmp_path)
+    assert contract.heads == (2 if most == 100_000 else None)
+    assert any("of 1 to 128" in words for words in contract.evidence) == (most == 100_000)
 
 
 @pytest.mark.parametrize("hidden", ["", "of_queries"])
