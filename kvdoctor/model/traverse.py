@@ -129,7 +129,7 @@ def producers(graph: GraphProto) -> dict[str, NodeProto]:
 
 def producer(graph: GraphProto, name: str) -> NodeProto | None:
     """The node of this graph that makes a value."""
-    return next((node for node in graph.node if name in node.output), None)
+    return next((node for node in graph.node if name in node.output), None) if name else None
 
 
 Readers = Mapping[str, Sequence[tuple[NodeProto, int]]]
@@ -141,7 +141,8 @@ def readers(graph: GraphProto) -> dict[str, list[tuple[NodeProto, int]]]:
     found: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in graph.node:
         for index, name in enumerate(node.input):
-            found.setdefault(name, []).append((node, index))
+            if name:
+                found.setdefault(name, []).append((node, index))
         for body in subgraphs(node):
             own = own_names(body)
             for name, inner in readers(body).items():
