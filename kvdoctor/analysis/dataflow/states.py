@@ -204,7 +204,7 @@ class Dataflow:
                 at = self._join_axis(node, path.axes)
                 yield output, replace(path, axes=axes, join=node, axis=at, place=place)
                 continue
-            trims = path.join is not None and node.op in TRIMS and (path.place is None or place is not None)
+            trims = path.join is not None and node.op in TRIMS and place == path.place
             cut = path.cut or (path.join is None and self._slices_to_computed_end(node))
             changed = (*path.changed, node) if trims or node.op == "Where" else path.changed
             trimmed = path.trimmed or trims
