@@ -10,6 +10,7 @@ from kvdoctor.analysis.abstract_run.attention import ATTENTIONS
 from kvdoctor.analysis.abstract_run.indexing import INDEXING
 from kvdoctor.analysis.abstract_run.products import PRODUCTS
 from kvdoctor.analysis.abstract_run.reading import Reading
+from kvdoctor.analysis.abstract_run.reducing import REDUCING
 from kvdoctor.analysis.abstract_run.shaping import SHAPING
 from kvdoctor.analysis.abstract_run.unread_masks import may_hide
 from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, read_tensor
@@ -27,7 +28,7 @@ RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniformLike", "Dropout")
 MOVING = ("Concat", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Cast", "CastLike", "Where")
 """Operators that return elements of their inputs as they are, in another place or type."""
 
-RULES: dict[str, Rule] = {**SHAPING, **INDEXING, **COMPUTING, **PRODUCTS, **ATTENTIONS}
+RULES: dict[str, Rule] = {**SHAPING, **INDEXING, **COMPUTING, **REDUCING, **PRODUCTS, **ATTENTIONS}
 ANY_NUMPY = (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError, AttributeError, MemoryError)
 """What numpy raises on numbers that a graph should not have: the value is unknown then."""
 _Settled = tuple[str, bytes, tuple[int, ...]]
