@@ -1,8 +1,8 @@
 """Constants that may hold the mask of an attention, and whose numbers an abstract run does not know.
 
 A table of floats that is added to the scores may be a relative bias, a mask, or both in one: ALiBi with -1e9 for later
-tokens. The one number that stands for it hides nothing. An abstract run that finds a token seeing later ones then tells
-nothing about the model.
+tokens. In an abstract run it is uniform, one number everywhere, and hides nothing. A run that finds a token seeing
+later ones then tells nothing about the model.
 """
 
 from collections.abc import Collection, Iterable

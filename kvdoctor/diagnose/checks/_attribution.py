@@ -131,7 +131,10 @@ def find_wrong_lengths(context: RunContext) -> Iterator[WrongLength]:
 
 
 def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:
-    """Slots that are cut at other lengths than those of the loop, in the first run that goes wrong once they are."""
+    """Slots whose presents lose entries at lengths that the loop does not reach.
+
+    They come from one run, the first that fails or differs in the very step that is fed a present with lost entries.
+    """
     differing = list(find_faulty_uses(context, "differs"))
     causes = (cause_in_use(context, run.experiment) for run, _ in differing)
     if any(cause is not None and cause[1].cause is not None and cause[1].cause.dropped for cause in causes):
