@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import field, replace
 from pathlib import Path
 
-from kvdoctor.analysis.processed_presents import list_rounded
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import OWN_SESSION, SEARCH, Float32Result, Run
 from kvdoctor.decode.tolerances import MOST_BY_ROUNDING, MOST_OF_CONTROL
@@ -46,7 +45,7 @@ def rerun_in_float32(context: ContractContext, job: ExperimentJob, options: Opti
     runs, contract = context.runs, context.contract
     names = tuple(name for name in _select_experiments(context) if name in job.experiments)
     unclear = any(run.outcome in UNCLEAR for run in runs if run.experiment in names)
-    if not names or (contract.exactness == "float" and not (unclear and _rounds_cache(context))):
+    if not names or (contract.exactness == "float" and not (unclear and context.rounded_presents)):
         return Float32Rerun(runs)
     if reason := _refuse_size(context, options, unclear):
         return Float32Rerun(runs, _note(context, reason) if unclear else ())
@@ -59,12 +58,6 @@ def rerun_in_float32(context: ContractContext, job: ExperimentJob, options: Opti
         results = runtime.examine(_build_copy_job(job, copy, names), options.progress)
     merged, notes = _merge_all(context, results)
     return Float32Rerun(merged, notes, results.seconds, results.peak_bytes)
-
-
-def _rounds_cache(context: ContractContext) -> bool:
-    """Whether the graph rounds the cache alone, on its way out: its arithmetic does not."""
-    view = context.decode_view
-    return view is not None and bool(list_rounded(view, context.contract))
 
 
 def _select_experiments(context: ContractContext) -> Iterator[str]:
@@ -126,7 +119,7 @@ def _merge_all(context: ContractContext, results: StackResults) -> tuple[tuple[R
         return context.runs, _note(context, reason)
     if "plain-loop" not in found and "held-loop" not in found:
         return context.runs, ()
-    limit = find_rounding_limit(context) if _rounds_cache(context) else math.inf
+    limit = find_rounding_limit(context) if context.rounded_presents else math.inf
     return tuple(merge_results(run, found.get(run.experiment), limit) for run in context.runs), ()
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Collection
 
 from kvdoctor.analysis.dataflow.states import Dataflow
-from kvdoctor.analysis.processed_presents import list_rounded
 from kvdoctor.analysis.unread_loops import find_unread_loops
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import CannotCheck
@@ -27,8 +26,7 @@ def describe_changes(context: ContractContext, past: str) -> tuple[str, ...]:
 
 def describe_rounded(context: ContractContext) -> tuple[str, ...]:
     """The nodes that round the first present which a graph rounds on the way to the output alone; () for none."""
-    view = context.decode_view
-    for name, processed in list_rounded(view, context.contract).items() if view is not None else ():
+    for name, processed in context.rounded_presents.items():
         text = f"between the attention and {name}: {', '.join(processed.words)}"
         cut = any(node.op_type == "QuantizeLinear" for node in processed.rounding)
         return (text + ("; entries beyond the range of its scale are cut off" if cut else ""),)

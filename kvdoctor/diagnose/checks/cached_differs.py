@@ -35,7 +35,7 @@ is a warning.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.analysis.processed_presents import ProcessedPresent, list_rounded
+from kvdoctor.analysis.processed_presents import ProcessedPresent
 from kvdoctor.decode.runs import HISTORY, Run
 from kvdoctor.diagnose.checks._attribution import (
     AT_LENGTHS,
@@ -108,7 +108,7 @@ def _name_right_logits(context: RunContext) -> str:
 def _judge_loop(context: RunContext, run: Run) -> Iterator[Fault]:
     if run.outcome == "differs":
         yield from _differs(context, run)
-    elif run.outcome == "ambiguous" and run.by_rounding and (rounded := _list_rounded(context)):
+    elif run.outcome == "ambiguous" and run.by_rounding and (rounded := context.rounded_presents):
         yield _rounded(context, run, rounded)
     elif run.outcome == "failed":
         reason = f"the {run.experiment} failed at step {run.failed_step}, so its later logits were not compared"
@@ -206,7 +206,7 @@ def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
     if run.hidden:
         cause = f"logits with the cache differ from logits without it, {HIDDEN}"
         yield build_difference(context, run, "warning", cause)
-    elif run.unrounded is not None and run.unrounded.outcome == "passed" and (rounded := _list_rounded(context)):
+    elif run.unrounded is not None and run.unrounded.outcome == "passed" and (rounded := context.rounded_presents):
         yield _rounded(context, run, rounded)
     elif not run.by_rounding:
         yield build_difference(context, run, "error", "logits with the cache differ from logits without it")
@@ -233,12 +233,6 @@ def _rounded(context: RunContext, run: Run, rounded: dict[str, ProcessedPresent]
         nodes=tuple(node.name for node in processed.rounding[:1] if node.name),
         repair=context.advise_graph_repair(f"or {FINER if coarse else ACCEPT}"),
     )
-
-
-def _list_rounded(context: RunContext) -> dict[str, ProcessedPresent]:
-    """The presents of a decode step that are rounded on the way to the output alone."""
-    view = context.decode_view
-    return list_rounded(view, context.contract) if view is not None else {}
 
 
 def _affects_most_steps(context: RunContext, run: Run) -> bool:
