@@ -127,12 +127,15 @@ def find_rounding_limit(context: ContractContext) -> float:
     """How far the logits of a step may be off by the rounding of the cache, in standard deviations.
 
     The attention of a call without a cache does not use what the graph rounds on its way out, so that the difference is
-    the error which the rounding makes. The logits are wrong where no arithmetic rounds as much, or where half of what a
-    corrupted cache does is reached.
+    the error which the rounding makes. The logits are wrong beyond the loosest limit of any arithmetic, or where half
+    of what a corrupted cache does is reached: of a kind that is rounded, and that changes the logits visibly. What
+    passes by the model's own tolerance is never too coarse.
     """
-    loop = context.checked_loop
-    effects = [one.difference.relative for one in loop.controls if one.difference is not None] if loop else []
-    return min([MOST_BY_ROUNDING, *(MOST_OF_CONTROL * effect for effect in effects if effect > 0)])
+    loop, rounded = context.checked_loop, context.rounded_presents
+    kinds = tuple(f"{slot.kind} " for slot in context.contract.slots if slot.present in rounded)
+    spoilt = [one for one in loop.controls if one.visible and one.spoilt.startswith(kinds)] if loop else []
+    effects = [one.difference.relative for one in spoilt if one.difference is not None]
+    return max(context.tolerance.passes, min([MOST_BY_ROUNDING, *(MOST_OF_CONTROL * effect for effect in effects)]))
 
 
 def _find_too_coarse(run: Run, limit: float) -> int | None:

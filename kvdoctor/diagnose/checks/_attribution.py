@@ -89,7 +89,19 @@ def find_explanation(context: RunContext, name: str = "cached-differs") -> str |
 
 
 def find_faulty_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "Use"]]:
-    """Runs of other sizes with that outcome, where the checked loop passes and no simpler use goes wrong as well."""
+    """Runs of other sizes with that outcome, where the checked loop passes and no simpler use goes wrong as well.
+
+    Those that are wrong by a rounded cache alone are left out: that is one fault for all uses.
+    """
+    return ((run, use) for run, use in _find_wrong_uses(context, outcome) if not run.too_coarse)
+
+
+def find_coarse_uses(context: RunContext) -> tuple[tuple[Run, "Use"], ...]:
+    """Runs of other sizes whose logits are wrong by a rounded cache alone, where those of the checked loop are not."""
+    return tuple((run, use) for run, use in _find_wrong_uses(context, "differs") if run.too_coarse)
+
+
+def _find_wrong_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "Use"]]:
     from kvdoctor.decode.experiments import uses
 
     loop = context.checked_loop
