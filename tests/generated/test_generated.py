@@ -34,7 +34,7 @@ NAMED = {
     ("query scaled in a step", "no positions"): "cache-misread",
     ("entries of every prefill in reverse", "stacked"): "new-entries-wrong",
     ("present rolled at multiples of 8", "llama-like"): "present-rewrites-past",
-    ("values to bfloat16", "encoder merged"): "new-entries-wrong",
+    ("values to bfloat16", "encoder merged"): "cached-differs",
     ("positions one too large in a step", "pair"): "positions-not-offset",
     ("tokens clipped at 500 in a step", "transposed keys"): "new-entries-wrong",
     ("the entry of position 0 lost", "mqa alibi"): "new-entries-wrong",

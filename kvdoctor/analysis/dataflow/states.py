@@ -301,7 +301,7 @@ class Dataflow:
             current = waiting.popleft()
             if current in self.flow.outputs_of:
                 return self.flow.outputs_of[current][0]
-            takers = self.flow.consumers.get(current, ())
+            takers = self.flow.consumers.get(current, ())[:NEAR]
             node = self.flow.producers.get(current)
             near = [out for taker, index in takers for out in views_of(taker, index)]
             if node is not None and node.op == "Unsqueeze":  # then a Concat stacks parts or layers
