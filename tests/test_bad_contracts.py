@@ -25,7 +25,7 @@ from kvdoctor.diagnose.inspection import inspect
 
 TEXTS = {name: fixture for name, fixture in load_all().items() if name.startswith("bad-")}
 SECONDS = 60  # until a call hangs, on a busy machine; alone it takes one or two
-MOST_WORK = 50  # times the processor needs for ten million additions: all calls of one test, on a machine of any speed
+MOST_WORK = 120  # times the processor needs for ten million additions: all calls of one test, on a machine of any speed
 Build = Callable[[], ModelProto | bytes]
 
 # --- the contract is not complete: which subject, for which reason ---
