@@ -10,7 +10,7 @@ from kvdoctor.gating.baseline_match import BaselineRequest
 from kvdoctor.gating.jobs import GateJob, GateSettings
 from kvdoctor.gating.models import export_folders, find_models
 from kvdoctor.gating.policy import Policy
-from kvdoctor.options import BaselineChoices, GateChoices, Options, read_options
+from kvdoctor.options import BaselineChoices, GateChoices, Options, read_options, refuse_for_runs
 from kvdoctor.records import record
 
 
@@ -33,6 +33,8 @@ def plan_gate(command: str, paths: Sequence[str], given: Mapping[str, Any], poli
     if not models:
         raise UsageError(f"give the PATH of a model; {_explain_no_model(policy)}")
     choices = read_options(GateChoices, policy.complete(None, given) if policy is not None else given)
+    if choices.static:
+        refuse_for_runs(command, given)
     models = export_folders(models) if choices.by_folder else find_models(models)
     if policy is None:
         options = read_options(Options, given)
