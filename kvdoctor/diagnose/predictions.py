@@ -36,10 +36,14 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
     if next(find_unmet_preconditions(context.stack, contract), None) is not None:
         return CheckResults()
     # Loaded here, with numpy: where nothing is run, as of a model with a faulty contract, the start takes half as long.
-    from kvdoctor.diagnose.abstract_runs import run_abstractly
+    from kvdoctor.diagnose.abstract_runs import NotFollowed, run_abstractly
 
     try:
         runs = run_abstractly(context)
+    except NotFollowed as reason:
+        return CheckResults(
+            not_checked=(NotChecked(context.stack.name, "KV2-KV3", f"nothing was predicted: {reason}"),)
+        )
     except Exception as error:  # an error of kvdoctor here must not cost what the files show
         reason = f"the analysis without a run crashed ({type(error).__name__}: {error}); please report it"
         return CheckResults(not_checked=(NotChecked(context.stack.name, "KV2-KV3", reason, essential=True),))
