@@ -335,7 +335,7 @@ def test_a_gate_finds_what_stands_beside_a_model_and_behind_links(tmp_path: Path
         ("KV404", {"target": ["onnxruntime==1.16.3"]}, "--target onnxruntime==1.16.3   (install what the reason names"),
         ("KV404", {"target": ["onnxruntime==1.16.3"], "offline": True}, "==1.16.3   (once without --offline"),
         ("KV320", {"reference": "gpt2", "offline": True}, "--reference gpt2   (once without --offline"),
-        ("KV320", {"reference": "gpt2"}, "--reference gpt2   (mend the checkpoint"),
+        ("KV320", {"reference": "gpt2"}, "--reference gpt2   (fix the checkpoint"),
     ],
 )
 def test_what_could_not_be_fetched_is_named(code: str, arguments: dict[str, object], advice: str) -> None:

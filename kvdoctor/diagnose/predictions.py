@@ -40,10 +40,8 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
 
     try:
         runs = run_abstractly(context)
-    except NotFollowed as reason:
-        return CheckResults(
-            not_checked=(NotChecked(context.stack.name, "KV2-KV3", f"nothing was predicted: {reason}"),)
-        )
+    except NotFollowed as why:
+        return CheckResults(not_checked=(NotChecked(context.stack.name, "KV2-KV3", f"nothing was predicted: {why}"),))
     except Exception as error:  # an error of kvdoctor here must not cost what the files show
         reason = f"the analysis without a run crashed ({type(error).__name__}: {error}); please report it"
         return CheckResults(not_checked=(NotChecked(context.stack.name, "KV2-KV3", reason, essential=True),))

@@ -204,8 +204,8 @@ def _look_up(location: str, model_path: Path, users: list[_Use]) -> tuple[int | 
     if "\0" in location:
         why = "the location holds a NUL character, which no name of a file has"
         return None, _problem("missing", users, location, why, "entry")
-    if why := _leaves(location):
-        return None, _problem("escapes", users, location, why, "place")
+    if outside := _leaves(location):
+        return None, _problem("escapes", users, location, outside, "place")
     try:
         # realpath also follows the links of folders on the way, and does not mind what is not there.
         target = Path(os.path.realpath(model_path.parent / location))

@@ -53,7 +53,7 @@ def advise_missing(report: Report, again: str) -> str | None:
         command, repairs = f"{again} --target {','.join(targets)}", "install what the reason names, then the same again"
     elif reference and missing == {REFERENCE}:
         command = f"{again} --reference {as_argument(reference)}"
-        repairs = "mend the checkpoint by the reason above, then the same again"
+        repairs = "fix the checkpoint by the reason above, then the same again"
     else:
         return None
     once = "once without --offline; what is downloaded then is kept"
