@@ -498,6 +498,12 @@ def test_golden_numbers_of_a_policy_are_not_compared_where_nothing_is_run(tmp_pa
     assert "golden.npz, which the policy names: --static runs nothing" in one.reason
 
 
+def test_a_folder_for_reports_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot be made.*--no-cache"):
+        kvdoctor.gate(GPT2, cache_dir=tmp_path / "file" / "below")
+
+
 def test_a_folder_for_every_gate_is_no_word_on_this_one(tmp_path: Path) -> None:
     result = call("gate", GPT2, "--static", env={**os.environ, "KVDOCTOR_CACHE_DIR": str(tmp_path / "cache")})
     assert result.code == 0

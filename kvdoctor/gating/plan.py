@@ -68,10 +68,29 @@ def _explain_no_model(policy: Policy | None) -> str:
     return f"{policy.place} names no models" if policy.file else "no policy was found (kvdoctor.toml)"
 
 
+def _refuse_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be made; without the user's own the gate is slower, and otherwise the same.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    from kvdoctor.runtime.environments import cache_folder
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if folder.is_relative_to(cache_folder()):
+            return
+        why = f"cannot be made ({error.strerror or error})"
+        raise UsageError(f"--cache-dir {str(folder)!r} {why}; give another one, or --no-cache") from None
+
+
 def _read_settings(choices: GateChoices, options: Options) -> GateSettings:
     if choices.jobs is not None and choices.cluster is not None:
         raise UsageError("--jobs is for this machine; a cluster runs as many models as its workers have threads")
     kept = Path(choices.cache_dir) if choices.cache_dir is not None else None
     if kept is not None and kept.exists() and not kept.is_dir():
         raise UsageError(f"--cache-dir {str(kept)!r} is no folder; give another one, or --no-cache")
+    if kept is not None and choices.cache:
+        _refuse_folder(kept)
     return GateSettings(choices.jobs, kept if choices.cache else None, choices.cluster, options.show_line)
