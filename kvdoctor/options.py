@@ -649,7 +649,7 @@ class Options:
         Flag(), False, "Put the SHA-256 of each file into the report.", ALL, policy="hash = true", group=OUTPUT
     )
     offline: bool = option(
-        Flag(), False, "Never use the network.", (*ALL, *LOOPS), policy="offline = true", group=LIMITS
+        Flag(), False, "Never use the network.", (*ALL, *LOOPS, "contract"), policy="offline = true", group=LIMITS
     )
     progress: Callable[[str, int, int], None] | None = option(
         Kind("a function"), None, "Call this at the start of each experiment.", (*ALL, *LOOPS), flag=None

@@ -151,13 +151,20 @@ def test_a_ci_job_without_a_terminal_sees_progress(
 
 
 @pytest.mark.parametrize(
-    "command", ["inspect", "step-test", "re-export", "repro", "gate", "diff", "loop", "probe", "judge"]
+    "command", ["inspect", "contract", "step-test", "re-export", "repro", "gate", "diff", "loop", "probe", "judge"]
 )
 def test_every_command_that_reads_a_model_takes_offline(command: str) -> None:
     """A script that must not use the network gives `--offline` to all of them."""
     options = {option.keyword for option in options_of(command)}
     assert "offline" in options
-    assert {"provider", "timeout", "max_memory"} <= options or command == "inspect"
+    assert {"provider", "timeout", "max_memory"} <= options or command in ("inspect", "contract")
+
+
+def test_the_options_for_all_commands_are_those_of_contract(tmp_path: Path) -> None:
+    model, file = ROOT / "fixtures" / "exports" / "gpt2", tmp_path / "contract.json"
+    _, out = kvdoctor("contract", str(model), "-q", "--offline", "--color", "never", "--output", str(file))
+    assert out.splitlines() == ["decoder", "  layout     optimum-decoder-only: model.onnx"]
+    assert file.read_text() == kvdoctor("contract", str(model), "--format", "json")[1]
 
 
 @pytest.mark.parametrize(
