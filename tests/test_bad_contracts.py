@@ -346,6 +346,21 @@ def test_what_only_looks_bad(what: str, tmp_path: Path) -> None:
         assert set(result.findings) - {"cache-not-faster"} == noted
 
 
+CUT_SHORT = {
+    "a-head-of-one-input": (bad.cut_short("MatMul", inputs=1),),
+    "a-join-without-outputs": (bad.kept_inside, bad.cut_short("Concat", outputs=0)),
+    "an-attention-without-inputs": (bad.cut_short("Softmax", inputs=0),),
+    "a-lookup-without-inputs": (bad.cut_short("Gather", inputs=0),),
+}
+
+
+@pytest.mark.parametrize("what", CUT_SHORT)
+def test_a_node_that_is_cut_short_is_invalid(what: str, tmp_path: Path) -> None:
+    report = inspect(str(saved(changed(*CUT_SHORT[what]), tmp_path / "model")))
+    assert "invalid-graph" in {finding.name for finding in report.findings}
+    assert not [entry for entry in report.not_checked if "crashed" in entry.reason]
+
+
 @pytest.mark.parametrize("what", sampled(UNREADABLE, 10))
 def test_what_is_no_decoder(what: str, tmp_path: Path) -> None:
     build, word = UNREADABLE[what]

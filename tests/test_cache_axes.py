@@ -2,11 +2,13 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.text_fixtures import load_all
 
+from kvdoctor.analysis import head_count
 from kvdoctor.analysis.axes import slot_axes
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.dataflow.states import StateFlow
@@ -198,6 +200,16 @@ def test_a_number_of_heads_that_the_graph_does_not_show_is_missing(tmp_path: Pat
     assert "number of heads" in contract.missing[0].reason
 
 
+@pytest.mark.parametrize("most", [100_000, 2000])
+def test_a_number_of_heads_is_shown_once_all_others_were_tried(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_count, "AbstractStep", partial(head_count.AbstractStep, left=most))
+    contract = read_one(BLOOM.files["model.onnx"], tmp_path)
+    assert contract.heads == (2 if most == 100_000 else None)
+    assert any("of 1 to 128" in words for words in contract.evidence) == (most == 100_000)
+
+
 @pytest.mark.parametrize("hidden", ["", "of_queries"])
 def test_the_graph_decides_on_the_number_of_heads_of_a_config_and_of_an_unnamed_axis(
     hidden: str, tmp_path: Path
@@ -280,3 +292,39 @@ def _without_offset(text: str) -> str:
     assert "offset = Squeeze (past)" in text
     text = text.replace("offset = Squeeze (past)", "offset = Squeeze (none)")
     return text.replace("int64[2] heads_and_rows", "int64[1] none = {0}, int64[2] heads_and_rows")
+
+
+PASTS = [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
+TAKEN_APART = {
+    "gather": "p{n} = Gather <axis = 0> (stack, n{k})",
+    "slice": "s{n} = Slice (stack, i{k}, i{after}, i0)\n  p{n} = Squeeze (s{n}, i0)",
+    "slice from behind": "s{n} = Slice (stack, b{k}, b{after}, i0)\n  p{n} = Squeeze (s{n}, i0)",
+    "halves": "p{n} = Gather <axis = 0> (half{half}, n{rest})",
+    "parts": "s{n} = Identity (part{k})\n  p{n} = Squeeze (s{n}, i0)",
+}
+
+
+@pytest.mark.parametrize("form", TAKEN_APART)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 0, 1)], ids=["straight", "layers crossed"])
+def test_unnamed_pasts_are_followed_through_a_stack(form: str, order: tuple[int, ...], tmp_path: Path) -> None:
+    """A past is filled by the output that its own entry of the stack is in, wherever that is taken to."""
+    text = load_all()["decoder-only-healthy"].files["model.onnx"]
+    head, body = text.split("\n{\n", 1)
+    for number, past in enumerate(PASTS):
+        body = body.replace(f'("{past}", ', f"(p{number}, ")
+    stacked = [f'u{number} = Unsqueeze ("{past}", i0)' for number, past in enumerate(PASTS)]
+    stacked += ["stack = Concat <axis = 0> (u0, u1, u2, u3)", "half0, half1 = Split <axis = 0> (stack)"]
+    stacked += ["part0, rest = Split <axis = 0> (stack, one_three)", "part1, part2, part3 = Split <axis = 0> (rest)"]
+    for number, k in enumerate(order):
+        taken = {"n": number, "k": k, "after": k + 1, "half": k // 2, "rest": k % 2}
+        stacked.append(TAKEN_APART[form].format(**taken))
+    numbers = [f"int64[1] i{n} = {{{n}}}, int64 n{n} = {{{n}}}, int64[1] b{n} = {{{n - 4}}}" for n in range(4)]
+    numbers += ["int64[1] i4 = {4}, int64[1] b4 = {100}, int64[2] one_three = {1, 3}"]
+    head = head.replace("int64[2] heads_and_rows", ", ".join((*numbers, "int64[2] heads_and_rows")))
+    text = "\n{\n".join((head, "\n  ".join(("", *stacked, body))))
+    for number, past in enumerate(PASTS):
+        text = text.replace(f'"{past}"', f"in_{number}").replace(
+            f'"{past.replace("past_key_values", "present")}"', f"out_{number}"
+        )
+    found = {slot.past: slot.present for slot in read_slots(text, tmp_path)}
+    assert found == {f"in_{k}": f"out_{number}" for number, k in enumerate(order)}

@@ -1,15 +1,18 @@
 """A run and the same run in float32: which of the two decides, and with what severity."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.rounded_models import EXPORTS
+from support.text_fixtures import FOLDER, read
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import Exactness
 from kvdoctor.decode.runs import Control, Float32Result, LogitsDifference, Outcome, Run, Step
-from kvdoctor.diagnose.context import ContractContext, RunContext
+from kvdoctor.diagnose.checks._dataflow import describe_rounded
+from kvdoctor.diagnose.context import RunContext
 from kvdoctor.diagnose.float32_rerun import find_rounding_limit, merge_results
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
 from kvdoctor.findings import Selection
@@ -84,23 +87,69 @@ def test_a_difference_that_float32_does_not_show_is_rounding(outcome: Outcome) -
     assert run(outcome, [0.0, 0.2], None).shows == outcome
 
 
+def spoilt(kind: str, effect: float, *, visible: bool = True) -> Control:
+    return Control(f"{kind} cache zeroed", visible, LogitsDifference(effect, effect, 1.0, 0.0, finite=True))
+
+
+def rounded_context(folder: Path, found: Run, tolerances: dict[str, float] | None = None) -> RunContext:
+    """The context of a decoder whose self-attention cache is rounded on its way out."""
+    opened = open_folder(str(read(FOLDER / "cached-differs-rounded-cast.onnxtxt").write(folder)))
+    stack = opened.stacks[0]
+    contract = read_contract(stack, opened.side_cars)
+    return RunContext(folder=opened, stack=stack, contract=contract, runs=(found,), tolerances=tolerances or {})
+
+
 @pytest.mark.parametrize(
-    ("effect", "off", "shows"),
-    [(4.0, 0.7, "differs"), (4.0, 0.5, "passed"), (0.2, 0.15, "differs"), (0.2, 0.05, "passed")],
+    ("controls", "off", "shows"),
+    [
+        ((spoilt("self-attention", 4.0),), 0.7, "differs"),
+        ((spoilt("self-attention", 4.0),), 0.5, "passed"),
+        ((spoilt("self-attention", 0.2),), 0.15, "differs"),
+        ((spoilt("self-attention", 0.2),), 0.05, "passed"),
+        # What is not rounded, and what cannot be seen, is no measure of the rounding.
+        ((spoilt("self-attention", 4.0), spoilt("cross-attention", 0.01)), 0.05, "passed"),
+        ((spoilt("self-attention", 1e-5, visible=False),), 0.05, "passed"),
+        # Neither is half of an effect that is itself within the tolerance.
+        ((spoilt("self-attention", 3e-4),), 1.9e-4, "passed"),
+        ((spoilt("self-attention", 1e-3),), 6e-4, "differs"),
+    ],
 )
 def test_a_rounded_cache_is_too_coarse_by_its_effect_beside_that_of_a_corrupted_one(
-    effect: float, off: float, shows: Outcome
+    controls: tuple[Control, ...], off: float, shows: Outcome, tmp_path: Path
 ) -> None:
-    spoilt = Control("self-attention cache zeroed", True, LogitsDifference(effect, effect, 1.0, 0.0, finite=True))
-    found = replace(run("differs", [off] * 4, None), controls=(spoilt,))
-    folder = open_folder(str(EXPORTS / "gpt2"))
-    contract = read_contract(folder.stacks[0], folder.side_cars)
-    context = ContractContext(folder=folder, stack=folder.stacks[0], contract=contract, runs=(found,))
-    limit = find_rounding_limit(context)
+    found = replace(run("differs", [off] * 4, None), controls=controls)
+    limit = find_rounding_limit(rounded_context(tmp_path, found))
     merged = merge_results(found, run("passed", [1e-6] * 4, None), limit)
     assert merged.shows == shows
+
+
+def test_a_loosened_tolerance_holds_for_a_rounded_cache(tmp_path: Path) -> None:
+    found = replace(run("passed", [1e-3] * 4, None), controls=(spoilt("self-attention", 1e-3),))
+    assert find_rounding_limit(rounded_context(tmp_path, found)) == 5e-4
+    assert find_rounding_limit(rounded_context(tmp_path, found, {"float": 2e-3})) == 2e-3
+
+
+def test_a_cache_that_is_too_coarse_for_some_uses_is_one_finding(tmp_path: Path) -> None:
+    too_coarse = replace(RIGHT, too_coarse=True)
+    uses = [replace(run("differs", [0.0, 0.9, 0.9, 0.9], too_coarse), experiment=name) for name in ("chunk", "batch")]
+    for loop in (run("passed", [0.0] * 4, None), run("differs", [0.0, 0.2, 0.2, 0.2], RIGHT)):
+        context = replace(rounded_context(tmp_path, loop), runs=(loop, *uses))
+        (finding,) = run_checks(context, "runs", Selection(("KV3",))).findings
+        assert (finding.code, finding.severity) == ("KV301", "warning")
+        assert "several new tokens" in finding.cause
+        required = replace(context, required=("batch",))
+        (finding,) = run_checks(required, "runs", Selection(("KV3",))).findings
+        assert finding.severity == "error"
 
 
 def test_one_step_beyond_the_limit_is_not_too_coarse() -> None:
     merged = merge_results(run("ambiguous", [0.01, 2.0, 0.01, 0.01], None), run("passed", [1e-6] * 4, None), 0.6)
     assert merged.shows == "passed"
+
+
+def test_the_nodes_that_round_are_evidence_for_their_own_slot_alone(tmp_path: Path) -> None:
+    context = rounded_context(tmp_path, run("passed", [0.0], None))
+    (first,), (own,) = describe_rounded(context), describe_rounded(context, "past_key_values.1.key")
+    assert "present.0.key" in first
+    assert "present.1.key" in own
+    assert describe_rounded(context, "past_key_values.2.key") == ()

@@ -12,6 +12,7 @@ from support.text_fixtures import load_all
 
 from kvdoctor.analysis.abstract_run import tables
 from kvdoctor.analysis.abstract_run.tables import read_tables
+from kvdoctor.analysis.abstract_run.unread_masks import may_hide
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.diagnose.predictions import UNSEEN
@@ -164,6 +165,23 @@ def test_windows_that_differ_by_head_are_followed_by_runs_alone(tmp_path: Path) 
     same = np.stack([CAUSAL, CAUSAL])[None]
     assert predicted(write(tmp_path / "c", same)) == []
     assert predicted(write(tmp_path / "d", same, "slice from the first")) == ["mask-not-offset"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hides"),
+    [
+        ([("Add", ["x", "cut"], ["s"]), ("LogSoftmax", ["s"], ["y"])], True),
+        ([("BiasSoftmax", ["x", "cut"], ["y"])], True),
+        ([("Relu", ["cut"], ["s"]), ("Softmax", ["s"], ["y"])], False),
+        ([("Dropout", ["cut"], ["d", ""]), ("Clip", ["x", "", "high"], ["s"]), ("Softmax", ["s"], ["y"])], False),
+    ],
+    ids=["logarithm", "fused", "no mask", "an output and an input left out"],
+)
+def test_what_reaches_the_scores_of_an_attention(nodes: list[tuple[str, list[str], list[str]]], hides: bool) -> None:
+    made = [helper.make_node("Slice", ["table", "from", "to"], ["cut"])]
+    made += [helper.make_node(op, inputs, outputs) for op, inputs, outputs in nodes]
+    graph = helper.make_graph(made, "masks", [], [], [from_array(DISTANCE.astype(np.float32), "table")])
+    assert may_hide(GraphView(helper.make_model(graph)), ["table"]) == hides
 
 
 # --- which tensors are read -------------------------------------------------------------------------------------------

@@ -9,6 +9,10 @@ import pytest
 from onnx import helper, numpy_helper
 from support.isolated import FIXTURES, kvdoctor
 
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.diagnose.lengths import list_thresholds
+
 RIGHT = FIXTURES / "from_scratch" / "right.onnx"
 """A decoder with 64 positions; its past length is the value `/Gather_output_0`."""
 LENGTH = "/Gather_output_0"
@@ -60,3 +64,33 @@ def test_the_same_comparison_without_a_fault_is_healthy_and_what_is_out_of_reach
     assert [each["reason"].count("100 (Less") for each in document["not_checked"]] == [1]
     thorough = json.loads(kvdoctor("step-test", path, "--format", "json", "--thorough").stdout)
     assert not any("--thorough" in each["reason"] for each in thorough["not_checked"])
+
+
+COMPUTED = {
+    "the rows of a table": ([("Shape", ["table"], ["sizes"]), ("Gather", ["sizes", "zero"], ["limit"])], 50),
+    "the last row of a table": (
+        [("Shape", ["table"], ["sizes"]), ("Gather", ["sizes", "zero"], ["rows"]), ("Sub", ["rows", "one"], ["limit"])],
+        49,
+    ),
+    "a power": ([("Exp", ["exponent"], ["power"]), ("Cast", ["power"], ["limit"])], 54),
+}
+"""Nodes that compute a limit of constants alone, and the limit."""
+
+
+@pytest.mark.parametrize("way", COMPUTED)
+def test_a_limit_that_is_computed_of_constants_is_a_threshold(way: str, tmp_path: Path) -> None:
+    nodes, limit = COMPUTED[way]
+    model = onnx.load(write(tmp_path / "model.onnx", 30, cleared=False))
+    constants = {"table": np.zeros((50, 8), np.float32), "zero": np.array(0), "one": np.array(1)}
+    for name, value in (constants | {"exponent": np.array(4, np.float32)}).items():
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    for kind, inputs, outputs in reversed(nodes):
+        kept = {"to": onnx.TensorProto.INT64} if kind == "Cast" else {}
+        model.graph.node.insert(0, helper.make_node(kind, inputs, outputs, **kept))
+    next(node for node in model.graph.node if node.name == "below_30").input[1] = "limit"
+    onnx.save(model, tmp_path / "model.onnx")
+    folder = open_folder(str(tmp_path / "model.onnx"))
+    contract = read_contract(folder.stacks[0], folder.side_cars)
+    found = {threshold.length: threshold.node for threshold in list_thresholds(folder.stacks[0], contract)}
+    assert found[limit] == 'Less "below_30"'
+    assert 30 not in found

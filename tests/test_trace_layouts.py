@@ -158,3 +158,14 @@ def test_the_mask_of_a_window_counts_its_tokens_from_the_right(tmp_path: Path, r
     hidden = replace(trace[2], fed={**trace[2].fed, "attention_mask": recorded(mask, lambda _: True)})
     (found,) = compare_trace((*trace[:2], hidden, *trace[3:]), contract).breaks
     assert (found.kind, found.cause) == ("mask-values", "attention_mask hides the new token")
+
+
+def test_a_step_without_tokens_hides_no_new_one(tmp_path: Path, runtime: Runtime) -> None:
+    (contract,) = driven("layout-window-in-mask-healthy", tmp_path, runtime)
+    trace = right_loop(contract, tmp_path, Scenario(steps=5), lambda _: True)
+    ids, mask = trace[2].fed["input_ids"].array(), trace[2].fed["attention_mask"].array().copy()
+    mask[:, -ids.shape[1] - 1] = 0
+    changed = {"input_ids": recorded(ids[:, :0], lambda _: True), "attention_mask": recorded(mask, lambda _: True)}
+    empty = replace(trace[2], fed={**trace[2].fed, **changed})
+    causes = [found.cause for found in compare_trace((*trace[:2], empty, *trace[3:]), contract).breaks]
+    assert "attention_mask hides the new token" not in causes

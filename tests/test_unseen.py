@@ -25,6 +25,7 @@ AFFIX = Layout("kv_{layer}_{part}", "kv_{layer}_{part}_out", "ids", "y")
 BUFFER = Layout("buf_{layer}_{part}", "new_buf_{layer}_{part}", order="bnch", place="arange", position="cache_position")
 SCATTER, WHERE, ONE_HOT = (replace(BUFFER, writes=(write, write)) for write in ("scatter", "where", "one-hot"))
 RING, TRIM = replace(BUFFER, order="bnrh", writes=("ring",) * 2), replace(AFFIX, place="rows", writes=("trim",) * 2)
+SHIFT = replace(BUFFER, order="bnrh", writes=("shift",) * 2, place="number", position="past_length")
 LATENT = Layout("{part}_{layer}", "{part}_{layer}_next", layers=("latent", "latent"), place="rows")
 LINEAR = Layout("S{layer}", "S{layer}_next", layers=("linear", "linear"), place="number", position="offset")
 MIXED = replace(OPTIMUM, place="rows", config={"model_type": "gemma2", "num_hidden_layers": 2, "sliding_window": 5})
@@ -46,10 +47,12 @@ HEALTHY = {
     **{f"stacked as {order}": replace(STACK, order=order) for order in STACK_ORDERS},
     **{f"turned from {order}": replace(STACK, order=order, also=("turned first",)) for order in STACK_ORDERS},
     "ScatterND": SCATTER,
+    "Where, and the count returned": replace(WHERE, place="number", position="past_length", also=("count returned",)),
     "Where": WHERE,
     "one-hot": ONE_HOT,
     "one-hot, anonymous": replace(ONE_HOT, past="arg{n}", present="ret{n}", position="arg9"),
     "a window": TRIM,
+    "a window that is shifted": SHIFT,
     "a window in layer 0": replace(MIXED, writes=("trim", "append")),
     "a window in layer 1": replace(MIXED, writes=("append", "trim")),
     "prefix": replace(AFFIX, also=("prefix",)),

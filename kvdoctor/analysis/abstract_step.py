@@ -13,12 +13,15 @@ from kvdoctor.contract import Axis, CacheContract
 
 if TYPE_CHECKING:
     from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph
+    from kvdoctor.analysis.abstract_run.values import Abstract
 
 SEQUENCES, TOKENS, PAST = 2, 3, 5
 """Sizes of the step, all different."""
 
 MOST_NODES = 20_000
 """Nodes that are computed for one question, at most."""
+MOST_NODES_IN_ALL = 100_000
+"""Nodes that are computed for all questions about one graph, at most."""
 
 
 @dataclass
@@ -26,11 +29,13 @@ class AbstractStep:
     """A decode graph that is asked how it must be called."""
 
     decode: OnnxFile
+    left: int = MOST_NODES_IN_ALL
 
-    def returns_caches(self, contract: CacheContract) -> bool:
+    def returns_caches(self, contract: CacheContract) -> bool | None:
         """Whether a step as the contract says returns caches of as many sequences, each longer by the new tokens.
 
-        Tokens of one axis are those of all sequences behind each other. False where the graph cannot be computed.
+        Tokens of one axis are those of all sequences behind each other. False where the graph cannot be computed, None
+        where that takes too many nodes: then the question has no answer.
         """
         # Loaded here, with numpy: hardly any model comes to this question.
         from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, exactly
@@ -48,12 +53,23 @@ class AbstractStep:
         try:
             fed = {name: as_array(value) for name, value in builder.decode(PAST, PAST + TOKENS, past).feeds.items()}
             feeds = {name: exactly(a) if a.dtype.kind in "iub" else Abstract(a.shape) for name, a in fed.items()}
-            found = self._graph.run(feeds)
-        except (CannotRun, TooMuchWork, ValueError, KeyError):
+            found = self._run(feeds)
+        except TooMuchWork:
+            return None
+        except (CannotRun, ValueError, KeyError):
             return False
         returned = {name: value.shape for name, value in found.items() if value.shape is not None}
         expected = dict(_expect_presents(contract, rows))
         return bool(expected) and all(returned.get(name) == shape for name, shape in expected.items())
+
+    def _run(self, feeds: "dict[str, Abstract]") -> "dict[str, Abstract]":
+        """The outputs of a step; what it computes is taken from what is left for all."""
+        budget = self._graph.budget
+        budget.left = given = min(MOST_NODES, self.left)
+        try:
+            return self._graph.run(feeds)
+        finally:
+            self.left -= given - max(budget.left, 0)
 
     @cached_property
     def _graph(self) -> "AbstractGraph":

@@ -158,9 +158,9 @@ def find_head_dim(view: GraphView, flow: Flow, node: FlatNode) -> int | None:
     if node.domain != CONTRIB or node.op not in FUSED:
         return None
     heads, groups = node.number("num_heads", 0), node.number("kv_num_heads", 0)
-    if len(node.inputs) < 2 or not node.inputs[1]:  # queries, keys and values in one
+    if not node.input(1):  # queries, keys and values in one
         heads = heads + 2 * groups if groups > 0 else 0
-    width = _last_size(view, flow, node.inputs[0])
+    width = _last_size(view, flow, node.input(0))
     return width // heads if width and heads > 0 and width % heads == 0 else None
 
 
@@ -177,7 +177,7 @@ def _last_size(view: GraphView, flow: Flow, name: str) -> int | None:
         if node.op == "MatMulNBits":
             return node.number("N", 0) or None
         if node.op == "MatMul":
-            weight = flow.constant(node.inputs[1]) if len(node.inputs) > 1 else None
+            weight = flow.constant(node.input(1))
             return int(weight.dims[-1]) if weight is not None and len(weight.dims) == 2 else None
-        name = node.inputs[0]
+        name = node.input(0)
     return None

@@ -34,7 +34,7 @@ def find_constant_caches(file: OnnxFile) -> tuple[str, ...]:
 def _joined_constants(dataflow: Dataflow) -> Iterator[str]:
     for node in dataflow.flow.nodes:
         if (constant := _constant_operand(node, dataflow.flow.fixed)) is not None and dataflow.budget.goes_on():
-            use = dataflow.uses.use_of(node.outputs[0])
+            use = dataflow.uses.use_of(node.output())
             if use is not None and use.proven and use.part in ATTENTION_PARTS:
                 yield constant
 

@@ -23,16 +23,30 @@ def count_heads(contract: CacheContract, decode: OnnxFile) -> CacheContract:
     if not rows and not _may_hold_heads(contract):
         return contract
     step = AbstractStep(decode)
-    if (rows and not contract.heads) or not step.returns_caches(contract):
-        read = contract if rows else _with_heads_in_rows(contract)
-        tried = (replace(read, heads=heads) for heads in range(1, MOST_HEADS + 1))
-        fitting = [one for one in tried if step.returns_caches(one)]
+    if (rows and not contract.heads) or step.returns_caches(contract) is False:
+        fitting = _find_fitting(step, contract if rows else _with_heads_in_rows(contract))
         if len(fitting) == 1:
             said = (
-                f"{fitting[0].heads} heads for each sequence: with no other number do the sizes of a decode step agree"
+                f"{fitting[0].heads} heads for each sequence: with no other number of 1 to {MOST_HEADS} do the sizes "
+                "of a decode step agree"
             )
             return replace(fitting[0], evidence=(*contract.evidence, said))
     return contract
+
+
+def _find_fitting(step: AbstractStep, contract: CacheContract) -> list[CacheContract]:
+    """The contract with each number of heads that fits, up to two; none unless all numbers could be tried."""
+    fitting: list[CacheContract] = []
+    for heads in range(1, MOST_HEADS + 1):
+        tried = replace(contract, heads=heads)
+        fits = step.returns_caches(tried)
+        if fits is None:
+            return []
+        if fits:
+            fitting.append(tried)
+        if len(fitting) > 1:
+            break
+    return fitting
 
 
 def _may_hold_heads(contract: CacheContract) -> bool:

@@ -14,8 +14,10 @@ from kvdoctor.model.traverse import (
     describe_node,
     explain_old_opset,
     find_attribute,
+    input_of,
     nodes_in,
     normalize_domain,
+    output_of,
     producer,
     readers,
     subgraphs,
@@ -188,7 +190,7 @@ class _Search:
             raise NoHead(f"the node {describe_op(node)} looks like the LM head, and takes columns, not rows")
         if node.op_type in ("MatMulNBits", "MatMulBnb4"):
             return True
-        dims = find_dims(scopes, node.input[1])
+        dims = find_dims(scopes, input_of(node, 1))
         if dims is None or len(dims) != 2:
             shape = "of unknown shape" if dims is None else f"of rank {len(dims)}"
             raise NoHead(f"the node {describe_op(node)} looks like the LM head, and its weights are {shape}")
@@ -270,8 +272,8 @@ def _before_rounding(scopes: Scopes, node: NodeProto, index: int, search: _Searc
         if before is None or before.op_type not in ROUNDING or inner[-1] is not scopes[-1]:
             return scopes, node, index
         computed = [i for i, given in enumerate(before.input) if given and not search.is_fixed(inner, given)]
-        scale = find_dims(inner, before.input[1])
-        alone = len(readers(inner[-1]).get(before.output[0], ())) == 1
+        scale = find_dims(inner, input_of(before, 1))
+        alone = len(readers(inner[-1]).get(output_of(before), ())) == 1
         if computed != [0] or scale not in ((), (1,)) or not alone:
             return scopes, node, index
         search.nodes[id(before)] = before

@@ -1,5 +1,6 @@
 """Finds the caches whose presents hold the new entries alone, which a loop appends to the past."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -9,8 +10,12 @@ from kvdoctor.analysis.slot_rules import pair_by_affix
 from kvdoctor.contract import Dim
 from kvdoctor.model.view import GraphView
 
-WITH_PAST = ("past", "total")
+WITH_PAST = {"past", "total"}
 """Words in the name of an axis that counts past and new tokens together."""
+
+WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+")
+INVENTED = re.compile(r"_dim_\d+$")
+"""The end of a name that torch makes of an operator, an output and the number of the axis."""
 
 
 @dataclass(eq=False, repr=False)
@@ -70,11 +75,16 @@ class NewEntries:
         return all(one == other for at, (one, other) in enumerate(sizes) if at != state.axis)
 
     def are_alone(self, state: StateFlow | None) -> bool:
-        """Whether an output of new entries is declared as long as the tokens, not as past and new together."""
-        size = self._size_of(state.delta or "", state.axis) if state is not None else None
+        """Whether an output of new entries is declared as long as the tokens, not as past and new together.
+
+        No run can tell: the loop that appends them computes right logits in both cases. Only the name says what the
+        exporter meant.
+        """
+        output = state.delta if state is not None else None
+        size = self._size_of(output, state.axis) if state is not None and output else None
         if not isinstance(size, str) or size in self._token_sizes:
             return True
-        if any(word in size.lower() for word in WITH_PAST):
+        if output and _counts_past(size, output):
             return False
         # A name that no other port has proves nothing: torch invents one for each axis.
         ports = (*self.view.inputs.values(), *self.view.outputs.values())
@@ -91,3 +101,10 @@ class NewEntries:
         """Names of the axes of the tokens."""
         sizes = (size for name in self.tokens for size in self.view.inputs[name].shape or ())
         return {size for size in sizes if isinstance(size, str)}
+
+
+def _counts_past(size: str, output: str) -> bool:
+    """Whether the name of an axis says that it counts the past too; the name of the output in it says nothing."""
+    if INVENTED.search(size):
+        return False
+    return any(word.lower() in WITH_PAST for word in WORD.findall(size.replace(output, " ")))

@@ -205,12 +205,17 @@ class DecoderPorts:
         return port
 
     def _read_output(self, port: Declared, presents: set[str | None]) -> Port:
-        if port.name in presents or port.name.startswith("present"):
+        if port.name in presents or (port.name.startswith("present") and not _is_count(port)):
             return plain_port(port, "present")
         by_name = self.parts.known.find_logits(port) or match_rule(port, self.parts.output_rules)
         found = by_name or plain_port(port, "auxiliary")
         sizes = zip(found.shape or (), found.axes, strict=False)
         return replace(found, shape=tuple(as_number(*size) for size in sizes)) if found.axes else found
+
+
+def _is_count(port: Declared) -> bool:
+    """Whether a port holds a number, such as the length that a loop feeds next: present_length, int64[1]."""
+    return "int" in port.dtype and port.shape is not None and len(port.shape) < 2
 
 
 @dataclass(eq=False, repr=False)

@@ -3,10 +3,13 @@
 The attention of the same call uses another value than the one that the loop feeds back.
 """
 
+from collections import deque
+from functools import cached_property
+
 from kvdoctor.analysis.dataflow.operators import COMPUTES
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import needed_for, own_names, producer
+from kvdoctor.model.traverse import needed_for, own_names, values_read
 from kvdoctor.model.view import GraphView, Scope
 from kvdoctor.records import record
 
@@ -15,20 +18,31 @@ ROUNDING = ("Round", "Floor", "Ceil", "Cast", *QUANTIZING)
 WIDE = (TensorProto.FLOAT, TensorProto.DOUBLE)
 """Types that a Cast to drops no bits of a float type that caches have."""
 ELEMENTWISE = {"Identity", "Where", *COMPUTES, *ROUNDING}
+MOST_NODES = 1000
+"""Nodes behind a present that are followed. What exporters put there is a dozen."""
 
 
-@record
+@record(slots=False)
 class ProcessedPresent:
-    """The value `name` that is returned, the value `used` that the attention uses, and what stands between them.
+    """The value `name` that is returned, the value `used` that the attention uses, and the `nodes` between them.
 
-    `operators` are those of the nodes between them, `rounding` the nodes that drop bits, the first one first.
+    The nodes stand in the order in which they are computed.
     """
 
     graph: GraphProto
     name: str
     used: str
-    operators: frozenset[str]
-    rounding: tuple[NodeProto, ...]
+    nodes: tuple[NodeProto, ...]
+
+    @cached_property
+    def rounding(self) -> tuple[NodeProto, ...]:
+        """The nodes that drop bits."""
+        return tuple(node for node in self.nodes if node.op_type in ROUNDING and not _widens(node))
+
+    @property
+    def operators(self) -> frozenset[str]:
+        """The operators of the nodes; one that only passes on what it takes is an Identity."""
+        return frozenset("Identity" if _widens(node) else node.op_type for node in self.nodes)
 
     @property
     def rounds(self) -> bool:
@@ -43,34 +57,7 @@ class ProcessedPresent:
 
 def find_processed(view: GraphView, output: str, logits: str, *, cached: bool) -> ProcessedPresent | None:
     """Find what stands between a present and the value that the logits depend on; None where nothing does."""
-    scope, name = view.behind(output, cached)
-    used_scope, used_name = view.behind(logits, cached)
-    graph = scope.graph
-    if graph is not used_scope.graph or producer(graph, name) is None:
-        return None
-    return _find_between(graph, name, needed_for(graph, [used_name]))
-
-
-def _find_between(graph: GraphProto, name: str, needed: set[str]) -> ProcessedPresent | None:
-    """What stands between a value and the one among those `needed` for the logits that it is made of."""
-    right, nodes = _follow_back(graph, name, needed)
-    if right is None or right == Scope(graph, "").through(name, {"Identity"}):
-        return None
-    rounding = [node for node in nodes if node.op_type in ROUNDING and not _widens(node)]
-    operators = frozenset("Identity" if _widens(node) else node.op_type for node in nodes)
-    return ProcessedPresent(graph, name, right, operators, tuple(reversed(rounding)))
-
-
-def _find_processed_entries(view: GraphView, output: str, logits: str, *, cached: bool) -> ProcessedPresent | None:
-    """What stands between the new entries of a present, joined with its past, and those the logits depend on."""
-    scope, name = view.behind(output, cached)
-    used_scope, used_name = view.behind(logits, cached)
-    joined = producer(scope.graph, scope.through(name, {"Identity"}))
-    if scope.graph is not used_scope.graph or joined is None or joined.op_type != "Concat":
-        return None
-    needed = needed_for(scope.graph, [used_name])
-    found = (_find_between(scope.graph, part, needed) for part in joined.input)
-    return next((processed for processed in found if processed is not None), None)
+    return _Search(view, logits, cached).find(output)
 
 
 def list_rounded(view: GraphView, contract: CacheContract, phase: PhaseName = "decode") -> dict[str, ProcessedPresent]:
@@ -79,50 +66,109 @@ def list_rounded(view: GraphView, contract: CacheContract, phase: PhaseName = "d
     outputs = [slot.present if cached else slot.filled_by for slot in contract.slots]
     if logits is None or logits.name not in view.outputs:
         return {}
-    given = [name for name in outputs if name in view.outputs]
-    found = {
-        name: find_processed(view, name, logits.name, cached=cached)
-        or _find_processed_entries(view, name, logits.name, cached=cached)
-        for name in given
-        if name is not None
-    }
+    search = _Search(view, logits.name, cached)
+    given = [name for name in outputs if name is not None and name in view.outputs]
+    found = {name: search.find(name) or search.find_entries(name) for name in given}
     return {name: processed for name, processed in found.items() if processed is not None and processed.rounds}
+
+
+@record(slots=False)
+class _Search:
+    """Looks for what is done to presents alone; what it knows of a graph is found once for all presents."""
+
+    view: GraphView
+    logits: str
+    cached: bool
+
+    @cached_property
+    def scope(self) -> Scope:
+        """The graph or the branch that makes the logits."""
+        return self.view.behind(self.logits, self.cached)[0]
+
+    @cached_property
+    def used(self) -> set[str]:
+        """The values that the logits depend on."""
+        return needed_for(self.scope.graph, [self.view.behind(self.logits, self.cached)[1]])
+
+    @cached_property
+    def own(self) -> set[str]:
+        """The values of the graph itself."""
+        return own_names(self.scope.graph)
+
+    def find(self, output: str) -> ProcessedPresent | None:
+        """What stands between a present and the value that the logits depend on."""
+        scope, name = self.view.behind(output, self.cached)
+        if scope.graph is not self.scope.graph or name not in self.scope.producers:
+            return None
+        return self._find_between(name)
+
+    def find_entries(self, output: str) -> ProcessedPresent | None:
+        """What stands between the new entries of a present, joined with its past, and those the logits depend on."""
+        scope, name = self.view.behind(output, self.cached)
+        joined = self.scope.producers.get(self.scope.through(name, {"Identity"}))
+        if scope.graph is not self.scope.graph or joined is None or joined.op_type != "Concat":
+            return None
+        found = (self._find_between(part) for part in joined.input)
+        return next((processed for processed in found if processed is not None), None)
+
+    def _find_between(self, name: str) -> ProcessedPresent | None:
+        """What stands between a value and the one among those the logits depend on that it is made of."""
+        right, nodes = self._follow_back(name)
+        if right is None or right == self.scope.through(name, {"Identity"}):
+            return None
+        return ProcessedPresent(self.scope.graph, name, right, tuple(reversed(nodes)))
+
+    def _follow_back(self, name: str) -> tuple[str | None, list[NodeProto]]:
+        """The one value behind elementwise operators: the first that the logits use, or that another operator makes.
+
+        The nodes behind it come with it, the last one first. Neither where there are too many of them.
+        """
+        found, waiting, seen = set[str](), [name], set[str]()
+        nodes: list[NodeProto] = []
+        while waiting:
+            value = waiting.pop()
+            node = self.scope.producers.get(value)
+            constant = value in self.scope.initializers or (node is not None and node.op_type == "Constant")
+            if value in seen or constant:
+                continue
+            seen.add(value)
+            if node is None:
+                found |= {value} if value not in self.own or value in self.used else set()
+            elif not self.used.isdisjoint(node.output) or node.op_type not in ELEMENTWISE:
+                found.add(value)
+            elif len(nodes) == MOST_NODES:
+                return None, []
+            else:
+                nodes.append(node)
+                # Scales and zero points of a quantization may be computed: they are no source of the value.
+                waiting += [read for read in (node.input[:1] if node.op_type in QUANTIZING else node.input) if read]
+        return self._drop_scales(found), nodes
+
+    def _drop_scales(self, found: set[str]) -> str | None:
+        """The one value among some of which the others are reductions: its scales (ReduceMax and the like)."""
+        scales = {one for one in found if self._is_reduction(one)}
+        for name in found if found == scales else found - scales:
+            if found - {name} <= scales and all(self._depends(one, name) for one in found - {name}):
+                return name
+        return None
+
+    def _is_reduction(self, name: str) -> bool:
+        node = self.scope.producers.get(name)
+        return node is not None and node.op_type.startswith("Reduce")
+
+    def _depends(self, name: str, on: str) -> bool:
+        """Whether a value is made of another, as far as the nodes nearest to it say."""
+        waiting, seen = deque([name]), {name}
+        while waiting and len(seen) <= MOST_NODES:
+            value = waiting.popleft()
+            if value == on:
+                return True
+            node = self.scope.producers.get(value)
+            behind = [read for read in values_read(node) if read not in seen] if node is not None else []
+            seen.update(behind)
+            waiting += behind
+        return False
 
 
 def _widens(node: NodeProto) -> bool:
     return node.op_type == "Cast" and any(a.name == "to" and a.i in WIDE for a in node.attribute)
-
-
-def _follow_back(graph: GraphProto, name: str, used: set[str]) -> tuple[str | None, list[NodeProto]]:
-    """The one value behind elementwise operators: the first that the logits use, or that another operator makes.
-
-    The nodes behind it come with it, the last one first.
-    """
-    constants = {tensor.name for tensor in graph.initializer}
-    own, found, waiting, seen = own_names(graph), set[str](), [name], set[str]()
-    nodes: list[NodeProto] = []
-    while waiting:
-        value = waiting.pop()
-        node = producer(graph, value)
-        if value in seen or value in constants or (node is not None and node.op_type == "Constant"):
-            continue
-        seen.add(value)
-        if node is None:
-            found |= {value} if value not in own or value in used else set()
-        elif not used.isdisjoint(node.output) or node.op_type not in ELEMENTWISE:
-            found.add(value)
-        else:
-            nodes.append(node)
-            # Scales and zero points of a quantization may be computed: they are no source of the value.
-            waiting += [read for read in (node.input[:1] if node.op_type in QUANTIZING else node.input) if read]
-    return _drop_scales(graph, found), nodes
-
-
-def _drop_scales(graph: GraphProto, found: set[str]) -> str | None:
-    """The one value among some of which the others are reductions: its scales (ReduceMax and the like)."""
-    for name in found:
-        others = found - {name}
-        reduced = all((made := producer(graph, one)) and made.op_type.startswith("Reduce") for one in others)
-        if reduced and all(name in needed_for(graph, [one]) for one in others):
-            return name
-    return None

@@ -2,9 +2,9 @@
 
 A length is the size of an axis, a position, or a sum over a mask. A threshold is a number that a length is compared
 with, clipped to, taken modulo of or sliced at, or by which it differs from another length that it is compared with, or
-the extent of a constant table that it looks up or cuts. The lengths just before, at and behind each threshold are worth
-a decode step (`decode/experiments/each_length.py`). A number that is no threshold of a length may be among them: it
-costs a few steps, and decides nothing.
+the extent of a constant table that it looks up or cuts; the number is a constant, or computed of constants. The lengths
+just before, at and behind each threshold are worth a decode step (`decode/experiments/each_length.py`). A number that
+is no threshold of a length may be among them: it costs a few steps, and decides nothing.
 """
 
 import struct
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from math import prod
 
+from kvdoctor.analysis.fixed_numbers import FixedNumbers
 from kvdoctor.contract import Graph
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
@@ -102,6 +103,7 @@ class _Counts:
 
     def __init__(self, flow: Flow, graph: Graph) -> None:
         self.flow = flow
+        self.fixed = FixedNumbers(flow)
         self.counts = {port.name for port in graph.inputs if port.role in COUNTS}
         self.masks = {port.name for port in graph.inputs if port.role in MASKS}
         self.axes = {
@@ -137,7 +139,7 @@ class _Counts:
         """The constants that a length meets at a node."""
         if node.op in COMPARES and self._is_count(node):
             for name in node.inputs:  # of several numbers, as in a row of positions, the last is where it ends
-                yield from (max(numbers) for numbers in [_numbers(self.flow.constant(name))] if numbers)
+                yield from (max(numbers) for numbers in [self._numbers(name)] if numbers)
             if not any(self.flow.constant(name) for name in node.inputs):
                 yield from (number for name in node.inputs for number in self._shifts(name))
         elif node.op == "Slice":
@@ -147,14 +149,18 @@ class _Counts:
         """The constant by which a length was shifted: `key > query - W` compares a distance with W."""
         node = self.flow.producers.get(length)
         if node is not None and node.op in ("Add", "Sub") and self._is_count(node):
-            yield from (abs(number) for name in node.inputs for number in _numbers(self.flow.constant(name)))
+            yield from (abs(number) for name in node.inputs for number in self._numbers(name))
+
+    def _numbers(self, name: str) -> Sequence[int]:
+        """The whole numbers of a constant, or of what is computed of constants alone."""
+        return _numbers(self.flow.constant(name)) or self.fixed.of(name)
 
     def _slice_bounds(self, node: FlatNode) -> Iterator[int]:
         """The constant begin and end of a Slice along an axis that is a length."""
         axes = self.axes.get(node.input(0), set())
         cut = _numbers(self.flow.constant(node.input(3))) if node.input(3) else range(8)
         for name in (node.input(1), node.input(2)) if axes else ():
-            numbers = _numbers(self.flow.constant(name)) if name else ()
+            numbers = self._numbers(name) if name else ()
             yield from (abs(number) for number, at in zip(numbers, cut, strict=False) if at in axes)
 
     def extents_of(self, node: FlatNode) -> Iterator[int]:

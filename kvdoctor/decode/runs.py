@@ -283,6 +283,12 @@ class Run:
         return unclear and float32 is not None and float32.outcome == "passed" and not float32.too_coarse
 
     @property
+    def too_coarse(self) -> bool:
+        """Whether the logits are wrong by nothing but what the model rounds, and are numbers."""
+        finite = all(step.difference.finite for step in self.steps if step.difference is not None)
+        return self.unrounded is not None and self.unrounded.too_coarse and finite
+
+    @property
     def hidden(self) -> bool:
         """Whether the logits are off by more than rounding, but not by more than rounding moves them."""
         return self.unrounded is not None and self.unrounded.outcome == "differs" and self.unrounded.own != "differs"

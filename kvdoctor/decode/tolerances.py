@@ -64,7 +64,7 @@ MOST_FAILS = 1.0
 """Logits that differ by a standard deviation are unrelated, whatever rounds them."""
 
 MOST_BY_ROUNDING = max(tolerance.fails for tolerance in TOLERANCES.values())
-"""No arithmetic of the table moves the logits of a right model by more, in standard deviations."""
+"""The loosest limit of the table, in standard deviations: beyond it a difference is a fault in every arithmetic."""
 MOST_OF_CONTROL = 0.5
 """The share of the effect of a corrupted cache that a rounded one may have. Above it the two cannot be told apart: for
 dynamic quantization, too, a difference of half that effect is a fault."""

@@ -58,7 +58,7 @@ STEPS, FEW_STEPS = 5, 3
 """Steps of a loop, the prefill included; the second number is that of large graphs."""
 
 FEATURES: tuple[Axis, ...] = ("kv_heads", "head_dim", "hidden", "vocabulary", "channels", "state")
-"""Axes of which one number stands for all elements."""
+"""Axes along which one number is broadcast."""
 
 STACKED: tuple[Axis, ...] = ("layers", "parts")
 """Axes of which each element has a number; where the graph makes one for all, it takes them for an axis of features."""
@@ -157,8 +157,8 @@ def spread_logits(value: Abstract) -> Array | None:
 class AbstractDriver(StackDriver):
     """Runs calls of one stack on abstract graphs, by file in `sessions`.
 
-    `parts` are those that the pasts were joined of, by input: one number stands for each of them, also where an
-    experiment feeds changed numbers. `alike` are the axes of layers and parts of which one number stands for all.
+    `parts` are those that the pasts were joined of, by input: each is uniform, also where an experiment feeds changed
+    numbers. `alike` are the axes of layers and parts along which one number is broadcast.
     """
 
     failed: Node | None = None

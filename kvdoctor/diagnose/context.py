@@ -5,6 +5,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvdoctor.analysis.model_folder import ModelFolder
+from kvdoctor.analysis.processed_presents import ProcessedPresent, list_rounded
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.choices import Consumer, Required
 from kvdoctor.contract import CacheContract, Slot
@@ -119,6 +120,12 @@ class ContractContext:
         """The graph that decodes with the cache; None where it is not one file of the stack, or cannot be read."""
         name = self.contract.graph("decode").file
         return next((file.view for file in self.stack.files.values() if file.name == name), None)
+
+    @property
+    def rounded_presents(self) -> dict[str, ProcessedPresent]:
+        """The presents of a decode step that its graph rounds on the way to the output alone, by name."""
+        view = self.decode_view
+        return list_rounded(view, self.contract) if view is not None else {}
 
     @property
     def logits_name(self) -> str:

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.contract import CacheContract
 from kvdoctor.model.proto import NodeProto
-from kvdoctor.model.traverse import STANDARD, constant_tensor
+from kvdoctor.model.traverse import STANDARD, constant_tensor, name_node
 from kvdoctor.model.view import Declared, GraphView, declared
 from kvdoctor.records import record
 from kvdoctor.report.facts import DeviceLimit
@@ -150,7 +150,7 @@ def _of_type(dtype: str) -> Callable[[_Stack, DocumentedLimit], Iterator[str]]:
             tensor = constant_tensor(node) if node.op_type == "Constant" else None
             casts = node.op_type == "Cast" and any(a.name == "to" and a.i == number for a in node.attribute)
             if casts or (tensor is not None and tensor.data_type == number):
-                yield node.name or node.output[0]
+                yield name_node(node)
 
     return find
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import field, replace
 from pathlib import Path
 
-from kvdoctor.analysis.processed_presents import list_rounded
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import OWN_SESSION, SEARCH, Float32Result, Run
 from kvdoctor.decode.tolerances import MOST_BY_ROUNDING, MOST_OF_CONTROL
@@ -46,7 +45,7 @@ def rerun_in_float32(context: ContractContext, job: ExperimentJob, options: Opti
     runs, contract = context.runs, context.contract
     names = tuple(name for name in _select_experiments(context) if name in job.experiments)
     unclear = any(run.outcome in UNCLEAR for run in runs if run.experiment in names)
-    if not names or (contract.exactness == "float" and not (unclear and _rounds_cache(context))):
+    if not names or (contract.exactness == "float" and not (unclear and context.rounded_presents)):
         return Float32Rerun(runs)
     if reason := _refuse_size(context, options, unclear):
         return Float32Rerun(runs, _note(context, reason) if unclear else ())
@@ -59,12 +58,6 @@ def rerun_in_float32(context: ContractContext, job: ExperimentJob, options: Opti
         results = runtime.examine(_build_copy_job(job, copy, names), options.progress)
     merged, notes = _merge_all(context, results)
     return Float32Rerun(merged, notes, results.seconds, results.peak_bytes)
-
-
-def _rounds_cache(context: ContractContext) -> bool:
-    """Whether the graph rounds the cache alone, on its way out: its arithmetic does not."""
-    view = context.decode_view
-    return view is not None and bool(list_rounded(view, context.contract))
 
 
 def _select_experiments(context: ContractContext) -> Iterator[str]:
@@ -126,7 +119,7 @@ def _merge_all(context: ContractContext, results: StackResults) -> tuple[tuple[R
         return context.runs, _note(context, reason)
     if "plain-loop" not in found and "held-loop" not in found:
         return context.runs, ()
-    limit = find_rounding_limit(context) if _rounds_cache(context) else math.inf
+    limit = find_rounding_limit(context) if context.rounded_presents else math.inf
     return tuple(merge_results(run, found.get(run.experiment), limit) for run in context.runs), ()
 
 
@@ -134,12 +127,15 @@ def find_rounding_limit(context: ContractContext) -> float:
     """How far the logits of a step may be off by the rounding of the cache, in standard deviations.
 
     The attention of a call without a cache does not use what the graph rounds on its way out, so that the difference is
-    the error which the rounding makes. The logits are wrong where no arithmetic rounds as much, or where half of what a
-    corrupted cache does is reached.
+    the error which the rounding makes. The logits are wrong beyond the loosest limit of any arithmetic, or where half
+    of what a corrupted cache does is reached: of a kind that is rounded, and that changes the logits visibly. What
+    passes by the model's own tolerance is never too coarse.
     """
-    loop = context.checked_loop
-    effects = [one.difference.relative for one in loop.controls if one.difference is not None] if loop else []
-    return min([MOST_BY_ROUNDING, *(MOST_OF_CONTROL * effect for effect in effects if effect > 0)])
+    loop, rounded = context.checked_loop, context.rounded_presents
+    kinds = tuple(f"{slot.kind} " for slot in context.contract.slots if slot.present in rounded)
+    spoilt = [one for one in loop.controls if one.visible and one.spoilt.startswith(kinds)] if loop else []
+    effects = [one.difference.relative for one in spoilt if one.difference is not None]
+    return max(context.tolerance.passes, min([MOST_BY_ROUNDING, *(MOST_OF_CONTROL * effect for effect in effects)]))
 
 
 def _find_too_coarse(run: Run, limit: float) -> int | None:

@@ -5,10 +5,10 @@ A prediction has the code of the check that a run would confirm it by. It is sus
 Nothing follows from a stack without predictions: what an abstract run cannot compute is not reported.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.analysis.contract_reader import add_observed_sizes
-from kvdoctor.analysis.processed_presents import list_rounded
 from kvdoctor.decode.runs import GENERAL_CAUSES, Run
 from kvdoctor.diagnose.context import ContractContext, RunContext, extend_context
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
@@ -40,29 +40,28 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
 
     try:
         runs = run_abstractly(context)
+        return CheckResults(tuple(_ask_checks(context, runs, found, selection)) if runs else ())
     except NotFollowed as why:
         return CheckResults(not_checked=(NotChecked(context.stack.name, "KV2-KV3", f"nothing was predicted: {why}"),))
     except Exception as error:  # an error of kvdoctor here must not cost what the files show
         reason = f"the analysis without a run crashed ({type(error).__name__}: {error}); please report it"
         return CheckResults(not_checked=(NotChecked(context.stack.name, "KV2-KV3", reason, essential=True),))
-    if not runs:
-        return CheckResults()
-    contract = add_observed_sizes(contract, runs)
+
+
+def _ask_checks(
+    context: ContractContext, runs: tuple[Run, ...], found: CheckResults, selection: Selection
+) -> Iterator[Finding]:
+    """The findings that the checks of round `runs` make of abstract runs."""
+    contract = add_observed_sizes(context.contract, runs)
     asked = extend_context(replace(context, contract=contract), RunContext, runs=runs)
     known = {finding.code for finding in found.findings}
-    predicted = run_checks(asked, "runs", selection).findings
-    left_out = (*NOT_PREDICTED, *_list_measured(context))
-    wanted = [f for f in predicted if f.severity != "note" and f.name not in left_out and f.code not in known]
-    return CheckResults(tuple(_weaken(finding, runs) for finding in wanted))
-
-
-def _list_measured(context: ContractContext) -> tuple[str, ...]:
-    """Causes that only the size of the difference decides, where a graph rounds the cache on its way out.
-
-    A scale that is taken from all entries makes each of them depend on the others, by no more than it rounds.
-    """
-    view = context.decode_view
-    return GENERAL_CAUSES if view is not None and list_rounded(view, context.contract) else ()
+    for finding in run_checks(asked, "runs", selection).findings:
+        if finding.severity == "note" or finding.name in NOT_PREDICTED or finding.code in known:
+            continue
+        # Only the size of the difference decides on a rounded cache: a scale that is taken from all entries makes each
+        # of them depend on the others, by no more than it rounds.
+        if finding.name not in GENERAL_CAUSES or not asked.rounded_presents:
+            yield _weaken(finding, runs)
 
 
 def _takes_any(selection: Selection) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from kvdoctor.contract import Exactness, Slot
 from kvdoctor.model.proto import NodeProto
+from kvdoctor.model.traverse import input_of
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope
 
 DYNAMIC = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QAttention"}
@@ -75,7 +76,7 @@ def _will_be_fused(scope: Scope, node: NodeProto) -> bool:
     maker = scope.producers.get(scope.through(node.input[1], {"Transpose", "Identity"}))
     if maker is None or maker.op_type != "DequantizeLinear":
         return False
-    return scope.constant(maker.input[0]) is not None
+    return scope.constant(input_of(maker, 0)) is not None
 
 
 def _weight_type(view: GraphView) -> str:

@@ -41,7 +41,22 @@ def bodies_of(attribute: AttributeProto) -> Iterator[GraphProto]:
 
 def describe_node(node: NodeProto) -> str:
     """A node as reports name it: by its operator and its name, or by its first output where it has none."""
-    return f'{node.op_type} "{node.name or next(filter(None, node.output), "")}"'
+    return f'{node.op_type} "{name_node(node)}"'
+
+
+def name_node(node: NodeProto) -> str:
+    """The name of a node, or that of its first output where it has none; empty where it has neither."""
+    return str(node.name or next(filter(None, node.output), ""))
+
+
+def input_of(node: NodeProto, index: int) -> str:
+    """The input of that number; empty where there is none, as in a node that is cut short."""
+    return str(node.input[index]) if index < len(node.input) else ""
+
+
+def output_of(node: NodeProto, index: int = 0) -> str:
+    """The output of that number; empty where there is none."""
+    return str(node.output[index]) if index < len(node.output) else ""
 
 
 def find_attribute(node: NodeProto, name: str) -> AttributeProto | None:
@@ -114,7 +129,7 @@ def producers(graph: GraphProto) -> dict[str, NodeProto]:
 
 def producer(graph: GraphProto, name: str) -> NodeProto | None:
     """The node of this graph that makes a value."""
-    return next((node for node in graph.node if name in node.output), None)
+    return next((node for node in graph.node if name in node.output), None) if name else None
 
 
 Readers = Mapping[str, Sequence[tuple[NodeProto, int]]]
@@ -126,7 +141,8 @@ def readers(graph: GraphProto) -> dict[str, list[tuple[NodeProto, int]]]:
     found: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in graph.node:
         for index, name in enumerate(node.input):
-            found.setdefault(name, []).append((node, index))
+            if name:
+                found.setdefault(name, []).append((node, index))
         for body in subgraphs(node):
             own = own_names(body)
             for name, inner in readers(body).items():

@@ -15,7 +15,7 @@ from kvdoctor.model.proto import (
     TensorShapeProto,
     ValueInfoProto,
 )
-from kvdoctor.model.traverse import bodies_of, constant_tensor, describe_node, nodes_in, normalize_domain
+from kvdoctor.model.traverse import bodies_of, constant_tensor, describe_node, input_of, nodes_in, normalize_domain
 from kvdoctor.records import record
 
 ELEMENT_TYPES = {number: name.lower() for name, number in TensorProto.DataType.items()}
@@ -221,7 +221,7 @@ class GraphView:
             node = self.main.producers.get(name)
             if node is None or node.op_type != "Not":
                 break
-            name, holds = node.input[0], not holds
+            name, holds = input_of(node, 0), not holds
         return name, holds
 
 

@@ -78,7 +78,7 @@ def report_nothing_done(before: Report, not_repaired: tuple[NotRepaired, ...], f
     if fix:
         calls = "; ".join(f"{name} repairs {', '.join(found.checks)}" for name in fix if (found := find_repair(name)))
         text = f"none of the repairs asked for applies to the findings ({calls}): no copy was written"
-    elif before.verdict == "unhealthy":
+    elif before.verdict == "unhealthy" or left:
         text = "no repair of the graph is known for the findings: no copy was written"
     record = RepairRecord(
         before.model.path, None, (), RepairSide(before.verdict, before.findings), None, (), not_repaired=left

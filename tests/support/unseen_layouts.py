@@ -26,7 +26,7 @@ LETTERS: dict[str, tuple[str, int | str]] = (
 """What an axis of a slot counts, and its declared size."""
 FIRST = {"batch": 1, "past": 0, "source": 7, "prefix": 6}
 KINDS = {"e": "cross-attention", "l": "hidden-memory", "t": "conv-state", "s": "recurrent-state"}
-GROWTHS = {"p": "grow", "c": "static", "e": "constant", "x": "constant"}
+GROWTHS = {"p": "grow", "c": "static", "r": "ring", "e": "constant", "x": "constant"}
 Shape = tuple[int | str, ...]
 
 
@@ -36,8 +36,9 @@ class Layout:
 
     `past` and `present` are named by layer, part and number of a slot. A layer of `layers` is attention, quantized
     attention (int8 with scales), latent, linear or convolution. `order` are the axes of a cache tensor. `writes` says
-    for each layer how rows enter: append, trim (to the window, behind the attention), or in a buffer scatter, where,
-    one-hot, ring. `place` tells the position: the length of the past, or what the input `position` holds.
+    for each layer how rows enter: append, trim (to the window, behind the attention), shift (out of a buffer of the
+    window's size, behind the attention), or in a buffer scatter, where, one-hot, ring. `place` tells the position: the
+    length of the past, or what the input `position` holds.
     """
 
     past: str = "past_key_values.{layer}.{part}"
@@ -201,6 +202,8 @@ class Decoder(Sheet):
             whole[part] = kept = self._written(past, rows, write)
             if write == "trim" or self.fault == "truncated":
                 kept = self.last(kept, WINDOW - 1, 2)
+            elif write == "shift":
+                kept = self.last(kept, WINDOW, 2)
             kept = {"new alone": rows, "new lost": past if layer else kept}.get(self.fault, kept)
             self.made[layer, part] = self.turned(kept, "bnph", order)
             whole[part] = whole[part] if dtype == FLOAT else self.op("Cast", whole[part], to=FLOAT)
@@ -208,7 +211,7 @@ class Decoder(Sheet):
 
     def _written(self, past: str, rows: str, write: str) -> str:
         """Rows behind those of the past, or in a buffer at their positions: float[batch, heads, total, head_dim]."""
-        if write in ("append", "trim"):
+        if write in ("append", "trim", "shift"):
             return self.op("Concat", past, rows, axis=2)
         if write in ("scatter", "ring"):
             at = self.op("Mod", self.position, [WINDOW]) if write == "ring" else self.position
@@ -288,6 +291,12 @@ class Decoder(Sheet):
     def _seen(self, layer: int, key: str) -> str:
         """Which keys a new token may look at: bool[new, keys]."""
         write = self.layout.writes[layer]
+        if write == "shift":
+            begin = self.op("Sub", self.layout.position, [WINDOW])
+            column = self.op("Unsqueeze", self.op("Add", self.count(self.size(key, 2)), begin), [0])
+            row = self.op("Unsqueeze", self.position, [1])
+            first = self.op("Max", 0, self.op("Sub", row, [WINDOW - 1]))
+            return self.op("And", self.op("LessOrEqual", column, row), self.op("GreaterOrEqual", column, first))
         if write not in ("append", "trim"):
             slots = np.arange(WINDOW if write == "ring" else CAPACITY)
             return self.op("LessOrEqual", slots, self.op("Unsqueeze", self.position, [1]))
@@ -320,6 +329,8 @@ class Decoder(Sheet):
         if "last logits only" in self.also:
             logits, shape = self.op("Squeeze", self.last(logits, 1, 1), [1]), ("batch", VOCABULARY)
         self.output(self.layout.logits, logits, FLOAT, shape)
+        if "count returned" in self.also:
+            self.output("present_length", self.op("Add", self.layout.position, self.new), INT64, (1,))
         for i, (value, sizes) in enumerate(self.beside if "extra outputs" in self.also else ()):
             self.output(f"beside_{i}", value, FLOAT, sizes)
         for slot in self.slots[:: -1 if "back to front" in self.also else 1]:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvdoctor.analysis.abstract_run.arithmetic import combine, softmax
+from kvdoctor.analysis.abstract_run.arithmetic import combine
 from kvdoctor.analysis.abstract_run.products import multiply
 from kvdoctor.analysis.abstract_run.reading import Reading
+from kvdoctor.analysis.abstract_run.reducing import softmax
 from kvdoctor.analysis.abstract_run.shaping import join
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,

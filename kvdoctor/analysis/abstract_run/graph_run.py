@@ -10,12 +10,13 @@ from kvdoctor.analysis.abstract_run.attention import ATTENTIONS
 from kvdoctor.analysis.abstract_run.indexing import INDEXING
 from kvdoctor.analysis.abstract_run.products import PRODUCTS
 from kvdoctor.analysis.abstract_run.reading import Reading
+from kvdoctor.analysis.abstract_run.reducing import REDUCING
 from kvdoctor.analysis.abstract_run.shaping import SHAPING
 from kvdoctor.analysis.abstract_run.unread_masks import may_hide
 from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, read_tensor
 from kvdoctor.decode.calls import Array
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import STANDARD, constant_tensor, producers, subgraphs
+from kvdoctor.model.traverse import STANDARD, constant_tensor, output_of, producers, subgraphs
 from kvdoctor.model.view import GraphView
 from kvdoctor.model.weights import list_tensors
 
@@ -27,7 +28,7 @@ RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniformLike", "Dropout")
 MOVING = ("Concat", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Cast", "CastLike", "Where")
 """Operators that return elements of their inputs as they are, in another place or type."""
 
-RULES: dict[str, Rule] = {**SHAPING, **INDEXING, **COMPUTING, **PRODUCTS, **ATTENTIONS}
+RULES: dict[str, Rule] = {**SHAPING, **INDEXING, **COMPUTING, **REDUCING, **PRODUCTS, **ATTENTIONS}
 ANY_NUMPY = (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError, AttributeError, MemoryError)
 """What numpy raises on numbers that a graph should not have: the value is unknown then."""
 _Settled = tuple[str, bytes, tuple[int, ...]]
@@ -121,7 +122,7 @@ class AbstractGraph:
         for node in graph.node:
             reading = Reading(node, [], self.random, not self.returned.isdisjoint(node.output))
             if reading.kind == "Constant":
-                known[reading.outputs[0]] = self._constant(node, reading)
+                known.update(dict.fromkeys(reading.outputs, self._constant(node, reading)))
                 continue
             rule = _find_rule(node)
             given = [name for name in reading.names if name]
@@ -178,7 +179,7 @@ class AbstractGraph:
     def _constant(self, node: NodeProto, reading: Reading) -> Abstract:
         tensor = constant_tensor(node)
         if tensor is not None:
-            return self._read(node.output[0], tensor)
+            return self._read(output_of(node), tensor)
         if reading.has_attribute("value_int"):
             return exactly(np.array(reading.number("value_int", 0), np.int64))
         if reading.has_attribute("value_ints"):

@@ -1,19 +1,27 @@
 """Constants that may hold the mask of an attention, and whose numbers an abstract run does not know.
 
 A table of floats that is added to the scores may be a relative bias, a mask, or both in one: ALiBi with -1e9 for later
-tokens. The one number that stands for it hides nothing. An abstract run that finds a token seeing later ones then tells
-nothing about the model.
+tokens. In an abstract run it is uniform, one number everywhere, and hides nothing. A run that finds a token seeing
+later ones then tells nothing about the model.
 """
 
 from collections.abc import Collection, Iterable
 from math import prod
 
+from kvdoctor.analysis.dataflow.operators import SOFTMAX
 from kvdoctor.model.proto import GraphProto, NodeProto
 from kvdoctor.model.traverse import nodes_in, subgraphs
 from kvdoctor.model.view import GraphView
 from kvdoctor.model.weights import list_tensors
 
-BIASES = {"Softmax": (0,), "Attention": (3, 5), "MultiHeadAttention": (4, 5), "GroupQueryAttention": (10,), "Exp": (0,)}
+BIASES = {
+    **dict.fromkeys(SOFTMAX, (0,)),
+    "BiasSoftmax": (0, 1),
+    "Attention": (3, 5),
+    "MultiHeadAttention": (4, 5),
+    "GroupQueryAttention": (10,),
+    "Exp": (0,),
+}
 """Operators of an attention, with the inputs that scores, masks and biases come in by. Exp is part of a Softmax that is
 written out, or of something else: before it only a table counts that rows or columns are cut out of."""
 
@@ -48,7 +56,7 @@ def _walk(graph: GraphProto, constants: Collection[str]) -> Iterable[tuple[str, 
     makers: dict[str, NodeProto] = {}
     waiting: list[tuple[str, bool | None]] = []
     for node in nodes_in(graph.node):
-        makers |= dict.fromkeys(node.output, node)
+        makers |= dict.fromkeys(filter(None, node.output), node)
         for at in BIASES.get(node.op_type, ()):
             waiting += [(name, None if node.op_type == "Exp" else False) for name in node.input[at : at + 1]]
     seen = set[tuple[str, bool | None]]()

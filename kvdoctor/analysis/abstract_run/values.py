@@ -46,8 +46,8 @@ class Abstract:
 
     Attributes:
         shape: The true sizes; None where even those are unknown.
-        data: Numbers with an axis for each axis of `shape`, of the true size or 1: then one number stands for all. None
-            where they are unknown.
+        data: Numbers with an axis for each axis of `shape`, of the true size or 1: along that axis they are broadcast.
+            None where they are unknown.
         exact: The numbers are those that a runtime would compute.
         key: The name of a weight, whose rows can be told apart.
     """
@@ -126,7 +126,7 @@ def find_parts(data: Array, axes: Iterable[int]) -> dict[int, tuple[int, ...]]:
 
 
 def find_alike(value: Abstract, axes: Iterable[int]) -> tuple[int, ...]:
-    """The axes among some of which one number of a value stands for all elements."""
+    """The axes, of those given, that a value is broadcast along: it has one number there, and more elements."""
     data, shape = value.data, value.shape
     return () if data is None or shape is None else tuple(at for at in axes if data.shape[at] == 1 < shape[at])
 

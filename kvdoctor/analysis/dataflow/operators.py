@@ -128,7 +128,7 @@ def outputs_with_content(node: FlatNode, index: int) -> Iterator[tuple[str, bool
         for output in node.outputs:
             yield output, False
     elif node.op == "Identity":
-        yield node.outputs[0], False
+        yield node.output(), False
     elif node.op in LOOPS:
         yield from ((output, False) for output in views_of(node, index))
     elif (node.op == "Concat" or index in WRITES.get(node.op, ())) and node.outputs:

@@ -204,7 +204,7 @@ class Dataflow:
                 at = self._join_axis(node, path.axes)
                 yield output, replace(path, axes=axes, join=node, axis=at, place=place)
                 continue
-            trims = path.join is not None and node.op in TRIMS and (path.place is None or place is not None)
+            trims = path.join is not None and node.op in TRIMS and place == path.place
             cut = path.cut or (path.join is None and self._slices_to_computed_end(node))
             changed = (*path.changed, node) if trims or node.op == "Where" else path.changed
             trimmed = path.trimmed or trims
@@ -287,7 +287,7 @@ class Dataflow:
             if node is None:
                 continue
             if node.op == "Shape":
-                if subtracted and node.inputs[0] == name:
+                if subtracted and node.input(0) == name:
                     return True
                 continue
             subtracted = subtracted or node.op == "Sub"
@@ -306,7 +306,7 @@ class Dataflow:
             near = [out for taker, index in takers for out in views_of(taker, index)]
             if node is not None and node.op == "Unsqueeze":  # then a Concat stacks parts or layers
                 near += [taker.output() for taker, _ in takers if taker.op == "Concat"]
-            if node is not None and (node.op in LOOPS or current == node.outputs[0]):
+            if node is not None and (node.op in LOOPS or current == node.output()):
                 near.append(viewed_by(node, current))
             for neighbor in near:
                 if neighbor and neighbor not in seen:

@@ -34,9 +34,28 @@ from kvdoctor.decode.experiments.entry_origins import (
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import GENERAL_CAUSES, LOOPS, Cause
 from kvdoctor.decode.tolerances import Tolerance
+from kvdoctor.records import record
 
 MOST_PLACES = 8
 """Entries of a long past that are looked at one by one."""
+
+
+@record
+class CachedStep:
+    """A decode step of one token on a past of `start` tokens that a prefill made, and its answer."""
+
+    builder: FeedBuilder
+    start: int
+    past: Past
+    answer: Answer
+
+    def ignores_noise(
+        self, places: Iterable[int], slots: Sequence[Slot] | None = None
+    ) -> "Generator[Call, Answer, bool]":
+        """Whether noise in some entries, of every slot that grows or of those given, leaves the logits as they are."""
+        noisy = add_noise(self.builder, self.past, places, slots)
+        answer = yield as_probe(self.builder.decode(self.start, self.start + 1, noisy))
+        return not answer.failed and same_logits(answer.logits, self.answer.logits, self.builder.tolerance)
 
 
 def why(builder: FeedBuilder) -> Decision:
@@ -115,7 +134,7 @@ def look(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> De
         )
     if cause := other_prefill(builder, start, first, whole):
         return cause
-    return (yield from _step(builder, start, past, step, whole))
+    return (yield from _step(CachedStep(builder, start, past, step), whole))
 
 
 def _repeated(one: Array, other: Array, limit: Tolerance) -> bool:
@@ -123,43 +142,43 @@ def _repeated(one: Array, other: Array, limit: Tolerance) -> bool:
     return bool(np.array_equal(one, other, equal_nan=True)) or same_logits(one, other, limit)
 
 
-def _step(builder: FeedBuilder, start: int, past: Past, step: Answer, whole: Answer) -> Decision:
+def _step(step: CachedStep, whole: Answer) -> Decision:
     """What one step sees of the past, whether it keeps it, and what it adds."""
+    builder, start, past, answer = step.builder, step.start, step.past, step.answer
     limit, slots = builder.tolerance, by_position(builder.contract)
-    everything = yield as_probe(builder.decode(start, start + 1, add_noise(builder, past, range(start))))
-    if not everything.failed and same_logits(everything.logits, step.logits, limit):
+    if (yield from step.ignores_noise(range(start))):
         return Cause("past-ignored", "noise in all of the past changes no logit of the step")
     for slot in slots:
-        if slot.growth != "delta" and not _keeps(slot, step, past, limit):
-            return crossed(slot, slots, step, past, limit) or _rewritten(slot, step, past, limit)
+        if slot.growth != "delta" and not _keeps(slot, answer, past, limit):
+            return crossed(slot, slots, answer, past, limit) or _rewritten(slot, answer, past, limit)
     pieces = pieces_of(slots, whole)
-    wrong = _wrong(builder, pieces, start, step, whole)
+    wrong = _wrong(builder, pieces, start, answer, whole)
     if wrong and wrong[0].layer == pieces[0].layer:
-        return (yield from where_from(builder, start, wrong[0], step, whole))
-    if cause := (yield from _half_blind(builder, start, past, step, slots)):
+        return (yield from where_from(builder, start, wrong[0], answer, whole))
+    if cause := (yield from _half_blind(step, slots)):
         return cause
-    return (yield from _deeper(builder, start, past, step, whole))
+    return (yield from _deeper(step, whole))
 
 
-def _deeper(builder: FeedBuilder, start: int, past: Past, step: Answer, whole: Answer) -> Decision:
+def _deeper(step: CachedStep, whole: Answer) -> Decision:
     """The first layer adds the right entry, and all entries are seen: distances, slots, the first wrong layer."""
+    builder, start = step.builder, step.start
     limit, slots = builder.tolerance, by_position(builder.contract)
-    if cause := (yield from _no_distance(builder, start, past, step, whole)):
+    if cause := (yield from _no_distance(step, whole)):
         return cause
-    if cause := (yield from _blind_layer(builder, start, past, step)):
+    if cause := (yield from _blind_layer(step)):
         return cause
     pieces = pieces_of(slots, whole)
     if cause := _zero_entries(pieces, whole, start):
         return cause
     for slot in slots:
-        answer = yield as_probe(builder.decode(start, start + 1, add_noise(builder, past, range(start), [slot])))
-        if not answer.failed and same_logits(answer.logits, step.logits, limit):
+        if (yield from step.ignores_noise(range(start), [slot])):
             return Cause("cache-misread", f"noise in all of {slot.past} changes no logit of the step")
-    if wrong := _wrong(builder, pieces, start, step, whole):
-        if cause := of_another(builder, start, wrong[0], step, whole):
+    if wrong := _wrong(builder, pieces, start, step.answer, whole):
+        if cause := of_another(builder, start, wrong[0], step.answer, whole):
             return cause
-        return (yield from other_attention(builder, start, past, wrong[0])) or _first_wrong(wrong, pieces)
-    return same_for_two(slots, whole, limit) or _last_result(start, step, whole, limit)
+        return (yield from other_attention(builder, start, step.past, wrong[0])) or _first_wrong(wrong, pieces)
+    return same_for_two(slots, whole, limit) or _last_result(start, step.answer, whole, limit)
 
 
 def _zero_entries(pieces: tuple[Piece, ...], whole: Answer, start: int) -> Cause | None:
@@ -191,16 +210,15 @@ def _last_result(start: int, step: Answer, whole: Answer, limit: Tolerance) -> C
     return Cause("cache-misread", "all entries that the step was fed and that it adds are right, its logits are not")
 
 
-def _blind_layer(builder: FeedBuilder, start: int, past: Past, step: Answer) -> Decision:
+def _blind_layer(step: CachedStep) -> Decision:
     """A layer that takes no part of the past, neither of its keys nor of its values, or not all of its entries."""
-    slots = by_position(builder.contract)
+    slots = by_position(step.builder.contract)
     for layer in dict.fromkeys(slot.layer for slot in slots if slot.layer is not None):
         mine = [slot for slot in slots if slot.layer == layer]
-        answer = yield as_probe(builder.decode(start, start + 1, add_noise(builder, past, range(start), mine)))
-        if not answer.failed and same_logits(answer.logits, step.logits, builder.tolerance):
+        if (yield from step.ignores_noise(range(step.start), mine)):
             names = " and ".join(slot.past for slot in mine)
             return Cause("past-ignored", f"noise in all of {names} changes no logit of the step")
-        if cause := (yield from _half_blind(builder, start, past, step, mine, f" of layer {layer}")):
+        if cause := (yield from _half_blind(step, mine, f" of layer {layer}")):
             return cause
     return None
 
@@ -268,14 +286,14 @@ def _other_mathematics(builder: FeedBuilder, past: Past, expected: Array) -> Dec
     )
 
 
-def _half_blind(  # noqa: PLR0913, PLR0917 - a step, the slots of it that get noise, and their name
-    builder: FeedBuilder, start: int, past: Past, step: Answer, slots: Sequence[Slot], where: str = ""
-) -> Decision:
-    """What it means that noise in some entries changes no logit of the step, but for those that a window leaves out.
+def _half_blind(step: CachedStep, slots: Sequence[Slot], where: str = "") -> Decision:
+    """The cause of a step that does not attend to some entries of its past, although they are within the window.
 
-    Of a long past a few are looked at: the first, the last, and some between. A mask that is not offset hides all
-    entries from some place on; single ones between others may have little weight by chance.
+    Noise in such an entry leaves the logits as they are. Of a long past a few entries are tried: the first ones, the
+    last ones, and some between. A mask that is not offset hides all entries from some place on; single ones between
+    others may have little weight by chance.
     """
+    start = step.start
     windows = [slot.window for slot in slots]
     begin = max(0, start + 1 - max(w for w in windows if w is not None)) if windows and None not in windows else 0
     places = list(range(begin, start))
@@ -283,8 +301,8 @@ def _half_blind(  # noqa: PLR0913, PLR0917 - a step, the slots of it that get no
         places = [*places[:2], *places[2 : -MOST_PLACES + 2 : len(places) // 4], *places[-MOST_PLACES + 2 :]]
     unseen = []
     for place in places:
-        answer = yield as_probe(builder.decode(start, start + 1, add_noise(builder, past, [place], slots)))
-        if not answer.failed and same_logits(answer.logits, step.logits, builder.tolerance):
+        hidden = yield from step.ignores_noise([place], slots)
+        if hidden:
             unseen.append(place)
     names = f"{'entry' if len(unseen) == 1 else 'entries'} {', '.join(map(str, unseen))} of the past{where}"
     if 0 in unseen:
@@ -298,12 +316,13 @@ def _half_blind(  # noqa: PLR0913, PLR0917 - a step, the slots of it that get no
     )
 
 
-def _no_distance(builder: FeedBuilder, start: int, past: Past, step: Answer, whole: Answer) -> Decision:
+def _no_distance(step: CachedStep, whole: Answer) -> Decision:
     """Where keys hold no position, a step must count the distance to them."""
+    builder, start = step.builder, step.start
     if not (yield from _has_free_keys(builder, start, whole)):
         return None
-    answer = yield as_probe(builder.decode(start, start + 1, swap_entries(builder, past, 0, start - 1)))
-    if answer.failed or not same_logits(answer.logits, step.logits, builder.tolerance):
+    answer = yield as_probe(builder.decode(start, start + 1, swap_entries(builder, step.past, 0, start - 1)))
+    if answer.failed or not same_logits(answer.logits, step.answer.logits, builder.tolerance):
         return None
     if not (yield from _counts_distance(builder, start)):
         return None

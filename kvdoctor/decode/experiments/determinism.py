@@ -5,7 +5,14 @@ import numpy as np
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, NoPower, Scenario
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, several_tokens
-from kvdoctor.decode.experiments.cache_entries import as_probe, by_position, change_token, keeps_all, same_logits
+from kvdoctor.decode.experiments.cache_entries import (
+    as_probe,
+    by_position,
+    change_token,
+    keeps_all,
+    read_returned,
+    same_logits,
+)
 from kvdoctor.decode.experiments.entry_origins import pieces_of
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import measurable
@@ -98,11 +105,19 @@ def _token_counts(builder: FeedBuilder, expected: Answer, other: FeedBuilder, an
 
 
 def _list_last_entries(builder: FeedBuilder, answer: Answer) -> dict[int | None, dict[str, Array]]:
-    """The entries of the last token by the layer and the output that they are in, as far as they are at its place."""
+    """The entries of the last token by the layer and the output that they are in, as far as they are at its place.
+
+    Of a window of fixed capacity all entries: new ones may come at its end, and the oldest be shifted out.
+    """
     found: dict[int | None, dict[str, Array]] = {}
     for piece in pieces_of(by_position(builder.contract), answer):
-        if keeps_all(piece.slot, answer):
-            found.setdefault(piece.layer, {})[piece.filled_by] = piece.right_entry(answer, answer.new - 1)
+        if piece.slot.growth == "ring":
+            entries = piece.of(read_returned(piece.slot, answer, True))
+        elif keeps_all(piece.slot, answer):
+            entries = piece.right_entry(answer, answer.new - 1)
+        else:
+            continue
+        found.setdefault(piece.layer, {})[piece.filled_by] = entries
     return found
 
 

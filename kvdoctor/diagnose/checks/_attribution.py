@@ -89,7 +89,19 @@ def find_explanation(context: RunContext, name: str = "cached-differs") -> str |
 
 
 def find_faulty_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "Use"]]:
-    """Runs of other sizes with that outcome, where the checked loop passes and no simpler use goes wrong as well."""
+    """Runs of other sizes with that outcome, where the checked loop passes and no simpler use goes wrong as well.
+
+    Those that are wrong by a rounded cache alone are left out: that is one fault for all uses.
+    """
+    return ((run, use) for run, use in _find_wrong_uses(context, outcome) if not run.too_coarse)
+
+
+def find_coarse_uses(context: RunContext) -> tuple[tuple[Run, "Use"], ...]:
+    """Runs of other sizes whose logits are wrong by a rounded cache alone, where those of the checked loop are not."""
+    return tuple((run, use) for run, use in _find_wrong_uses(context, "differs") if run.too_coarse)
+
+
+def _find_wrong_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "Use"]]:
     from kvdoctor.decode.experiments import uses
 
     loop = context.checked_loop
@@ -131,7 +143,10 @@ def find_wrong_lengths(context: RunContext) -> Iterator[WrongLength]:
 
 
 def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:
-    """Slots that are cut at other lengths than those of the loop, in the first run that goes wrong once they are."""
+    """Slots whose presents lose entries at lengths that the loop does not reach.
+
+    They come from one run, the first that fails or differs in the very step that is fed a present with lost entries.
+    """
     differing = list(find_faulty_uses(context, "differs"))
     causes = (cause_in_use(context, run.experiment) for run, _ in differing)
     if any(cause is not None and cause[1].cause is not None and cause[1].cause.dropped for cause in causes):

@@ -3,7 +3,6 @@
 from collections.abc import Collection
 
 from kvdoctor.analysis.dataflow.states import Dataflow
-from kvdoctor.analysis.processed_presents import list_rounded
 from kvdoctor.analysis.unread_loops import find_unread_loops
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import CannotCheck
@@ -25,13 +24,17 @@ def describe_changes(context: ContractContext, past: str) -> tuple[str, ...]:
     return (f"between {past} and {slot.present}: {words}",) if nodes else ()
 
 
-def describe_rounded(context: ContractContext) -> tuple[str, ...]:
-    """The nodes that round the first present which a graph rounds on the way to the output alone; () for none."""
-    view = context.decode_view
-    for name, processed in list_rounded(view, context.contract).items() if view is not None else ():
-        text = f"between the attention and {name}: {', '.join(processed.words)}"
-        cut = any(node.op_type == "QuantizeLinear" for node in processed.rounding)
-        return (text + ("; entries beyond the range of its scale are cut off" if cut else ""),)
+def describe_rounded(context: ContractContext, past: str | None = None) -> tuple[str, ...]:
+    """The nodes that round a present on the way to the output alone; () for none.
+
+    It is that of the slot with this past, or the first one that is rounded.
+    """
+    wanted = next((slot.present for slot in context.contract.slots if slot.past == past), None)
+    for name, processed in context.rounded_presents.items():
+        if past is None or name == wanted:
+            text = f"between the attention and {name}: {', '.join(processed.words)}"
+            cuts = any(node.op_type == "QuantizeLinear" for node in processed.rounding)
+            return (text + ("; it would also cut off entries beyond the range of its scale" if cuts else ""),)
     return ()
 
 

@@ -18,6 +18,7 @@ from kvdoctor.diagnose.node_source import name_of
 from kvdoctor.findings import Fault, Severity, check
 from kvdoctor.model.cache_operators import CachePorts, ports_of
 from kvdoctor.model.proto import NodeProto
+from kvdoctor.model.traverse import describe_node, name_node
 from kvdoctor.model.view import GraphView, Scope
 
 SAME_NUMBER = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape"}
@@ -36,9 +37,8 @@ def attention_cache_half_wired(context: ContractContext) -> Iterator[Fault]:
             yield Fault(
                 severity=severity,
                 file=file.name,
-                subject=tuple(node.name or node.output[0] for node in wrong),
-                where=f'{node.op_type} "{node.name or node.output[0]}"'
-                + (f" and {len(wrong) - 1} more" * (len(wrong) > 1)),
+                subject=tuple(map(name_node, wrong)),
+                where=describe_node(node) + (f" and {len(wrong) - 1} more" * (len(wrong) > 1)),
                 declared=declared,
                 observed="a past input, and no present output"
                 if "present" in declared

@@ -57,7 +57,7 @@ def _report(context: RunContext, name: str, cause: str) -> Iterator[Fault]:
     severity: Severity = "warning" if run.hidden else "error"
     found = build_difference(context, run, severity, f"{cause}, {HIDDEN}" if run.hidden else cause)
     decided = leading[1].cause
-    changes = describe_changes(context, decided.slot) if decided is not None and decided.slot else ()
-    changes = describe_rounded(context) or changes
+    slot = decided.slot if decided is not None else ""
+    changes = (describe_changes(context, slot) or describe_rounded(context, slot)) if slot else ()
     advice = context.advise_graph_repair(f"or {found.repair.text}")
     yield replace(found, evidence=(*changes, *found.evidence), repair=advice)

@@ -12,8 +12,8 @@ the float32 copy is correct, only rounding makes the model differ: a few such st
 warning. It is also a warning if the graph rounds the cache before it returns it (QuantizeLinear and DequantizeLinear,
 which also cut off large entries, Round between two scales, a Cast to fewer bits and back), and that changes the logits
 by more than the limit of the model's arithmetic; the finding has the size. Such a cache is an error if at least every
-second step is off by more than half of what a corrupted cache changes, or by more than 0.6 standard deviations: the
-rounded cache is then hardly better than a wrong one, and no arithmetic of a right model rounds as much.
+second step is off by more than half of what a corrupted cache changes, or by more than 0.6 standard deviations, the
+loosest limit of any arithmetic: the rounded cache is then hardly better than a wrong one.
 
 Where no other token changes the logits, or the keys and values of a layer, a wrong cache would change nothing either:
 that is not checked, and never healthy.
@@ -35,10 +35,10 @@ is a warning.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.analysis.processed_presents import ProcessedPresent, list_rounded
 from kvdoctor.decode.runs import HISTORY, Run
 from kvdoctor.diagnose.checks._attribution import (
     AT_LENGTHS,
+    find_coarse_uses,
     find_explanation,
     find_faulty_uses,
     is_named,
@@ -52,6 +52,7 @@ from kvdoctor.diagnose.context import RunContext
 from kvdoctor.diagnose.not_checked import REASONS
 from kvdoctor.findings import Advice, CannotCheck, Fault, check
 from kvdoctor.report.wording.runs import describe_rounding
+from kvdoctor.report.wording.units import format_count
 
 HAVE_OWN_CHECKS = ("left-padding", "encoder-padding", "full-context", *AT_LENGTHS, *CHUNKS)
 
@@ -60,6 +61,8 @@ LESS_ROUNDING = Advice(
 )
 ACCEPT = "accept the difference: a cache of fewer bits is smaller"
 FINER = "store the cache in more bits, or by a scale that covers its values with smaller steps"
+MOST_USES = 2
+"""Uses that a finding about several names."""
 IGNORED = CauseText(
     cause="the cached step, or one of its layers, ignores the past",
     declared="logits that depend on the past",
@@ -108,8 +111,10 @@ def _name_right_logits(context: RunContext) -> str:
 def _judge_loop(context: RunContext, run: Run) -> Iterator[Fault]:
     if run.outcome == "differs":
         yield from _differs(context, run)
-    elif run.outcome == "ambiguous" and run.by_rounding and (rounded := _list_rounded(context)):
-        yield _rounded(context, run, rounded)
+    elif run.outcome == "ambiguous" and run.by_rounding and context.rounded_presents:
+        yield _rounded(context, run)
+    elif coarse := find_coarse_uses(context):
+        yield _rounded(context, coarse[0][0])
     elif run.outcome == "failed":
         reason = f"the {run.experiment} failed at step {run.failed_step}, so its later logits were not compared"
         raise CannotCheck(reason)
@@ -206,8 +211,8 @@ def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
     if run.hidden:
         cause = f"logits with the cache differ from logits without it, {HIDDEN}"
         yield build_difference(context, run, "warning", cause)
-    elif run.unrounded is not None and run.unrounded.outcome == "passed" and (rounded := _list_rounded(context)):
-        yield _rounded(context, run, rounded)
+    elif run.unrounded is not None and run.unrounded.outcome == "passed" and context.rounded_presents:
+        yield _rounded(context, run)
     elif not run.by_rounding:
         yield build_difference(context, run, "error", "logits with the cache differ from logits without it")
     elif _affects_most_steps(context, run):
@@ -218,16 +223,23 @@ def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
         raise CannotCheck(f"few steps of the {run.experiment} differ: {describe_rounding(run)}")
 
 
-def _rounded(context: RunContext, run: Run, rounded: dict[str, ProcessedPresent]) -> Fault:
-    """A cache that the graph rounds, and no rounding of the arithmetic: a warning, or an error if it is too coarse."""
+def _rounded(context: RunContext, run: Run) -> Fault:
+    """A cache that the graph rounds, and no rounding of the arithmetic: a warning, or an error if it is too coarse.
+
+    Where it is too coarse for other uses than the checked loop alone, they decide the severity.
+    """
+    rounded, uses = context.rounded_presents, find_coarse_uses(context)
     first, processed = next(iter(rounded.items()))
     others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
-    coarse = run.unrounded is not None and run.unrounded.too_coarse
-    how = " by so much that the logits are wrong" if coarse else ""
+    coarse = run.too_coarse or bool(uses)
+    words = f" with {_name_uses([use.words for _, use in uses])}" if uses else ""
+    how = f" by so much that the logits are wrong{words}" if coarse else ""
     cause = f"the graph rounds {first}{others} on the way out{how}, and the attention of the same step does not"
-    found = build_difference(context, run, "error" if coarse else "warning", cause)
+    wrong = coarse and (not uses or any(severity_of(*one) == "error" for one in uses))
+    found = build_difference(context, run, "error" if wrong else "warning", cause)
     return replace(
         found,
+        use=next((use.required for _, use in uses if use.required in context.required), None),
         effects=(describe_rounding(run),),
         evidence=describe_rounded(context),
         nodes=tuple(node.name for node in processed.rounding[:1] if node.name),
@@ -235,10 +247,9 @@ def _rounded(context: RunContext, run: Run, rounded: dict[str, ProcessedPresent]
     )
 
 
-def _list_rounded(context: RunContext) -> dict[str, ProcessedPresent]:
-    """The presents of a decode step that are rounded on the way to the output alone."""
-    view = context.decode_view
-    return list_rounded(view, context.contract) if view is not None else {}
+def _name_uses(words: list[str]) -> str:
+    more = f", and in {format_count(len(words) - MOST_USES, 'other use')}" if len(words) > MOST_USES else ""
+    return " or ".join(words[:MOST_USES]) + more
 
 
 def _affects_most_steps(context: RunContext, run: Run) -> bool:

@@ -3,8 +3,9 @@
 What it means: after a step with past length P and S new tokens, a growing cache must have length P + S, and a buffer of
 fixed size the same length as before.
 
-How it is decided: the lengths that each step returns are compared with those that it was fed, in the loop, and at other
-lengths where the next step is the first that fails or has wrong logits. The new tokens are followed through the graph,
+How it is decided: the lengths that each step returns are compared with those that it was fed: in the loop, and in runs
+at other lengths, where a step that returns a wrong length counts if the step behind it is the first of that run to fail
+or to have wrong logits. The new tokens are followed through the graph,
 without a run; a run whose logits match those of a run without the cache overrules this. If the graph does not show it,
 a step with differing logits is run with another token, which must change its entry. A buffer that is written one
 position too far decodes alike with and without a cache; if its logits change with its earlier content, the positions

@@ -22,7 +22,7 @@ from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.model.proto import NodeProto, TensorProto
-from kvdoctor.model.traverse import normalize_domain
+from kvdoctor.model.traverse import name_node, normalize_domain
 from kvdoctor.model.view import Scope
 from kvdoctor.report.wording.units import shorten_names
 
@@ -48,10 +48,7 @@ def dropout_left_on(context: ContractContext) -> Iterator[Fault]:
     for file in context.stack.members:
         scopes = tuple(file.view.scopes()) if file.view else ()
         names = tuple(
-            node.name or node.output[0]
-            for scope in scopes
-            for node in scope.graph.node
-            if _is_active_dropout(scope, node)
+            name_node(node) for scope in scopes for node in scope.graph.node if _is_active_dropout(scope, node)
         )
         if names:
             yield Fault(

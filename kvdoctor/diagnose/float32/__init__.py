@@ -15,7 +15,8 @@ from pathlib import Path
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.contract import DECODING, CacheContract, Port
-from kvdoctor.diagnose.float32.quantization import unround_integers, unround_presents, unround_scales
+from kvdoctor.diagnose.float32.presents import unround_presents
+from kvdoctor.diagnose.float32.quantization import unround_integers, unround_scales
 from kvdoctor.diagnose.float32.widen import NoFloat32Copy, widen
 from kvdoctor.model.output_folder import copy_whole
 from kvdoctor.model.precision import exactness_of

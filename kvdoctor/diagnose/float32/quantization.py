@@ -5,20 +5,17 @@ weights. Here x itself replaces the first, with a scale of 1 and a zero point of
 numbers: the product of the scales that follows is then right as it is. Weights keep their quantized values.
 
 Static: a QuantizeLinear and DequantizeLinear on an activation become a clip. The saturation at the ends of the scale
-belongs to the mathematics of the graph and stays; the rounding goes. Between the attention and a present both go: the
-attention of the same call uses neither, and how far the logits are off by them is measured.
+belongs to the mathematics of the graph and stays; the rounding goes.
 """
 
 import struct
 from collections.abc import Iterator
 
-from kvdoctor.analysis.processed_presents import list_rounded
-from kvdoctor.contract import DECODING, CacheContract
 from kvdoctor.diagnose.float32.widen import FLOAT, NoFloat32Copy, cast, unrounded_name
 from kvdoctor.model.precision import DYNAMIC, INT8_LEVEL, activations_rounded
 from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import all_nodes, graphs_in, names_in, node_lists
-from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope
+from kvdoctor.model.view import GraphView, Scope
 
 PRODUCTS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
 TAKES_QUANTIZED = {*PRODUCTS, "MatMulIntegerToFloat", "DequantizeLinear"}
@@ -156,35 +153,6 @@ RANGES: dict[int, tuple[int, int]] = {
     int(TensorProto.INT16): (-32768, 32767),
 }
 """The ranges of the integer types that activations are quantized to."""
-
-
-FLOAT8 = {"float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz"}
-
-
-def unround_presents(model: ModelProto, contract: CacheContract) -> None:
-    """Return the cache without its rounding, in place, where a graph rounds it on the way to the output alone.
-
-    Pairs of QuantizeLinear and DequantizeLinear, and Round between two scales, pass on what they take; so does a Cast
-    to a float of 8 bits whose result is cast back.
-    """
-    view, pairs = GraphView(model), _pairs(model)
-    for phase in DECODING:
-        for name, processed in list_rounded(view, contract, phase).items():
-            for node in processed.rounding:
-                paired = node.op_type == "QuantizeLinear" and node.output[0] in pairs
-                if paired or (node.op_type == "DequantizeLinear" and node.input[0] in pairs) or node.op_type == "Round":
-                    del node.input[1:]
-                    node.op_type = "Identity"
-                elif node.op_type == "Cast" and view.outputs[name].dtype not in FLOAT8:
-                    _keep_bits(node)
-            del processed.graph.value_info[:]  # they may declare 8 bits
-
-
-def _keep_bits(node: NodeProto) -> None:
-    """Make a Cast to 8 bits one to float32."""
-    for attribute in node.attribute:
-        if attribute.name == "to" and ELEMENT_TYPES.get(attribute.i) in FLOAT8:
-            attribute.i = FLOAT
 
 
 def unround_scales(model: ModelProto) -> None:

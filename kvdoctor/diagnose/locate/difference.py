@@ -119,7 +119,7 @@ class DifferenceSearch:
         name = slot.present if phase == "decode" else slot.filled_by
         value = flat.results.get(name or "")
         while value is not None and (node := flat.producers.get(value)) is not None and node.op == "Identity":
-            value = str(node.inputs[0])
+            value = node.input(0) or None
         return value
 
     def _caches(self, other: RunnableGraph) -> Mapping[str, tuple[str, Take]]:

@@ -13,7 +13,7 @@ from kvdoctor.choices import Attentions
 from kvdoctor.contract import Slot
 from kvdoctor.model.edit import fresh_name
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-from kvdoctor.model.traverse import names_in, normalize_domain, readers, subgraphs
+from kvdoctor.model.traverse import input_of, names_in, normalize_domain, output_of, readers, subgraphs
 from kvdoctor.model.view import ELEMENT_TYPES
 from kvdoctor.options import ReExportChoices
 from kvdoctor.repair.conversions.registry import Converted, GraphConversion
@@ -96,7 +96,7 @@ def _find_weights(scopes: Scopes, slots: tuple[Slot, ...]) -> _Weights:
     for node in scopes[-1].node:
         if node.op_type != "Softmax" or normalize_domain(node.domain):
             continue
-        keys = _find_operands(scopes, node.input[0], SCORING)
+        keys = _find_operands(scopes, input_of(node, 0), SCORING)
         layer = next((one for one in layers if one.key in keys), None)
         if layer is None:
             continue
@@ -144,9 +144,9 @@ def _find_root(scopes: Scopes, name: str) -> str:
         inner, node = find_maker(scopes, name)
         if node is None or node.op_type not in MOVING or normalize_domain(node.domain):
             break
-        given = node.input[0]
+        given = input_of(node, 0)
         if node.op_type in ("Mul", "Div") and _is_number(inner, given):
-            given = node.input[1]
+            given = input_of(node, 1)
         scopes, name = inner, given
     return name
 
@@ -184,7 +184,7 @@ def _follow_weights(
     scopes: Scopes, softmax: NodeProto, layer: _Layer, reading: dict[str, list[tuple[NodeProto, int]]]
 ) -> str:
     """The weights as the product with the values reads them."""
-    name, seen = softmax.output[0], [softmax]
+    name, seen = output_of(softmax), [softmax]
     while len(seen) < MOST_STEPS:
         found = [node for node, _ in reading.get(name, ()) if node.op_type in PRODUCTS or node.op_type in WEIGHING]
         product = next((node for node in found if node.op_type in PRODUCTS), None)
@@ -201,7 +201,7 @@ def _follow_weights(
                 f"no product with the values of layer {layer.number} follows the node {describe_op(seen[-1])}"
             )
         seen.append(found[0])
-        name = str(found[0].output[0])
+        name = output_of(found[0])
     raise CannotRepair(f"too many nodes follow {describe_op(softmax)}")
 
 

@@ -20,9 +20,11 @@ from kvdoctor.model.traverse import (
     constant_tensor,
     find_attribute,
     graphs_in,
+    input_of,
     names_in,
     needed_for,
     normalize_domain,
+    output_of,
     producer,
     readers,
     subgraphs,
@@ -200,11 +202,11 @@ class _Writer:
     def _correct_shapes(self, graph: GraphProto, slot: Slot) -> None:
         """Let a graph that asks a packed past for its width have that of the rows: twice as many."""
         rank, axis = len(slot.axes), _width_axis(slot)
-        for node in [one for one in graph.node if one.op_type == "Shape" and one.input[0] == slot.past]:
+        for node in [one for one in graph.node if one.op_type == "Shape" and input_of(one, 0) == slot.past]:
             factors = slice_shape([2 if at == axis else 1 for at in range(rank)], node)
             others = {at for at, factor in enumerate(factors) if factor == 1}
             reading = [
-                (one, self._picked(graph, one, len(factors))) for one, _ in readers(graph).get(node.output[0], ())
+                (one, self._picked(graph, one, len(factors))) for one, _ in readers(graph).get(output_of(node), ())
             ]
             if not all(picked is not None and picked in others for _, picked in reading):
                 self.codec.scale_shape(graph, node, factors)
@@ -214,9 +216,9 @@ class _Writer:
         if node.op_type != "Gather" or normalize_domain(node.domain):
             return None
         for around in (graph, self.model.graph):
-            maker = producer(around, node.input[1])
+            maker = producer(around, input_of(node, 1))
             tensor = constant_tensor(maker) if maker is not None and maker.op_type == "Constant" else None
-            tensor = tensor or next((one for one in around.initializer if one.name == node.input[1]), None)
+            tensor = tensor or next((one for one in around.initializer if one.name == input_of(node, 1)), None)
             numbers = integers(tensor) if tensor is not None else None
             if maker is not None or tensor is not None:
                 return numbers[0] % count if numbers is not None and len(numbers) == 1 else None
@@ -228,7 +230,7 @@ class _Writer:
         while node is not None and node.op_type == "Identity" and len(around) == len(scopes):
             self.own.add(name)
             self.stale.add(name)
-            name = node.input[0]
+            name = input_of(node, 0)
             around, node = find_maker(scopes, name)
         graph = scopes[-1]
         key = (id(graph), name)
@@ -290,7 +292,7 @@ class _Writer:
         graph, described, kind = scopes[-1], describe_op(node), str(node.op_type)
         if normalize_domain(node.domain) or kind not in JOINS:
             raise CannotRepair(f"the node {described} takes {slot.past!r} itself", FUSED.get(kind, ""))
-        if node.input[0] != slot.past or (kind == "Concat" and len(node.input) != JOINED):
+        if input_of(node, 0) != slot.past or (kind == "Concat" and len(node.input) != JOINED):
             raise CannotRepair(f"the node {described} does more than join new rows behind {slot.past!r}")
         along = find_attribute(node, "axis")
         if kind != "ScatterND" and (along.i if along is not None else -2) % len(slot.axes) == _width_axis(slot):

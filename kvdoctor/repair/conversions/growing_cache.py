@@ -14,7 +14,7 @@ from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import CacheContract, Graph, Port, Slot
 from kvdoctor.model.edit import drop_unused, sort_nodes
 from kvdoctor.model.proto import ModelProto, NodeProto
-from kvdoctor.model.traverse import find_attribute, needed_for, readers
+from kvdoctor.model.traverse import find_attribute, input_of, needed_for, output_of, readers
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.conversions.fused_cache import declare_length, is_fused, list_growing_rules
@@ -128,7 +128,7 @@ def _find_write(context: RepairContext, model: ModelProto, slot: Slot, uses: Len
         found = [(node, index) for node, index in reading.get(name, ()) if node.op_type != "Shape"]
         if len(found) != 1 or found[0][0].op_type not in MOVING:
             break
-        name = found[0][0].output[0]
+        name = output_of(found[0][0])
     axes = [_read_axis(node, index, uses) for node, index in found]
     if len(found) == 1 and axes[0] is not None:
         return _Write(slot, found[0][0], axes[0])
@@ -146,11 +146,11 @@ def _read_axis(node: NodeProto, index: int, uses: LengthUses) -> int | None:
         for attribute in node.attribute
     ):
         return None
-    data = uses.shape_of(node.input[0])
+    data = uses.shape_of(input_of(node, 0))
     if data is None:
         return None
     if node.op_type == "ScatterND":
-        places = uses.shape_of(node.input[1])
+        places = uses.shape_of(input_of(node, 1))
         count = places[-1].number if places and places[-1] is not None else None
         # One index for each row, counted in as many axes as the index has in front: then the rows are a tensor like it.
         axis = count - 1 if places and count == len(places) - 1 else None

@@ -15,7 +15,15 @@ from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import Graph
 from kvdoctor.model.edit import keep_only
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import find_attribute, needed_for, normalize_domain, producer, values_read
+from kvdoctor.model.traverse import (
+    find_attribute,
+    input_of,
+    needed_for,
+    normalize_domain,
+    output_of,
+    producer,
+    values_read,
+)
 from kvdoctor.records import record
 from kvdoctor.repair.shapes.facts import GraphScope, ShapeFacts, ValueFacts, WalkNotes
 from kvdoctor.repair.shapes.freeing import read_declared_sizes
@@ -120,7 +128,7 @@ class LengthUses:
     def _open_cut(self, scope: GraphScope, node: NodeProto, by: Term) -> None:
         """A cut to the buffer's length, as a number, took all of an axis that is longer now."""
         ends = self._terms(scope, node, 2) if node.op_type == "Slice" and len(node.input) > 2 else None
-        data = scope.known(node.input[0]) if ends is not None else None
+        data = scope.known(input_of(node, 0)) if ends is not None else None
         if ends is None or data is None or data.shape is None:
             return
         axes = self._terms(scope, node, 3) or tuple(map(whole, range(len(ends))))
@@ -182,7 +190,7 @@ class LengthUses:
         node = use.node
         if node.op_type not in NUMBERS or (node.op_type in DATA_FIRST and use.index):
             return False
-        found = use.scope.known(node.output[0])
+        found = use.scope.known(output_of(node))
         if found is None or found.numbers is None or None in found.numbers:
             return False
         if found.others:
@@ -248,8 +256,8 @@ class LengthUses:
     def _slice(self, scope: GraphScope, node: NodeProto) -> None:
         """A Slice takes the rows of the new tokens, or the columns of all."""
         starts, ends = self._terms(scope, node, 1), self._terms(scope, node, 2)
-        data = scope.known(node.input[0]) if node.input[0] else None
-        tensor = scope.constant(node.input[0])
+        data = scope.known(input_of(node, 0)) if input_of(node, 0) else None
+        tensor = scope.constant(input_of(node, 0))
         shape = data.shape if data is not None else tuple(map(whole, tensor.dims)) if tensor is not None else None
         sizes = [None if dim is None else self.facts.real(dim) for dim in shape] if shape is not None else None
         if starts is None or ends is None:
@@ -391,5 +399,5 @@ def _find_element(scope: GraphScope, name: str) -> int | None:
         if node.op_type == "ConstantOfShape":
             value = find_attribute(node, "value")
             return int(value.t.data_type) if value is not None else int(TensorProto.FLOAT)
-        name = node.input[1 if node.op_type == "Where" else 0]
+        name = input_of(node, 1 if node.op_type == "Where" else 0)
     return None

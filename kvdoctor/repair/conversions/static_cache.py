@@ -17,7 +17,16 @@ from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 from kvdoctor.errors import UsageError
 from kvdoctor.model.edit import fresh_name, sort_nodes
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import find_attribute, names_in, normalize_domain, opset_version, producer, readers
+from kvdoctor.model.traverse import (
+    find_attribute,
+    input_of,
+    names_in,
+    normalize_domain,
+    opset_version,
+    output_of,
+    producer,
+    readers,
+)
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.conversions.fused_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
@@ -177,7 +186,7 @@ def _read_join(context: RepairContext, slot: Slot, node: NodeProto, index: int, 
         return _Join(slot, node, at)
     if node.op_type != "Attention" or normalize_domain(node.domain) or index not in (4, 5):
         context.cannot(f"{name} reads {slot.past!r}, where a Concat with the new rows is expected")
-    if not node.input[3]:
+    if not input_of(node, 3):
         context.cannot(f"{name} has no mask that could hide the rows behind the tokens")
     for attribute in ("is_causal", "q_num_heads"):
         found = find_attribute(node, attribute)
@@ -188,7 +197,7 @@ def _read_join(context: RepairContext, slot: Slot, node: NodeProto, index: int, 
 
 def _refuse_other_present(context: RepairContext, model: ModelProto, slot: Slot, join: _Join) -> None:
     """The present must be what the join makes, as it is."""
-    made = join.node.output[0] if join.node.op_type == "Concat" else join.node.output[join.index - 3]
+    made = output_of(join.node) if join.node.op_type == "Concat" else output_of(join.node, join.index - 3)
     name = str(slot.present)
     for _ in range(len(model.graph.node)):
         if name == made:
@@ -199,7 +208,7 @@ def _refuse_other_present(context: RepairContext, model: ModelProto, slot: Slot,
                 f"the node {describe_op(node)}" if node is not None else f"no node but an input or a weight, {name!r},"
             )
             context.cannot(f"{words} makes {slot.present!r} from what {describe_op(join.node)} joined")
-        name = node.input[0]
+        name = input_of(node, 0)
     context.cannot(f"no node makes {slot.present!r}")
 
 

@@ -5,7 +5,17 @@ Exporters read the batch size for it from the tokens. The encoder has none, so t
 
 from kvdoctor.model.edit import fresh_name, keep_only, prune, rename_all, replace_all
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-from kvdoctor.model.traverse import all_nodes, find_attribute, names_in, needed_for, own_names, producers, readers
+from kvdoctor.model.traverse import (
+    all_nodes,
+    find_attribute,
+    input_of,
+    names_in,
+    needed_for,
+    output_of,
+    own_names,
+    producers,
+    readers,
+)
 from kvdoctor.model.view import GraphView, integers
 from kvdoctor.repair.layouts.merging import unite_functions, unite_opsets
 from kvdoctor.repair.layouts.naming import first_of
@@ -72,7 +82,7 @@ def _read_batch_from(states: str, model: ModelProto) -> None:
     for node in graph.node:
         if node.op_type != "Shape" or behind.isdisjoint(node.output):
             continue
-        needed = needed_for(graph, [node.input[0]])
+        needed = needed_for(graph, [input_of(node, 0)])
         others = [value.name for value in graph.input if value.name in needed and value.name != states]
         if others and not _takes_batch(model, node):
             raise DoesNotFit(
@@ -94,11 +104,11 @@ def _takes_batch(model: ModelProto, node: NodeProto) -> bool:
         if reader.op_type == "Slice":
             numbers = [view.main.constant(name) for name in reader.input[1:4] if name]
             return [integers(one) if one is not None else None for one in numbers] in ([(0,), (1,)], [(0,), (1,), (0,)])
-        index = view.main.constant(reader.input[1]) if reader.op_type == "Gather" else None
+        index = view.main.constant(input_of(reader, 1)) if reader.op_type == "Gather" else None
         return index is not None and integers(index) == (0,)
 
     return (start is None or start.i == 0) and all(
-        takes_first(reader) for reader, _ in readers(model.graph).get(node.output[0], ())
+        takes_first(reader) for reader, _ in readers(model.graph).get(output_of(node), ())
     )
 
 
@@ -148,7 +158,7 @@ def _undo(graph: GraphProto, node: NodeProto, name: str) -> NodeProto | None:
         back.attribute.add(name="perm", type=order.type, ints=_invert([*order.ints]))
         return back
     if node.op_type == "Cast" and (to := find_attribute(node, "to")) is not None and to.i == TensorProto.FLOAT:
-        narrow = _find_type(graph, node.input[0])
+        narrow = _find_type(graph, input_of(node, 0))
         if narrow in NARROWER:
             back.attribute.add(name="to", type=to.type, i=narrow)
             return back

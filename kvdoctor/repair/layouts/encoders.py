@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from kvdoctor.contract import CacheContract, Graph, Port
 from kvdoctor.model.edit import fresh_name, prune, rename_all, replace_all
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
-from kvdoctor.model.traverse import all_names, needed_for, producers
+from kvdoctor.model.traverse import all_names, input_of, needed_for, producers
 from kvdoctor.model.view import declared
 from kvdoctor.repair.layouts.naming import ENCODER, ROLES, PortNames, name_axes, rename_ports
 from kvdoctor.repair.layouts.registry import ConvertedModels, Cut, DoesNotFit, LayoutSource
@@ -95,7 +95,9 @@ def find_inside(graph: GraphProto, contract: CacheContract) -> Cut | None:
     if not crossed or any(_is_states(ports.get(name)) for name in feeding):
         return None
     given, outputs = {value.name for value in graph.input}, [value.name for value in graph.output]
-    sizes = {name for node in graph.node if node.op_type == "Shape" and node.input[0] in given for name in node.output}
+    sizes = {
+        name for node in graph.node if node.op_type == "Shape" and input_of(node, 0) in given for name in node.output
+    }
     for name in _last_first(graph, _find_shared(graph, crossed)):
         beyond = needed_for(graph, [other for other in outputs if other != name], without={name, *sizes}) & given
         inside = needed_for(graph, [name], without=sizes) & given
@@ -175,7 +177,7 @@ def _read_sizes_elsewhere(graph: GraphProto, own: list[ValueInfoProto]) -> None:
     names = {value.name for value in own}
     declarations = {value.name: value for value in graph.input if value.name not in names}
     for node in graph.node:
-        if node.op_type != "Shape" or node.input[0] not in declarations:
+        if node.op_type != "Shape" or input_of(node, 0) not in declarations:
             continue
         dims = declarations[node.input[0]].type.tensor_type.shape.dim
         start, end = (next((a.i for a in node.attribute if a.name == key), None) for key in ("start", "end"))
@@ -210,7 +212,7 @@ def _declaration(graph: GraphProto, name: str) -> ValueInfoProto:
         v
         for v in graph.output
         for n in graph.node
-        if v.name in n.output and n.op_type == "Identity" and n.input[0] == name
+        if v.name in n.output and n.op_type == "Identity" and input_of(n, 0) == name
     ]
     if alike:
         found.CopyFrom(alike[0])

@@ -24,7 +24,7 @@ from kvdoctor.model.proto import (
     TensorShapeProto,
     ValueInfoProto,
 )
-from kvdoctor.model.traverse import all_names, normalize_domain, own_names
+from kvdoctor.model.traverse import all_names, normalize_domain, output_of, own_names
 from kvdoctor.model.view import declared
 from kvdoctor.repair.layouts.naming import MERGED, PortNames, first_of
 from kvdoctor.repair.layouts.registry import ConvertedModels, DoesNotFit, LayoutSource
@@ -310,7 +310,7 @@ def _find_fused(graph: GraphProto) -> set[str]:
     found = set[str]()
     for node in graph.node:
         if node.op_type == "DequantizeLinear":
-            found |= set(node.input[0 if node.output[0] in multiplied else 1 :])
+            found |= set(node.input[0 if output_of(node) in multiplied else 1 :])
     return found
 
 

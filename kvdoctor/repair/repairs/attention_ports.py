@@ -13,7 +13,7 @@ from kvdoctor.diagnose.checks.attention_cache_half_wired import counts_whole, gi
 from kvdoctor.model.cache_operators import CachePorts, ports_of
 from kvdoctor.model.edit import new_name
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import describe_node
+from kvdoctor.model.traverse import describe_node, name_node
 from kvdoctor.model.view import Scope
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
@@ -55,7 +55,7 @@ def _name_presents(model: ModelProto, node: NodeProto, ports: CachePorts) -> lis
         if given(node.input, at) and not given(node.output, out):
             while len(node.output) <= out:
                 node.output.append("")
-            node.output[out] = new_name(model, f"{node.name or node.output[0]}.present_{out}")
+            node.output[out] = new_name(model, f"{name_node(node)}.present_{out}")
             added.append(str(node.output[out]))
     return added
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvdoctor.model.edit import fresh_name
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import Readers, describe_node, own_names, readers
+from kvdoctor.model.traverse import Readers, describe_node, output_of, own_names, readers
 from kvdoctor.model.view import Scope
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
@@ -62,11 +62,11 @@ def _copy_scales(scope: Scope, file: str) -> Iterator[Change]:
 def _find_matmul(reads: Readers, node: NodeProto) -> str | None:
     """The operator between a node and a MatMul: `Transpose`, or empty if there is none; None without a MatMul."""
     found = set()
-    for reader, _ in reads.get(node.output[0], ()):
+    for reader, _ in reads.get(output_of(node), ()):
         if reader.op_type in ("MatMul", "Gemm"):
             found.add("")
         elif reader.op_type == "Transpose":
-            further = reads.get(reader.output[0], ())
+            further = reads.get(output_of(reader), ())
             found |= {"Transpose"} if any(each.op_type in ("MatMul", "Gemm") for each, _ in further) else set()
     return None if not found else "" if "" in found else "Transpose"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from kvdoctor.contract import describe
 from kvdoctor.model.edit import describe_graph, describe_maker, new_name, return_value
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto
-from kvdoctor.model.traverse import producer
+from kvdoctor.model.traverse import input_of, producer
 from kvdoctor.model.view import GraphView, Scope, declared
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
@@ -65,7 +65,7 @@ def _cast_output(model: ModelProto, graph: GraphProto, name: str, wanted: int) -
         del graph.value_info[index]
     source = Scope(graph, "").through(name, {"Identity"})
     maker = producer(graph, source)
-    source = str(maker.input[0]) if maker is not None and maker.op_type == "Cast" else name
+    source = input_of(maker, 0) if maker is not None and maker.op_type == "Cast" else name
     made = new_name(model, f"{name}.cast")
     to = AttributeProto(name="to", type=AttributeProto.INT, i=wanted)
     return_value(model, graph, name, source)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.model.proto import NodeProto, TensorProto
+from kvdoctor.model.traverse import describe_node
 from kvdoctor.model.view import Scope
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import CannotRepair, RepairContext
@@ -67,7 +68,7 @@ def _make_finite(context: RepairContext, file: str, scope: Scope, node: NodeProt
     if all(one.name != name for one in scope.graph.initializer):
         scope.graph.initializer.append(numpy_helper.from_array(_clip(values), name))
     node.input[at] = name
-    where = f'{node.op_type} "{node.name or node.output[0]}", input {at}'
+    where = f"{describe_node(node)}, input {at}"
     return Change(file, where, str(values.ravel()[:4].tolist()), str(_clip(values).ravel()[:4].tolist()))
 
 

@@ -13,6 +13,7 @@ from functools import partial
 
 from kvdoctor.contract import Axis, Graph
 from kvdoctor.model.proto import ModelProto
+from kvdoctor.model.traverse import name_node
 from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.agreement import EXPORT_AGAIN, compare_with_original, find_graph, list_changes
@@ -78,7 +79,7 @@ def _explain_no_conflict(current: AxisFreeing) -> str:
     if not current.walk.notes.ends:
         return text
     node, size = min(current.walk.notes.ends, key=lambda end: end[1])
-    cut = f'Slice "{node.name or node.output[0]}" takes rows of a table that has {size}'
+    cut = f'Slice "{name_node(node)}" takes rows of a table that has {size}'
     return f"{text}; {cut}, and further rows are not in the file"
 
 

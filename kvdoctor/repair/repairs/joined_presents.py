@@ -11,7 +11,7 @@ from kvdoctor.contract import Slot
 from kvdoctor.model.cache_operators import ports_of
 from kvdoctor.model.edit import describe_graph, describe_maker, return_values
 from kvdoctor.model.proto import GraphProto, NodeProto
-from kvdoctor.model.traverse import Readers, needed_for, producers, readers
+from kvdoctor.model.traverse import Readers, input_of, needed_for, output_of, producers, readers
 from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
@@ -83,7 +83,8 @@ class JoinedValues:
         """A value and its copies by Identity."""
         names = [name]
         for known in names:
-            names += [str(node.output[0]) for node, _ in self.readers.get(known, ()) if node.op_type == "Identity"]
+            copies = (node for node, _ in self.readers.get(known, ()) if node.op_type == "Identity")
+            names += filter(None, map(output_of, copies))
         return names
 
 
@@ -91,7 +92,7 @@ def _joined_output(node: NodeProto, index: int) -> str | None:
     """The output of a node that holds the past at that input followed by the new entries."""
     if node.op_type == "Concat" and not node.domain:
         # New entries follow the past: a Concat in front of it has another meaning.
-        return str(node.output[0]) if index == 0 and len(node.input) == 2 else None
+        return output_of(node) or None if index == 0 and len(node.input) == 2 else None
     ports = ports_of(node.domain, node.op_type)
     if ports is None or index not in ports.pasts:
         return None
@@ -105,7 +106,7 @@ def _skip_identities(made: Mapping[str, NodeProto], name: str) -> str:
         node = made.get(name)
         if node is None or node.op_type != "Identity":
             break
-        name = node.input[0]
+        name = input_of(node, 0)
     return name
 
 

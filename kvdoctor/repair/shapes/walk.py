@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import STANDARD, bodies_of, describe_node, nodes_in
+from kvdoctor.model.traverse import STANDARD, bodies_of, describe_node, input_of, nodes_in
 from kvdoctor.model.view import integers
 from kvdoctor.repair.shapes.facts import (
     MOST_NUMBERS,
@@ -83,8 +83,8 @@ class ShapeWalk:
             if tensor is not None:
                 inside.constants[node.output[0]] = tensor
                 return
-        aliased = inside.constant(node.input[0]) if node.op_type == "Identity" else None
-        if aliased is not None and inside.known(node.input[0]) is None:
+        aliased = inside.constant(input_of(node, 0)) if node.op_type == "Identity" and node.output else None
+        if aliased is not None and inside.known(input_of(node, 0)) is None:
             inside.constants[node.output[0]] = aliased
             return
         if node.op_type == "If" and not node.domain:

@@ -58,7 +58,7 @@ def format_working(report: Report, stacks: Sequence[StackFacts]) -> Iterator[str
 
 
 def describe_closeness(report: Report, stacks: Sequence[StackFacts]) -> Iterator[str]:
-    """How closely decode steps agree with a run without a cache, and the controls that could have failed."""
+    """How many decode steps agree with a run without a cache, how closely, and the controls that could have failed."""
     found = _group_names(stacks, lambda stack: _describe_loop(report, stack))
     for text, names in found.items():
         yield f"{_join_names(names)}: {text}" if len(found) > 1 else text
@@ -128,8 +128,8 @@ def _describe_loop(report: Report, stack: StackFacts) -> str:
     close = describe_result(loop).removeprefix("the same result twice: ")
     count = f"{format_count(len(steps), 'decode step')} of {loop.experiment}"
     if loop.by_rounding:
-        worst = max(step.difference.relative for step in steps if step.difference is not None)
-        text = f"{count} differ from {same} by up to {format_difference(worst)}, by rounding alone{_in_float32(loop)}"
+        worst = max((step.difference.relative for step in steps if step.difference is not None), default=0.0)
+        text = f"{count} are within {format_difference(worst)} of {same}, by rounding alone{_in_float32(loop)}"
     else:
         text = f"{count} agree with {same}: {close}"
     visible = [control.difference.relative for control in loop.controls if control.visible and control.difference]

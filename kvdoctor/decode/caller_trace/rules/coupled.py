@@ -120,7 +120,7 @@ def _mask(moment: StepContext, port: Port, mask: Array) -> Iterator[ContractViol
     seen = _of_tokens(mask, total, from_right)
     if before is None:
         wrong = None if seen.any(axis=-1).all() else "hides every token of a sequence"
-    elif not (seen[:, -moment.new :] if from_right else seen[:, moment.past :]).all():
+    elif not seen[:, max(0, seen.shape[1] - moment.new) if from_right else moment.past :].all():
         wrong = f"hides {'a new token' if moment.new > 1 else 'the new token'}"
     else:
         earlier = before.last.fed.get(port.name)
