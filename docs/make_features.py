@@ -25,7 +25,8 @@ HEAD = """# What users ask for, and what kvdoctor does
 
 {total} things that people ask of tools for decoders, in issues and in other tools' documentation: {counts}. Each *yes*
 and *partly* has its evidence: a command and what it prints, a test of this repository, or a file. `TEXT/NAME` is the
-text fixture `fixtures/text/NAME.onnxtxt`, compiled; `OUT` is a new folder.
+text fixture `fixtures/text/NAME.onnxtxt`, compiled by `python tests/support/text_fixtures.py NAME FOLDER`;
+`OUT` is a new folder.
 
 Made by `python docs/make_features.py` from `docs/features_table.py`; with `--run` it runs every command first.
 """

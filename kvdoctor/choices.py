@@ -304,6 +304,8 @@ class Numbers(Kind):
         """Accept a text or an iterable of integers."""
         try:
             words = given.split(",") if isinstance(given, str) else given
+            if isinstance(given, str) and not given.strip(", "):
+                self.refuse(given)
             return tuple(int(word) for word in words if str(word).strip())
         except (ValueError, TypeError):
             self.refuse(given)

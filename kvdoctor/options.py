@@ -109,6 +109,11 @@ class Option:
         """The name in messages: that of the command line, if it has one."""
         return self.key if self.flag is None else f"--{self.flag or self.key}"
 
+    @property
+    def for_runs(self) -> bool:
+        """Whether only a run heeds it: `baseline`, which always runs models, takes it, and `inspect` does not."""
+        return "baseline" in self.commands and "inspect" not in self.commands
+
     def read(self, given: Any) -> Any:
         """Check a keyword argument.
 
@@ -644,7 +649,7 @@ class Options:
         Flag(), False, "Put the SHA-256 of each file into the report.", ALL, policy="hash = true", group=OUTPUT
     )
     offline: bool = option(
-        Flag(), False, "Never use the network.", (*ALL, *LOOPS), policy="offline = true", group=LIMITS
+        Flag(), False, "Never use the network.", (*ALL, *LOOPS, "contract"), policy="offline = true", group=LIMITS
     )
     progress: Callable[[str, int, int], None] | None = option(
         Kind("a function"), None, "Call this at the start of each experiment.", (*ALL, *LOOPS), flag=None
@@ -720,6 +725,17 @@ def refuse_unknown(command: str, given: Iterable[str]) -> None:
         if name not in known:
             hint = did_you_mean(name, known) or f"it takes {', '.join(known)}"
             raise UsageError(f"{command.replace('-', '_')} has no option {name!r}; {hint}")
+
+
+def refuse_for_runs(command: str, given: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that only a run heeds, for a call of a command that runs nothing.
+
+    Raises:
+        UsageError: one of them is given.
+    """
+    for option in options_of(command):
+        if option.for_runs and given.get(option.keyword) not in (None, option.default):
+            raise UsageError(f"{option.shown} is for models that are run, and --static runs none; leave one out")
 
 
 def read_options(struct: type[Struct], given: Mapping[str, Any]) -> Struct:

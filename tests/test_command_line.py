@@ -10,7 +10,7 @@ import pytest
 from support.command_line import ROOT, kvdoctor
 from support.text_fixtures import load_all
 
-from kvdoctor.cli.main import COMMANDS, find_command
+from kvdoctor.cli.main import COMMANDS, find_command, main
 from kvdoctor.cli.options import GroupedOption
 from kvdoctor.options import OTHER, options_of
 
@@ -151,10 +151,48 @@ def test_a_ci_job_without_a_terminal_sees_progress(
 
 
 @pytest.mark.parametrize(
-    "command", ["inspect", "step-test", "re-export", "repro", "gate", "diff", "loop", "probe", "judge"]
+    "command", ["inspect", "contract", "step-test", "re-export", "repro", "gate", "diff", "loop", "probe", "judge"]
 )
 def test_every_command_that_reads_a_model_takes_offline(command: str) -> None:
     """A script that must not use the network gives `--offline` to all of them."""
     options = {option.keyword for option in options_of(command)}
     assert "offline" in options
-    assert {"provider", "timeout", "max_memory"} <= options or command == "inspect"
+    assert {"provider", "timeout", "max_memory"} <= options or command in ("inspect", "contract")
+
+
+def test_the_options_for_all_commands_are_those_of_contract(tmp_path: Path) -> None:
+    model, file = ROOT / "fixtures" / "exports" / "gpt2", tmp_path / "contract.json"
+    _, out = kvdoctor("contract", str(model), "-q", "--offline", "--color", "never", "--output", str(file))
+    assert out.splitlines() == ["decoder", "  layout     optimum-decoder-only: model.onnx"]
+    assert file.read_text() == kvdoctor("contract", str(model), "--format", "json")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("schema",), "Choose from: report, gate, contract, diff, baseline, explain, env"),
+        (("inspect", "-dash"), "The path is written ./-dash"),
+        (("inspect", "loop"), "is a link that leads to no file"),
+        (("inspect", ".", "-q", "-v"), "give --quiet or --verbose, not both"),
+        (("step-test", ".", "--prompt-ids", ""), "it takes whole numbers, as in 1,2,3; got ''"),
+        (("loop", ".", "-l", "js", "-o", "out"), "did you mean 'javascript'?"),
+        (("judge", ".", "file"), "run the probe again (docs/probe.md)"),
+    ],
+)
+def test_a_wrong_call_says_what_to_do(
+    words: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-dash").mkdir()
+    (tmp_path / "file").write_text("# no JSON")
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.setattr(sys, "argv", ["kvdoctor", *words])
+    monkeypatch.setattr("kvdoctor.cli.main._end_in_order", lambda: None)  # it is for a process of its own
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -268,7 +268,7 @@ def test_a_git_lfs_pointer_in_the_place_of_data_is_missing(size, tmp_path):
         ({"offset": "0x10"}, "offset is not a number"),
         ({"offset": ""}, "offset is not a number"),
         ({"offset": "٣"}, "offset is not a number"),
-        ({"length": "9" * 5000}, "length is not a number"),
+        ({"length": "9" * 5000}, "length is larger than any file"),
     ],
 )
 def test_numbers_that_cannot_be_right_are_truncated(entries, detail, tmp_path):
@@ -346,3 +346,27 @@ def test_whatever_the_model_says_there_is_an_answer(location, offset, length, di
     tensor.dims[:] = dims
     for problem in examine(model_of(tensor), tmp_path / "model.onnx")[1]:
         assert problem.kind in ("missing", "truncated", "escapes")
+
+
+@pytest.mark.parametrize(
+    ("location", "entries", "wrong", "words"),
+    [
+        ("/dev/zero", {}, "place", "the location is absolute"),
+        ("../w.bin", {}, "place", "by `..`"),
+        (None, {}, "entry", "no location"),
+        ("", {}, "entry", "no location, or an empty one"),
+        ("a\0b", {}, "entry", "NUL character"),
+        ("n" * 3000, {}, "entry", "too long"),
+        ("w.bin", {"offset": "abc"}, "entry", "offset is not a number"),
+        ("w.bin", {"offset": -5}, "entry", "offset is negative"),
+        ("w.bin", {"length": 10**40}, "entry", "length is larger than any file"),
+        ("w.bin", {"length": 4}, "entry", "length disagrees with dims"),
+        ("w.bin", {"offset": 600}, "file", "data end beyond the file"),
+        ("missing.bin", {}, "file", "no such file"),
+    ],
+)
+def test_what_must_be_changed_is_told(location, entries, wrong, words, tmp_path):
+    (tmp_path / "w.bin").write_bytes(b"\0" * 1000)
+    (problem,) = examine(model_of(external(location, **entries)), tmp_path / "model.onnx")[1]
+    assert problem.wrong == wrong
+    assert words in problem.detail

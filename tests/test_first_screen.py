@@ -15,6 +15,7 @@ from support.text_fixtures import load_all
 
 from kvdoctor import UsageError
 from kvdoctor.decode.runs import quote_error
+from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.findings import KnownFinding, NotChecked
 from kvdoctor.gating.models import find_models
@@ -24,6 +25,7 @@ from kvdoctor.report.document import Report, exit_code
 from kvdoctor.report.repair_record import RepairRecord, RepairSide
 from kvdoctor.report.wording.alike import group_findings, group_open_checks
 from kvdoctor.report.wording.cache_lengths import tabulate_lengths
+from kvdoctor.report.wording.health import advise_decision
 from kvdoctor.report.wording.runs import format_cache_speedup
 from kvdoctor.runtime.client import Runtime
 
@@ -324,3 +326,23 @@ def test_a_gate_finds_what_stands_beside_a_model_and_behind_links(tmp_path: Path
     (tmp_path / "mix" / "back").symlink_to(tmp_path / "mix")
     top = (tmp_path / "mix").as_posix()
     assert list(find_models([top])) == [top, f"{top}/00", f"{top}/linked"]
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "advice"),
+    [
+        ("KV404", {"target": ["onnxruntime==1.16.3"]}, "--target onnxruntime==1.16.3   (install what the reason names"),
+        ("KV404", {"target": ["onnxruntime==1.16.3"], "offline": True}, "==1.16.3   (once without --offline"),
+        ("KV320", {"reference": "gpt2", "offline": True}, "--reference gpt2   (once without --offline"),
+        ("KV320", {"reference": "gpt2"}, "--reference gpt2   (fix the checkpoint"),
+    ],
+)
+def test_what_could_not_be_fetched_is_named(code: str, arguments: dict[str, object], advice: str) -> None:
+    report = inspect(str(EXPORTS / "gpt2"))
+    missing = (NotChecked("decoder", code, "it is not there", essential=True),)
+    report = replace(report, command="step-test", arguments=report.arguments | arguments, not_checked=missing)
+    assert advice in advise_decision(report)
+
+
+def test_a_folder_without_models_is_not_to_be_inspected(tmp_path: Path) -> None:
+    assert advise_decision(inspect(str(tmp_path))) == "give the folder of an export, or an .onnx file"

@@ -22,6 +22,8 @@ from support import bad_models as bad
 from support.bad_models import GPT2, MARIAN, as_json, call, copied, saved
 from support.processes import assert_gone, started
 
+import kvdoctor
+from kvdoctor.errors import UsageError
 from kvdoctor.gating import capacity
 from kvdoctor.gating.cache import Cache
 from kvdoctor.gating.cache_key import compute_key, digest_source
@@ -30,7 +32,7 @@ from kvdoctor.gating.jobs import GateJob, GateSettings, ProcessLost
 from kvdoctor.gating.process_pool import ProcessPool
 from kvdoctor.gating.run import diagnose_all
 from kvdoctor.model.files import looked_at
-from kvdoctor.options import Options
+from kvdoctor.options import Options, options_of
 from kvdoctor.records import from_plain, to_plain
 from kvdoctor.report.document import Report
 
@@ -465,11 +467,41 @@ def test_files_that_were_read_take_no_memory(
     assert capacity.free_memory() == int((10 << 20) * capacity.SHARE)
 
 
-@pytest.mark.parametrize("option", [("--jobs", "2"), ("--cluster", "tcp://127.0.0.1:9"), ("--cache-dir", "cache")])
-def test_what_is_for_models_that_run_is_refused_where_none_is(option: tuple[str, str]) -> None:
-    result = call("gate", GPT2, "--static", *option)
-    assert result.code == 2
-    assert f"{option[0]} is for models that are run, and --static runs none" in result.err
+FOR_RUNS = {
+    "jobs": 2,
+    "cluster": "tcp://127.0.0.1:9",
+    "cache_dir": "cache",
+    "cache": False,
+    "against": "golden.npz",
+    "thorough": True,
+    "provider": "CUDAExecutionProvider",
+    "timeout": 7.0,
+    "max_memory": 4096,
+    "tolerances": {"float16": 0.03},
+}
+
+
+def test_what_is_for_models_that_run_is_refused_where_none_is() -> None:
+    assert {option.keyword for option in options_of("gate") if option.for_runs} == FOR_RUNS.keys()
+    for name, value in FOR_RUNS.items():
+        with pytest.raises(UsageError, match="is for models that are run, and --static runs none"):
+            kvdoctor.gate(GPT2, static=True, **{name: value})  # type: ignore[arg-type]
+    result = call("gate", GPT2, "--static", "--cache-dir", "cache")
+    assert (result.code, "--cache-dir is for models that are run" in result.err) == (2, True)
+
+
+def test_golden_numbers_of_a_policy_are_not_compared_where_nothing_is_run(tmp_path: Path) -> None:
+    (tmp_path / "kvdoctor.toml").write_text('against = "golden.npz"\nthorough = true\n')
+    done = kvdoctor.gate(GPT2, static=True, policy=kvdoctor.read_policy(tmp_path / "kvdoctor.toml"))
+    (one,) = done.reports[0].not_checked
+    assert (one.code, one.essential, done.exit_code) == ("KV321", False, 0)
+    assert "golden.npz, which the policy names: --static runs nothing" in one.reason
+
+
+def test_a_folder_for_reports_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot be made.*--no-cache"):
+        kvdoctor.gate(GPT2, cache_dir=tmp_path / "file" / "below")
 
 
 def test_a_folder_for_every_gate_is_no_word_on_this_one(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from support.isolated import EXPORTS, kvdoctor
 from support.sampling import sampled
 from support.text_fixtures import load_all
 
+from kvdoctor import api
 from kvdoctor.decode.golden import GoldenWalk, checksum_draws, correlate, find_difference, pack, unpack
 from kvdoctor.decode.paired_walks import Walk
 from kvdoctor.diagnose.golden import render_golden
@@ -374,6 +375,15 @@ def test_a_gate_compares_by_its_policy_and_again_when_the_file_changes(golden: P
     assert second.returncode == 1
     names = [[finding["name"] for finding in one["findings"]] for one in json.loads(second.stdout)["reports"]]
     assert names == [[CHECK], []]
+
+
+def test_a_diff_with_golden_numbers_of_another_model_says_each_thing_once(golden: Path) -> None:
+    diff = api.diff(EXPORTS / "marian-4.46.3", golden)
+    text = api.render(diff)
+    assert text.count("not compared: KV321 (merged, pair): ") == text.count("not compared: ") == 1
+    assert "none on either side" not in text
+    assert "B has findings that golden numbers do not compare: error[KV203] cross-cache-emptied" in text
+    assert f"{golden} is A" in text
 
 
 @pytest.mark.slow

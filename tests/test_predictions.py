@@ -1,5 +1,6 @@
 """What an inspection derives without a run: faults have their names, and nothing else is said."""
 
+import re
 import time
 from pathlib import Path
 
@@ -96,6 +97,24 @@ def test_a_fault_of_a_large_graph_is_named(name: str, tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     found = [finding.name for finding in inspect(str(tmp_path)).findings if finding.observed.startswith(UNSEEN)]
     assert found == ([] if name == "decoder-only-healthy" else [PREDICTED[name]])
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "reason"),
+    [
+        ("decoder-only-healthy", 20, r"\d\d nodes are more than the 20 that are followed without a run"),
+        ("layout-function-decoder-healthy", LARGEST, "model.onnx defines functions"),
+        ("layout-rwkv-healthy", LARGEST, "the logits or the cache of a plain loop cannot be computed"),
+    ],
+)
+def test_where_nothing_was_predicted_that_is_told(
+    name: str, limit: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdoctor.diagnose.abstract_runs.LARGEST", limit)
+    report = inspect(str(FIXTURES[name].write(tmp_path)))
+    (one,) = report.not_checked
+    assert (one.code, one.essential, report.verdict) == ("KV2-KV3", False, "nothing-found")
+    assert re.match(f"nothing was predicted: {reason}", one.reason), one.reason
 
 
 def test_nodes_of_many_numbers_count_as_several() -> None:

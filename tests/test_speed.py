@@ -14,12 +14,16 @@ from support.text_fixtures import FOLDER, read
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.api import WRITES_SPEED
 from kvdoctor.decode.speed import LEAK_BYTES, SpeedPoint, find_worse, spread
 from kvdoctor.diagnose.checks.memory_grows import memory_grows
 from kvdoctor.diagnose.context import SpeedContext, extend_context
 from kvdoctor.diagnose.inspection import build_context
+from kvdoctor.diagnose.speed import _find_before
+from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
 from kvdoctor.report.facts import SpeedFacts
+from kvdoctor.report.json_format import report_of
 
 STEADY = (1.0, 1.0, 1.0, 1.0, 1.0)
 POINT = SpeedPoint(past=16, first=STEADY, step=STEADY, peak_bytes=1 << 30, written=1000)
@@ -170,6 +174,24 @@ def test_a_report_of_another_model_with_the_same_names_is_not_compared(
     code, report = against(other, tmp_path)
     assert (code, report["findings"]) == (3, [])
     assert "of another model" in report["not_checked"][0]["reason"]
+
+
+def test_a_model_with_other_heads_is_another_one(measured: dict[str, Any], tmp_path: Path) -> None:
+    earlier = report_of(measured, "earlier.json")
+    folder = open_folder(str(EXPORTS / "llama-gqa"))
+    reason = _find_before(earlier, folder.stacks[0].name, read_contract(folder.stacks[0], folder.side_cars))
+    assert isinstance(reason, str)
+    assert f"of another model, {EXPORTS / 'gpt2'}: caches of 4 key-value heads; this one has caches of 2" in reason
+
+
+@pytest.mark.parametrize("rounds", [[], [-1.0, 0, 0], [0.0], [1e400]])
+def test_an_earlier_report_with_times_that_are_none_is_refused(measured: dict[str, Any], rounds: list[float]) -> None:
+    changed = scaled(measured, 1.0)
+    changed["speed"][0]["points"][1]["step"] = rounds
+    with pytest.raises(
+        UsageError, match=r"Report\.speed\[0\]\.points\[1\]\.step: expected seconds above 0.*writes one"
+    ):
+        report_of(changed, "earlier.json", WRITES_SPEED)
 
 
 @pytest.mark.parametrize("name", sampled(["right", "right-rotary"], 2))

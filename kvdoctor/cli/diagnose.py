@@ -7,7 +7,9 @@ from typing import Any, NoReturn
 import click
 
 from kvdoctor.cli.options import chosen_policy, command, examples, given_options, policy_options, table_options
-from kvdoctor.cli.output import complain, end, finish, format_option, output_options, progress_line, read_output
+from kvdoctor.cli.output import complain, end, finish, output_options, progress_line, read_output, write
+
+CONTRACT_FORMATS = ("text", "json")
 
 
 @command(
@@ -75,18 +77,22 @@ def step_test(path: str, **given: Any) -> NoReturn:
     ),
 )
 @click.argument("path", type=click.Path())
-@format_option(("text", "json"))
-def contract(path: str, format_: str) -> NoReturn:
+@table_options("contract")
+@output_options(CONTRACT_FORMATS)
+def contract(path: str, **given: Any) -> NoReturn:
     """Print the cache contract of each stack: what a loop must feed, feed back and keep."""
     from kvdoctor import api
     from kvdoctor.report import json_format, text
     from kvdoctor.report.safe import printable, shortened
 
+    output = read_output(given, CONTRACT_FORMATS)
     report = api.read_contracts(path)
-    if format_ == "json":
+    renders = {"text": text.render_contracts, "json": json_format.render_contracts}
+    if output.format == "json":
         sys.stdout.write(json_format.render_contracts(report))
     else:
-        text.print_contracts(report, text.open_console("auto"))
+        text.print_contracts(report, text.open_console(output.color), output.verbosity)
+    write([(file, renders[name](report)) for name, file in output.files])
     if not report.stacks:
         reasons = [finding.observed for finding in report.findings] + [entry.reason for entry in report.not_checked]
         complain(f"no cache contract: {printable(shortened('; '.join(reasons), 1200))}")

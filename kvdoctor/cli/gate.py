@@ -8,8 +8,6 @@ from click.core import ParameterSource
 from kvdoctor.cli.options import chosen_policy, command, examples, given_options, policy_options, table_options
 from kvdoctor.cli.output import end, output_options, progress_line, read_output, show_gate
 
-FOR_RUNS = ("jobs", "cache_dir", "cluster")
-
 
 @command(
     "Check many models for CI: one verdict.",
@@ -39,10 +37,8 @@ def gate(paths: tuple[str, ...], **given: Any) -> NoReturn:
     policy = chosen_policy(given)
     models = paths or policy.models()
     output = read_output(given, models=models)
-    if given["static"]:
-        _refuse_with_static()
     with progress_line(quiet=given["quiet"]) as progress:
-        done = api.gate(models, policy=policy, progress=progress, **with_cache_folder(given_options()))
+        done = api.gate(models, policy=policy, progress=progress, **_options(static=given["static"]))
     show_gate(done, output)
     end(done.exit_code)
 
@@ -54,10 +50,10 @@ def with_cache_folder(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "cache_dir": options.get("cache_dir") or api.cache_folder()}
 
 
-def _refuse_with_static() -> None:
-    """Refuse options for runs; a policy or a variable of the environment sets them for every gate."""
-    context = click.get_current_context()
-    for name in FOR_RUNS:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            option = "--" + name.replace("_", "-")
-            raise click.UsageError(f"{option} is for models that are run, and --static runs none; leave one out")
+def _options(*, static: bool) -> dict[str, Any]:
+    """Return the options of this gate. Where nothing is run, a variable of the environment is for other gates."""
+    options = given_options()
+    if not static:
+        return with_cache_folder(options)
+    source = click.get_current_context().get_parameter_source
+    return {name: value for name, value in options.items() if source(name) is not ParameterSource.ENVIRONMENT}

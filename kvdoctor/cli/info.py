@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvdoctor.report.info_document import Explanation
     from kvdoctor.report.known_messages import KnownMessage
 
+SCHEMAS = ("report", "gate", "contract", "diff", "baseline", "explain", "env")
+
 
 def _complete_checks(_context: click.Context, _parameter: click.Parameter, start: str) -> list[str]:
     from kvdoctor import api
@@ -110,8 +112,10 @@ def _document(
 
 
 def _list_checks(checks: "Iterable[Check]") -> None:
-    for check in checks:
-        click.echo(_fill(check.summary, f"{check.code}  {check.name:<24} "))
+    listed = list(checks)
+    width = max((len(check.name) for check in listed), default=0)
+    for check in listed:
+        click.echo(_fill(check.summary, f"{check.code}  {check.name:<{width}} "))
 
 
 def _print_check(found: "Check") -> None:
@@ -161,9 +165,9 @@ def _fill(text: str, first: str = "") -> str:
 
 
 @command("Print the JSON Schema of a document.", epilog=examples(("kvdoctor schema report", "that of `--format json`")))
-@click.argument("name", type=click.Choice(["report", "gate", "contract", "diff", "baseline", "explain", "env"]))
+@click.argument("name", metavar="NAME", type=click.Choice(SCHEMAS))
 def schema(name: str) -> None:
-    """Print the JSON Schema of a document."""
+    """Print the JSON Schema of a document. NAME: report, gate, contract, diff, baseline, explain or env."""
     from kvdoctor.api import schemas
     from kvdoctor.report import json_format
 
@@ -176,7 +180,7 @@ def schema(name: str) -> None:
 )
 @format_option(("text", "json"))
 def env(format_: str) -> None:
-    """Print versions, execution providers and extras, each with the command that repairs it."""
+    """Print versions, execution providers and extras, each with the command that installs what is missing."""
     from kvdoctor import api
 
     found = api.describe_environment()

@@ -28,7 +28,7 @@ _language = _option(
     metavar="NAME",
     group=OUTPUT,
     shell_complete=_complete_languages,
-    help="Write it in this language (docs/loops.md).",
+    help="Write it in cpp, csharp, go, java, javascript, python, rust or typescript (docs/loops.md).",
 )
 _force = _option("--force", is_flag=True, group=OUTPUT, help="Replace OUT if kvdoctor wrote it and nobody changed it.")
 _stack = _option(

@@ -156,15 +156,26 @@ def _show(error: click.ClickException) -> None:
     if isinstance(error, click.UsageError) and error.ctx is not None and error.message == error.ctx.get_help():
         click.echo(error.message, err=True)  # a command that was given nothing shows its help
         return
-    message = printable(shortened(error.format_message(), 1200))
+    said = error.format_message()
+    if isinstance(error, click.MissingParameter):
+        said = " ".join(said.split())  # the choices of an argument stand on lines of their own
+    if isinstance(error, click.NoSuchOption) and (path := _find_dashed_path(error.option_name)) is not None:
+        said += f" The path is written ./{path}"
+    message = printable(shortened(said, 1200))
     asked = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx is not None else None
     complain(message if asked is None else f"{message}\n  `{asked} --help` lists what it takes")
+
+
+def _find_dashed_path(option: str) -> str | None:
+    """A word of the command line that was taken for an option, and is the name of a file or folder."""
+    return next((word for word in sys.argv[1:] if word.startswith(option) and os.path.lexists(word)), None)
 
 
 def _end_in_order() -> None:
     """Let a request to end (`timeout`, a canceled job, a closed terminal) end the child processes as well."""
 
     def end(number: int, _frame: Any) -> NoReturn:
+        complain(f"ended by {signal.Signals(number).name}")
         raise SystemExit(128 + number)
 
     for name in ("SIGTERM", "SIGHUP"):

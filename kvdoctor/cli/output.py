@@ -95,6 +95,8 @@ def read_output(given: dict[str, Any], formats: tuple[str, ...] = FORMATS, model
     Raises:
         UsageError: a file cannot be written, or would be written twice.
     """
+    if given["quiet"] and given["verbose"]:
+        raise click.UsageError("give --quiet or --verbose, not both")
     files: list[tuple[str, Path]] = []
     for target in given["outputs"]:
         name, file = _split_output(target, formats)

@@ -1,5 +1,6 @@
 """Compares a model with golden numbers, which `kvdoctor record` wrote: side A of the diff is what was recorded."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,9 +51,16 @@ def compare_golden(golden: str, model: str, options: Options, arguments: dict[st
         reasons=tuple(dict.fromkeys(one.because for one in findings if one.effect == "worse")),
         findings=findings,
         not_compared=missing,
-        notes=tuple(note for note in report.notes if kept.words in note),
+        notes=(*(note for note in report.notes if kept.words in note), *_list_other_findings(report)),
         measured={"b": report.measured},
     )
+
+
+def _list_other_findings(report: Report) -> Iterator[str]:
+    """What the model has besides, of which golden numbers say nothing."""
+    others = (f"{one.severity}[{one.code}] {one.name}" for one in report.findings if one.code != CODE)
+    if names := ", ".join(dict.fromkeys(others)):
+        yield f"B has findings that golden numbers do not compare: {names}"
 
 
 def _recorded(kept: Golden) -> ComparedModel:

@@ -91,7 +91,9 @@ def compare(request: DiffRequest, options: Options) -> DiffReport:
     if (golden := find_golden(request.a, request.b)) is not None:
         if request.static or request.agree is not None:
             raise UsageError("golden numbers are compared by running the model: remove --static and --agree")
-        return compare_golden(*golden, options, _arguments(request, options))
+        diff = compare_golden(*golden, options, _arguments(request, options))
+        swapped = () if golden[0] == request.a else (f"{golden[0]} is A, as what was recorded before, in either order",)
+        return replace(diff, notes=(*diff.notes, *swapped))
     with diagnose_sides(request.a, request.b, options, request.static) as (a, b):
         if a.required and request.agree is not None:
             raise UsageError("a contract is compared without a run, and --agree compares logits: remove --agree")

@@ -15,6 +15,10 @@ from kvdoctor.records import record
 Array = np.ndarray[Any, Any]
 
 
+FORMATS = (b"PK", b"\x93NUMPY")
+"""How the files of numpy begin: several arrays, and one."""
+
+
 class BadSamples(Exception):
     """The file of inputs cannot be read; its text says why."""
 
@@ -55,6 +59,9 @@ def read_arrays(file: Path) -> dict[str, Array]:
         BadSamples: it is no such file, or holds something else than arrays of numbers.
     """
     try:
+        with file.open("rb") as opened:
+            if not opened.read(6).startswith(FORMATS):
+                raise BadSamples("it is not a file that numpy.savez wrote")
         with np.load(file, allow_pickle=False) as held:
             if not hasattr(held, "files"):
                 raise BadSamples("it holds a single array; save it with numpy.savez(FILE, name=array)")

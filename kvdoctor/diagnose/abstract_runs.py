@@ -97,6 +97,10 @@ class Undecided(Exception):
     """Something that an experiment needs is unknown."""
 
 
+class NotFollowed(Exception):
+    """No experiment could be carried out on a stack without a run; the text says why."""
+
+
 @dataclass(eq=False)
 class AbstractTensor:
     """A value of an abstract run, as the feed builder and the experiments see it."""
@@ -259,17 +263,13 @@ def _digest_call(graph: AbstractGraph, feeds: Mapping[str, Abstract]) -> bytes:
 
 
 def run_abstractly(context: ContractContext) -> tuple[Run, ...]:
-    """The experiments that could be carried out on a stack, as far as the budget of nodes goes."""
+    """The experiments that could be carried out on a stack, as far as the budget of nodes goes.
+
+    Raises:
+        NotFollowed: there are none.
+    """
     contract = replace(context.contract, exactness="float")
-    files = {file.name: file for file in context.stack.files.values()}
-    wanted = dict.fromkeys(contract.graph(phase).file for phase in ("prefill", "decode"))
-    views = {name: (files[name].view, files[name].path) for name in wanted if name in files}
-    size = sum(sum(view.operators.values()) for view, _ in views.values() if view is not None)
-    fits = len(views) == len(wanted) and size <= LARGEST and _count_fed(contract) <= MOST_FED
-    budget = Budget(max(NODES, LOOP_CALLS * size))
-    graphs = _open_graphs(contract, views, budget) if fits else {}
-    if not graphs:
-        return ()
+    size, budget, graphs = _open_stack(context, contract)
     steps: list[Step] = []
 
     def keep(event: Event) -> None:
@@ -295,7 +295,29 @@ def run_abstractly(context: ContractContext) -> tuple[Run, ...]:
             if experiment.name == "plain-loop":
                 break
             continue
+    if not found:
+        raise NotFollowed("the logits or the cache of a plain loop cannot be computed without a run")
     return tuple(_drop_unsure(found, contract, graphs.values()))
+
+
+def _open_stack(context: ContractContext, contract: CacheContract) -> tuple[int, Budget, dict[str, AbstractGraph]]:
+    """The number of nodes of a stack, the budget for them, and its graphs by file.
+
+    Raises:
+        NotFollowed: it is too large, or one of its graphs cannot be run.
+    """
+    files = {file.name: file for file in context.stack.files.values()}
+    wanted = dict.fromkeys(contract.graph(phase).file for phase in ("prefill", "decode"))
+    views = {name: (files[name].view, files[name].path) for name in wanted if name in files}
+    size = sum(sum(view.operators.values()) for view, _ in views.values() if view is not None)
+    if len(views) < len(wanted):
+        raise NotFollowed("a graph of the stack was not read")
+    if size > LARGEST:
+        raise NotFollowed(f"{size:,} nodes are more than the {LARGEST:,} that are followed without a run")
+    if (fed := _count_fed(contract)) > MOST_FED:
+        raise NotFollowed(f"inputs of {fed:,} elements are more than the {MOST_FED:,} that are followed without a run")
+    budget = Budget(max(NODES, LOOP_CALLS * size))
+    return size, budget, _open_graphs(contract, views, budget)
 
 
 def _drop_unsure(runs: list[Run], contract: CacheContract, graphs: Iterable[AbstractGraph]) -> list[Run]:
@@ -329,10 +351,16 @@ def _judged(runs: list[Run], context: ContractContext) -> list[Run]:
 def _open_graphs(
     contract: CacheContract, views: Mapping[str, tuple[GraphView | None, Path]], budget: Budget
 ) -> dict[str, AbstractGraph]:
-    """The graphs of a stack by file, with their views and paths; none where one of them cannot be run."""
+    """The graphs of a stack by file, with their views and paths.
+
+    Raises:
+        NotFollowed: one of them cannot be run.
+    """
     read = {name: (view, path) for name, (view, path) in views.items() if view is not None}
-    if len(read) < len(views) or any(view.model.functions for view, _ in read.values()):
-        return {}
+    if len(read) < len(views):
+        raise NotFollowed("a graph of the stack was not read")
+    if called := next((name for name, (view, _) in read.items() if view.model.functions), None):
+        raise NotFollowed(f"{called} defines functions, which are not followed without a run")
     shared = _find_shared_weights({name: view.model for name, (view, _) in read.items()})
     presents = {slot.present for slot in contract.slots} | {slot.filled_by for slot in contract.slots}
     returned = tuple(sorted(filter(None, presents)))

@@ -24,6 +24,11 @@ def measure_size(contract: CacheContract) -> ModelSize:
     return ModelSize(contract.vocabulary, _count_layers(contract), kinds)
 
 
+def list_kv_heads(contract: CacheContract) -> tuple[int, ...]:
+    """Return the declared numbers of key-value heads, each once; empty where no axis of the caches counts them."""
+    return tuple(sorted({heads for slot in contract.slots if (heads := slot.size("kv_heads")) is not None}))
+
+
 def _count_layers(contract: CacheContract) -> int:
     """The layers with a cache; one tensor may hold those of all."""
     stacked = [slot.size("layers") or 1 for slot in contract.slots if "layers" in slot.axes]

@@ -36,11 +36,13 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
     if next(find_unmet_preconditions(context.stack, contract), None) is not None:
         return CheckResults()
     # Loaded here, with numpy: where nothing is run, as of a model with a faulty contract, the start takes half as long.
-    from kvdoctor.diagnose.abstract_runs import run_abstractly
+    from kvdoctor.diagnose.abstract_runs import NotFollowed, run_abstractly
 
     try:
         runs = run_abstractly(context)
         return CheckResults(tuple(_ask_checks(context, runs, found, selection)) if runs else ())
+    except NotFollowed as why:
+        return CheckResults(not_checked=(NotChecked(context.stack.name, "KV2-KV3", f"nothing was predicted: {why}"),))
     except Exception as error:  # an error of kvdoctor here must not cost what the files show
         reason = f"the analysis without a run crashed ({type(error).__name__}: {error}); please report it"
         return CheckResults(not_checked=(NotChecked(context.stack.name, "KV2-KV3", reason, essential=True),))

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.analysis.thresholds import Threshold
+from kvdoctor.contract import CacheContract
 from kvdoctor.decode.messages import PairedSide, SpeedDone, SpeedJob, count_threads
 from kvdoctor.decode.runs import quote_error
 from kvdoctor.decode.speed import PASTS, SpeedDifference, find_worse
@@ -16,7 +17,7 @@ from kvdoctor.diagnose.context import ContractContext, SpeedContext, extend_cont
 from kvdoctor.diagnose.facts import build_report, stack_facts
 from kvdoctor.diagnose.inspection import build_context, check_files
 from kvdoctor.diagnose.lengths import list_thresholds
-from kvdoctor.diagnose.model_size import ModelSize, measure_size
+from kvdoctor.diagnose.model_size import list_kv_heads, measure_size
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
 from kvdoctor.errors import UsageError, as_argument
@@ -56,7 +57,7 @@ def measure_speed(
             results += _leave_open(stack.name, reason)
             continue
         measured.append(facts)
-        before = _find_before(earlier, stack.name, measure_size(contract)) if earlier is not None else None
+        before = _find_before(earlier, stack.name, contract) if earlier is not None else None
         differences: tuple[SpeedDifference, ...] = ()
         reasons = CheckResults()
         if isinstance(before, str):
@@ -126,17 +127,25 @@ def _name_pasts(pasts: tuple[int, ...]) -> str:
     return f"no past of {' or '.join(f'{past:,}' for past in pasts)} tokens was measured"
 
 
-def _find_before(earlier: Report, name: str, size: ModelSize) -> SpeedFacts | str:
+def _find_before(earlier: Report, name: str, contract: CacheContract) -> SpeedFacts | str:
     """The figures of the earlier report to compare with, or why there are none."""
-    sizes = {one.name: measure_size(one.contract) for one in earlier.stacks if one.contract is not None}
+    contracts = {one.name: one.contract for one in earlier.stacks if one.contract is not None}
+    sizes, size = {name: measure_size(one) for name, one in contracts.items()}, measure_size(contract)
+    other = f"the earlier report is of another model, {earlier.model.path}: "
     before = next((one for one in earlier.speed if one.stack == name), None)
     if before is not None and sizes.get(name, size) == size:
-        return before
+        old, new = list_kv_heads(contracts.get(name, contract)), list_kv_heads(contract)
+        return f"{other}{_name_heads(old)}; this one has {_name_heads(new)}" if old and new and old != new else before
     measured = ", ".join(one.stack for one in earlier.speed)
     if size in sizes.values():
         return f"the earlier report, of {earlier.model.path}, has no figures of {name}, but of {measured}"
     there = "; ".join(dict.fromkeys(one.describe() for one in sizes.values()))
-    return f"the earlier report is of another model, {earlier.model.path}: {there}; this one has {size.describe()}"
+    return f"{other}{there}; this one has {size.describe()}"
+
+
+def _name_heads(counts: tuple[int, ...]) -> str:
+    """`caches of 4 key-value heads`."""
+    return f"caches of {' and '.join(map(str, counts))} key-value heads"
 
 
 def _list_gone(earlier: Report, stacks: Sequence[StackFacts]) -> CheckResults:

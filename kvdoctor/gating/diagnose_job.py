@@ -5,6 +5,7 @@ A model that could not be diagnosed has a report as well: it is never healthy, a
 
 import atexit
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.diagnose.facts import environment
@@ -15,6 +16,7 @@ from kvdoctor.diagnose.run_checks import CheckResults
 from kvdoctor.errors import KvdoctorError, UnreadableError, UsageError, WorkerDied
 from kvdoctor.findings import Advice, Fault, NotChecked, find_check
 from kvdoctor.gating.jobs import GateJob
+from kvdoctor.options import Options
 from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.report.document import Report, decide
 from kvdoctor.report.facts import ModelFacts
@@ -24,6 +26,7 @@ from kvdoctor.runtime.process import Limits
 MAX_IDLE_BYTES = 1 << 30
 """A worker that grew beyond this size is not reused: the next model would lack the memory that it does not return."""
 PROCESS_LOST = "worker-died"
+GOLDEN_DIFFERS = "golden-differs"
 
 _THREAD = threading.local()
 
@@ -66,7 +69,17 @@ def inspect_job(job: GateJob) -> Report:
         UsageError: the path does not exist.
     """
     report = inspect(job.path, job.options, check_advice)
-    return replace(report, command="gate", arguments={**report.arguments, "static": True})
+    not_checked = (*report.not_checked, *_leave_out_golden(job.options))
+    return replace(report, command="gate", arguments={**report.arguments, "static": True}, not_checked=not_checked)
+
+
+def _leave_out_golden(options: Options) -> Iterator[NotChecked]:
+    """Say that golden numbers are not compared: a policy that is shared with gates that run models may name them."""
+    check = find_check(GOLDEN_DIFFERS)
+    if options.against is not None and check is not None and options.selection.takes(check.code, check.name):
+        yield NotChecked(
+            None, check.code, f"not compared with {options.against}, which the policy names: --static runs nothing"
+        )
 
 
 def release_runtime() -> None:

@@ -10,7 +10,7 @@ from kvdoctor.gating.baseline_match import BaselineRequest
 from kvdoctor.gating.jobs import GateJob, GateSettings
 from kvdoctor.gating.models import export_folders, find_models
 from kvdoctor.gating.policy import Policy
-from kvdoctor.options import BaselineChoices, GateChoices, Options, read_options
+from kvdoctor.options import BaselineChoices, GateChoices, Options, read_options, refuse_for_runs
 from kvdoctor.records import record
 
 
@@ -33,6 +33,8 @@ def plan_gate(command: str, paths: Sequence[str], given: Mapping[str, Any], poli
     if not models:
         raise UsageError(f"give the PATH of a model; {_explain_no_model(policy)}")
     choices = read_options(GateChoices, policy.complete(None, given) if policy is not None else given)
+    if choices.static:
+        refuse_for_runs(command, given)
     models = export_folders(models) if choices.by_folder else find_models(models)
     if policy is None:
         options = read_options(Options, given)
@@ -66,10 +68,29 @@ def _explain_no_model(policy: Policy | None) -> str:
     return f"{policy.place} names no models" if policy.file else "no policy was found (kvdoctor.toml)"
 
 
+def _refuse_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be made; without the user's own the gate is slower, and otherwise the same.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    from kvdoctor.runtime.environments import cache_folder
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if folder.is_relative_to(cache_folder()):
+            return
+        why = f"cannot be made ({error.strerror or error})"
+        raise UsageError(f"--cache-dir {str(folder)!r} {why}; give another one, or --no-cache") from None
+
+
 def _read_settings(choices: GateChoices, options: Options) -> GateSettings:
     if choices.jobs is not None and choices.cluster is not None:
         raise UsageError("--jobs is for this machine; a cluster runs as many models as its workers have threads")
     kept = Path(choices.cache_dir) if choices.cache_dir is not None else None
     if kept is not None and kept.exists() and not kept.is_dir():
         raise UsageError(f"--cache-dir {str(kept)!r} is no folder; give another one, or --no-cache")
+    if kept is not None and choices.cache:
+        _refuse_folder(kept)
     return GateSettings(choices.jobs, kept if choices.cache else None, choices.cluster, options.show_line)

@@ -179,6 +179,15 @@ def _place(out: str | None) -> "Iterator[tuple[Path, Callable[[], None]]]":
         yield pending.path, keep
 
 
+OTHER_NAMES = {"js": "javascript", "node": "javascript", "ts": "typescript", "py": "python", "rs": "rust"} | {
+    "golang": "go",
+    "c++": "cpp",
+    "cxx": "cpp",
+    "cs": "csharp",
+    "c#": "csharp",
+}
+
+
 def find_language(name: str) -> Language:
     """The language of a name.
 
@@ -187,7 +196,7 @@ def find_language(name: str) -> Language:
     """
     known = languages()
     if name not in known:
-        meant = did_you_mean(name, known)
+        meant = did_you_mean(OTHER_NAMES.get(name.lower(), name.lower()), known)
         raise UsageError(f"there is no loop in {name!r}{'; ' if meant else ''}{meant}; it takes {', '.join(known)}")
     return known[name]
 

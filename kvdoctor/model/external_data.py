@@ -5,6 +5,7 @@ onnx.proto (location is a POSIX path relative to the model's folder, offset and 
 for sizes, ONNX Runtime, which refuses a length other than that of dims and type and reads 0 as "not given".
 """
 
+import errno
 import os
 import re
 import stat
@@ -30,6 +31,13 @@ BITS: Final[dict[int, int]] = (
 # Bytes. The three lines of https://git-lfs.github.com/spec/v1 with a SHA-256 and a size of 1 to 13 digits.
 LFS_POINTER: Final = range(124, 140)
 _NAMES_SHOWN: Final = 3
+BEYOND: Final = "data end beyond the file"
+
+
+NO_NAME: Final = (errno.EINVAL, errno.ENAMETOOLONG)
+"""Errors of the system for a text that cannot be the name of a file."""
+
+Wrong = Literal["file", "entry", "place"]
 
 
 @record
@@ -57,12 +65,14 @@ class ExternalProblem:
         tensor: names of the first tensors concerned.
         location: as written in the model; empty where the model names none.
         detail: what is wrong, and for how many tensors.
+        wrong: what must be changed: the "file", the "entry" in the model, or the "place" of the file.
     """
 
     kind: Literal["missing", "truncated", "escapes"]
     tensor: str
     location: str
     detail: str
+    wrong: Wrong = "file"
 
 
 @record
@@ -189,26 +199,32 @@ def _count_bytes(tensor: TensorProto) -> int | None:
 def _look_up(location: str, model_path: Path, users: list[_Use]) -> tuple[int | None, ExternalProblem | None]:
     """Return the size in bytes of the file at a location, or None, and what keeps it from being used."""
     if not location:
-        return None, _problem("missing", users, location, "the model names no file (external_data has no location)")
-    if why := _leaves(location):
-        return None, _problem("escapes", users, location, why)
+        why = "the model names no file (external_data has no location, or an empty one)"
+        return None, _problem("missing", users, location, why, "entry")
+    if "\0" in location:
+        why = "the location holds a NUL character, which no name of a file has"
+        return None, _problem("missing", users, location, why, "entry")
+    if outside := _leaves(location):
+        return None, _problem("escapes", users, location, outside, "place")
     try:
         # realpath also follows the links of folders on the way, and does not mind what is not there.
         target = Path(os.path.realpath(model_path.parent / location))
         allowed = {Path(os.path.realpath(model_path.parent)), Path(os.path.realpath(model_path)).parent}
         if not any(target.is_relative_to(folder) for folder in allowed):
-            return None, _problem("escapes", users, location, f"a link leads to {target}, out of the model's folder")
+            why = f"a link leads to {target}, out of the model's folder"
+            return None, _problem("escapes", users, location, why, "place")
         status = target.stat()
     except FileNotFoundError:
         return None, _problem("missing", users, location, "there is no such file")
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte or a text that no file name can hold
-        return None, _problem("missing", users, location, getattr(error, "strerror", None) or str(error))
+    except (OSError, ValueError) as error:  # ValueError: a text that no file name can hold
+        wrong: Wrong = "entry" if getattr(error, "errno", errno.EINVAL) in NO_NAME else "file"
+        return None, _problem("missing", users, location, getattr(error, "strerror", None) or str(error), wrong)
     return _judge(status, location, users)
 
 
 def _judge(status: os.stat_result, location: str, users: list[_Use]) -> tuple[int | None, ExternalProblem | None]:
     if not stat.S_ISREG(status.st_mode):
-        what = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+        what = "a folder" if stat.S_ISDIR(status.st_mode) else "something that is not a regular file"
         return None, _problem("missing", users, location, f"there is {what} in its place")
     size, needed = status.st_size, max(use.needed or 0 for use in users)
     if size == 0 and needed:
@@ -237,28 +253,31 @@ def _describe_short_file(location: str, size: int, users: list[_Use]) -> Externa
         return None
     counts = Counter(kind for _, kind, _ in found)
     summary = ", ".join(f"{kind} ({count})" for kind, count in counts.items())
-    return _problem("truncated", [use for use, _, _ in found], location, f"{summary}; first: {found[0][2]}")
+    wrong: Wrong = "file" if found[0][1] == BEYOND else "entry"
+    users = [use for use, _, _ in found]
+    return _problem("truncated", users, location, f"{summary}; first: {found[0][2]}", wrong)
 
 
 def _defect(use: _Use, size: int) -> tuple[str, str] | None:
     """Return kind and description of what keeps a tensor's bytes from lying inside a file of `size` bytes."""
     for key, text in (("offset", use.offset), ("length", use.length)):
         if not re.fullmatch(r"[0-9]{1,19}", text):
-            kind = "negative" if re.fullmatch(r"-[0-9]+", text) else "not a number"
+            digits = re.fullmatch(r"(-?)[0-9]+", text)
+            kind = "not a number" if digits is None else "negative" if digits[1] else "larger than any file"
             return f"{key} is {kind}", f"{key} is {text[:40]!r}"
     offset, length = int(use.offset), int(use.length)
     if length and use.needed is not None and length != use.needed:
         return "length disagrees with dims", f"length is {length:,} bytes, dims and type need {use.needed:,}"
     end = offset + (length or use.needed or 0)
     if end > size:
-        return "data end beyond the file", f"data end at byte {end:,} of a file of {size:,} bytes"
+        return BEYOND, f"data end at byte {end:,} of a file of {size:,} bytes"
     return None
 
 
 def _problem(
-    kind: Literal["missing", "truncated", "escapes"], users: list[_Use], location: str, why: str
+    kind: Literal["missing", "truncated", "escapes"], users: list[_Use], location: str, why: str, wrong: Wrong = "file"
 ) -> ExternalProblem:
     names = ", ".join(use.name or "(no name)" for use in users[:_NAMES_SHOWN])
     more = f" and {len(users) - _NAMES_SHOWN:,} more" if len(users) > _NAMES_SHOWN else ""
     tensors = "1 tensor" if len(users) == 1 else f"{len(users):,} tensors"
-    return ExternalProblem(kind, names + more, location, f"{why}; {tensors}")
+    return ExternalProblem(kind, names + more, location, f"{why}; {tensors}", wrong)

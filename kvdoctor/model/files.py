@@ -34,6 +34,12 @@ def refuse_nothing(shown: str, path: Path) -> None:
         raise UsageError("the path of a model is empty; give an .onnx file or the folder of an export")
     try:
         found = path.exists()
+        if not found and path.is_symlink():
+            raise UsageError(
+                f"{shown!r} is a link that leads to no file; give an .onnx file or the folder of an export"
+            )
+    except RuntimeError:  # Python 3.12 and earlier, of a loop of links
+        found = False
     except OSError as error:  # a name that is too long
         raise UsageError(f"{shown[:80]!r} cannot be a path: {error.strerror or error}") from None
     if not found:

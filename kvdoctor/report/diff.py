@@ -221,9 +221,13 @@ def _list_measurements(diff: DiffReport) -> Iterator[str]:
 
 def _list_not_compared(diff: DiffReport) -> Iterator[tuple[str, bool]]:
     """The parts that could not be compared, each with whether the verdict depends on it."""
+    alike: dict[tuple[str, str, bool], list[str]] = {}
     for entry in diff.not_compared:
-        stack = f" ({entry.stack})" if entry.stack else ""
-        yield f"not compared: {entry.what}{stack}: {entry.reason}", entry.essential
+        stacks = alike.setdefault((entry.what, entry.reason, entry.essential), [])
+        stacks += [entry.stack] if entry.stack else []
+    for (what, reason, essential), stacks in alike.items():
+        named = f" ({', '.join(stacks)})" if stacks else ""
+        yield f"not compared: {what}{named}: {reason}", essential
 
 
 def _contract_rows(stack: StackDiff) -> Iterator[Row]:
@@ -352,7 +356,7 @@ def _finding_rows(diff: DiffReport) -> Iterator[Row]:
     same = [one.finding for one in diff.findings if one.state == "same"]
     if same:
         yield Row("=", "both sides", _list_names(f"{f.severity}[{f.code}] {f.name}" for f in same))
-    if not diff.findings:
+    if not diff.findings and diff.a.source != "golden":  # which have none of their own
         yield Row("=", "both sides", "none on either side")
 
 

@@ -228,7 +228,7 @@ def format_verdict(diff: DiffReport) -> str:
     elif diff.verdict == "better":
         reasons = list(_list_gains(diff))
     elif diff.verdict == "incomplete":
-        reasons = [entry.reason for entry in diff.not_compared if entry.essential]
+        reasons = list(dict.fromkeys(entry.reason for entry in diff.not_compared if entry.essential))
     more = f" (and {len(reasons) - 1} more, listed above)" if len(reasons) > 1 else ""
     return VERDICTS[diff.verdict] + _scope(diff) + (f": {reasons[0]}{more}" if reasons else "")
 

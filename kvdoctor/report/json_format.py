@@ -1,6 +1,7 @@
 """The report as JSON, and read back from it. A file that is read is data: it may hold anything."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,6 +149,12 @@ def _refuse_contradictions(report: Report) -> None:
             not {"prefill", "decode"} <= set(contract.phases) or not set(served) <= set(contract.graphs)
         ):
             raise ValueError(f"the contract of {name!r} has a phase that none of its graphs serves")
+    for number, stack in enumerate(report.speed):
+        for place, point in enumerate(stack.points):
+            for what, rounds in (("first", point.first), ("step", point.step)):
+                if not rounds or not all(0 < seconds < math.inf for seconds in rounds):
+                    entry = f"Report.speed[{number}].points[{place}].{what}"
+                    raise ValueError(f"{entry}: expected seconds above 0, got {list(rounds)}")
 
 
 def _refuse(word: str) -> None:

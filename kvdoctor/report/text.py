@@ -105,12 +105,20 @@ def print_gate(reports: list[Report], last: tuple[str, ...], console: Console, v
         page.line(f"{line} \u00b7 exit {exit_code_of_all(map(_exit_code, reports))}" if first else line, "bold")
 
 
-def print_contracts(report: Report, console: Console) -> None:
-    """Print the cache contract of each stack and nothing else."""
+def render_contracts(report: Report) -> str:
+    """The cache contract of each stack as plain text."""
+    page, console = open_text()
+    print_contracts(report, console)
+    return page.getvalue()
+
+
+def print_contracts(report: Report, console: Console, verbosity: int = 0) -> None:
+    """Print the cache contract of each stack and nothing else; with `verbosity` -1 the layout of each."""
     page = Page(console)
     for stack in report.stacks:
         page.line(stack.name, "bold")
-        page.pairs(describe_contract(stack))
+        pairs = describe_contract(stack)
+        page.pairs(pairs if verbosity >= 0 else list(pairs)[:1])
 
 
 def _exit_code(report: Report) -> int:

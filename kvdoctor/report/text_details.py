@@ -257,7 +257,7 @@ def show_cache_costs(page: Page, record: RepairRecord, whole: bool) -> None:
 def _show_changes(page: Page, record: RepairRecord) -> None:
     """The changes, node by node."""
     page.line("")
-    page.line(f"changed: {format_count(len(record.changes), 'place')}, by {list_repair_names(record)}", "bold")
+    page.line(f"changed: {format_count(len(record.changes), 'place')}; {list_repair_names(record)}", "bold")
     for change in record.changes:
         page.line(f"  {change.file}: {change.where}")
         page.line(f"  - {change.before}", "red")

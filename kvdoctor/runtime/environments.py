@@ -133,6 +133,11 @@ def cache_folder() -> Path:
     return folder / "kvdoctor"
 
 
+def once_online(offline: bool) -> str:
+    """What `--offline` adds to the advice to install something: uv then has nothing to install from."""
+    return "; then remove --offline once: what is downloaded then is kept" if offline else ""
+
+
 def python_command(needs: Requirements, offline: bool) -> PythonCommand:
     """The command that starts a Python with the requirements.
 
@@ -146,6 +151,7 @@ def python_command(needs: Requirements, offline: bool) -> PythonCommand:
         raise EnvironmentUnavailable(
             f"this Python does not have {' and '.join(needs.modules[:2])}, and uv, which would make an environment "
             f"with them, is not installed: pip install uv, or pip install 'kvdoctor[{needs.extra}]'"
+            f"{once_online(offline)}"
         )
     command = [uv, "run", "--quiet", "--isolated", "--no-project", "--no-config", "--python", sys.executable]
     for requirement in needs.requirements:

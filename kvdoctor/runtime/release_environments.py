@@ -21,6 +21,7 @@ from kvdoctor.runtime.environments import (
     cache_folder,
     find_uv,
     hide_home,
+    once_online,
     report_progress,
     without_python_variables,
 )
@@ -53,7 +54,7 @@ def prepare_environment(release: str, *, offline: bool) -> Path:
     if uv is None:
         raise EnvironmentUnavailable(
             f"onnxruntime {release} is not in the cache, and uv, which would install it in an environment of its own, "
-            f"is not installed: pip install uv"
+            f"is not installed: pip install uv{once_online(offline)}"
         )
     python = find_python(versions, uv)
     if python is None:

@@ -19,10 +19,13 @@ A fixture whose name ends in `healthy` has no fault; a use that its layout does 
 
 A value declared as `w_...` in the list after the outputs becomes a weight of noise, seeded by its name, so that a
 fixture and its twin hold the same weights; `w_x__again` is a copy of `w_x`.
+
+`python tests/support/text_fixtures.py NAME FOLDER` compiles one into a folder.
 """
 
 import json
 import re
+import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,3 +148,7 @@ def _metadata(line: str) -> tuple[str, str, str]:
 
 def _expected(lines: list[str]) -> tuple[Expected, ...]:
     return tuple(Expected(*line.split(maxsplit=2)) for line in lines if line != "none")
+
+
+if __name__ == "__main__":
+    read(FOLDER / f"{sys.argv[1]}.onnxtxt").write(Path(sys.argv[2]))

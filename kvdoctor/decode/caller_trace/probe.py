@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.caller_trace.read import GUIDE, RESULT_FIELDS, SHORTER, parse_step, read_objects
+from kvdoctor.decode.caller_trace.read import RESULT_FIELDS, SHORTER, parse_step, read_objects
 from kvdoctor.decode.caller_trace.recorded import Trace
 from kvdoctor.errors import UsageError
 from kvdoctor.records import record
 
 SELF_TESTS = ("rewind", "reorder")
 """Runs that end with one step more, taken after going back or changing rows; the program itself compares its tokens."""
+AGAIN = "give the whole file that the program wrote with --probe, or run the probe again (docs/probe.md)"
 MOST_CALLS = 4096
 MOST_RUNS = 64
 
@@ -43,7 +44,7 @@ def read_probe(path: str) -> tuple[ProbeRun, ...]:
     runs: dict[str, ProbeRun] = {}
     calls = 0
     try:
-        for line, found in read_objects(place, cut=True):
+        for line, found in read_objects(place, cut=True, advice=AGAIN):
             name = found.get("run")
             if not isinstance(name, str) or not 0 < len(name) <= 200:
                 raise UsageError(f"{path!r}, line {line} names no run: `kvdoctor step-test MODEL --trace` reads traces")
@@ -71,9 +72,9 @@ def _ended(run: ProbeRun, found: dict[str, Any], where: str) -> ProbeRun:
     rows = tokens if isinstance(tokens, list) else [None]
     whole = all(isinstance(row, list) and all(type(token) is int for token in row) for row in rows)
     if set(found) - set(RESULT_FIELDS) or not whole or len({len(row) for row in rows if row is not None}) > 1:
-        raise UsageError(f"{where} must have run, tokens (a list of ids for each sequence) and error; {GUIDE}")
+        raise UsageError(f"{where} must have run, tokens (a list of ids for each sequence) and error; {AGAIN}")
     if not isinstance(error, (str, type(None))):
-        raise UsageError(f"{where}: 'error' must be a text; {GUIDE}")
+        raise UsageError(f"{where}: 'error' must be a text; {AGAIN}")
     return replace(run, tokens=tuple(map(tuple, rows)), error=error, finished=True)
 
 

@@ -88,10 +88,11 @@ def _read_lines(path: Path) -> Iterator[TraceStep]:
             yield parse_step(found, line, str(path))
 
 
-def read_objects(path: Path, cut: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_objects(path: Path, cut: bool = False, advice: str = ONE_LINE) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file of JSON lines, each with the number of its line.
 
-    Where `cut`, a last line without an end is left out if it is not whole: its program was ended while it wrote.
+    `advice` says what to do where a line is none. Where `cut`, a last line without an end is left out if it is not
+    whole: its program was ended while it wrote.
 
     Raises:
         UsageError: a line is no object.
@@ -101,7 +102,7 @@ def read_objects(path: Path, cut: bool = False) -> Iterator[tuple[int, dict[str,
     with path.open("rb") as stream:
         for line, text in _iterate_lines(stream, str(path)):
             try:
-                found = _parse_object(text, f"{str(path)!r}, line {line}")
+                found = _parse_object(text, f"{str(path)!r}, line {line}", advice)
             except UsageError:
                 if cut and line > 1 and not text.endswith(b"\n"):
                     return
@@ -121,13 +122,13 @@ def _iterate_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
             yield line, text
 
 
-def _parse_object(text: bytes, where: str) -> dict[str, Any]:
+def _parse_object(text: bytes, where: str, advice: str) -> dict[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=_refuse_duplicates)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not a JSON object: {error}"[:300] + f"; {ONE_LINE}") from None
+        raise UsageError(f"{where} is not a JSON object: {error}"[:300] + f"; {advice}") from None
     if not isinstance(found, dict):
-        raise UsageError(f"{where} is not a JSON object; {ONE_LINE}")
+        raise UsageError(f"{where} is not a JSON object; {advice}")
     return found
 
 

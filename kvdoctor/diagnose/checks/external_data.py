@@ -58,8 +58,17 @@ def _find_problems(context: FileContext, kinds: set[str], declared: str) -> Iter
             declared=declared,
             observed=problem.detail + (f" of {file.name}; {', '.join(others)} names it too" if others else ""),
             cause="weights cannot be read from the location that the graph names",
-            repair=Advice("caller", f"fetch or restore {problem.location!r} beside the model, or save it again"),
+            repair=Advice("caller", _advise(problem)),
         )
+
+
+def _advise(problem: ExternalProblem) -> str:
+    """What to do next: it is the file that is wrong, its place, or what the model says of it."""
+    if problem.wrong == "place":
+        return "move the file itself into the model's folder, and make its name there the location in the model"
+    if problem.wrong == "entry":
+        return "the entry in the model is wrong, whatever the file holds: fetch the model again, or save it anew"
+    return f"fetch or restore {problem.location!r} beside the model, or save it again"
 
 
 def _shares(one: OnnxFile, file: OnnxFile, problem: ExternalProblem) -> bool:

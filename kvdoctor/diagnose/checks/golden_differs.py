@@ -47,7 +47,7 @@ def golden_differs(context: GoldenContext) -> Iterator[Fault]:
         where=f"{found.walk.describe(start, found.stop)}",
         declared=f"the numbers of {compared.golden}, {_describe_limit(compared)}",
         observed=compared.words if rounded else _describe(found, compared.tolerance),
-        cause=_explain(found, hardly),
+        cause=_explain(compared.golden, found, hardly),
         repair=FIND_CHANGE,
     )
 
@@ -67,7 +67,7 @@ def _describe(found: GoldenDifference, tolerance: Tolerance) -> str:
     return text
 
 
-def _explain(found: GoldenDifference, hardly: bool) -> str:
+def _explain(golden: str, found: GoldenDifference, hardly: bool) -> str:
     if found.cache is not None:
-        return "the entries of a cache differ from those recorded, and all logits agree"
-    return f"logits differ from those recorded{', hardly more than rounding explains' if hardly else ''}"
+        return f"the entries of a cache differ from those recorded in {golden}, and all logits agree"
+    return f"logits differ from those recorded in {golden}{', hardly more than rounding explains' if hardly else ''}"

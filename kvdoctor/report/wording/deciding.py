@@ -4,11 +4,15 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvdoctor.decode.runs import LOOPS, SEARCH, WRONG, Run, quote_error
+from kvdoctor.errors import as_argument
 from kvdoctor.findings import Finding
 from kvdoctor.report.document import Report, counts
 from kvdoctor.report.wording.alike import FindingGroup
 from kvdoctor.report.wording.cache_lengths import CacheTable, tabulate_lengths
 from kvdoctor.report.wording.targets import select_local_runs
+
+TARGETS, REFERENCE = "KV404", "KV320"
+"""The codes of what compares with a target runtime, and with a checkpoint."""
 
 
 def find_deciding(report: Report, groups: Sequence[FindingGroup]) -> list[FindingGroup]:
@@ -36,6 +40,24 @@ def find_pictured(groups: Iterable[FindingGroup]) -> list[FindingGroup]:
 def name_cause(finding: Finding) -> tuple[str, str]:
     """Label and text of what a finding rests on: its first evidence as `cause`, else `where` it is."""
     return ("cause", finding.evidence[0]) if finding.evidence else ("where", finding.where)
+
+
+def advise_missing(report: Report, again: str) -> str | None:
+    """What decides where all that is missing is what was asked for besides: a target runtime, or a checkpoint.
+
+    `again` is the command without these options; None where something else is missing.
+    """
+    missing = {entry.code for entry in report.not_checked if entry.essential}
+    targets, reference = report.arguments.get("target"), report.arguments.get("reference")
+    if targets and missing and missing <= {TARGETS}:
+        command, repairs = f"{again} --target {','.join(targets)}", "install what the reason names, then the same again"
+    elif reference and missing == {REFERENCE}:
+        command = f"{again} --reference {as_argument(reference)}"
+        repairs = "fix the checkpoint by the reason above, then the same again"
+    else:
+        return None
+    once = "once without --offline; what is downloaded then is kept"
+    return f"{command}   ({once if report.arguments.get('offline') else repairs})"
 
 
 def quote_observed(report: Report, finding: Finding) -> str:

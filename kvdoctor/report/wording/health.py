@@ -10,6 +10,7 @@ from kvdoctor.report.document import Report
 from kvdoctor.report.facts import StackFacts
 from kvdoctor.report.safe import shortened
 from kvdoctor.report.wording.alike import group_open_checks
+from kvdoctor.report.wording.deciding import advise_missing
 from kvdoctor.report.wording.runs import describe_comparisons, describe_result, format_difference
 from kvdoctor.report.wording.targets import select_local_runs
 from kvdoctor.report.wording.units import format_count
@@ -169,10 +170,12 @@ def advise_decision(report: Report) -> str:
         return f"{new}   (a new report to compare with: of this model, on this machine, while nothing else runs)"
     if report.command == "judge":
         return "run the probe again until it ends, then `kvdoctor judge` with the same model and seed"
-    if (advice := _advise_by_runs(report, model)) is not None:
+    if (advice := advise_missing(report, again) or _advise_by_runs(report, model)) is not None:
         return advice
     if any(stack.contract is None or stack.contract.missing for stack in report.stacks):
         return f"{again} --contract FILE   (`kvdoctor contract` prints what was read; complete it)"
+    if not report.model.files and report.command != "gate":
+        return "give the folder of an export, or an .onnx file"
     if not report.stacks or report.command == "inspect":
         return f"kvdoctor inspect {model} -v   (shows what was read)"
     return "no command: kvdoctor cannot run this model step by step; compare it with its source in its own runtime"

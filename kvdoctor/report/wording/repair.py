@@ -11,8 +11,11 @@ MOST_PORTS = 8
 
 
 def list_repair_names(record: RepairRecord) -> str:
-    """The names of the repairs that changed something."""
-    return ", ".join(dict.fromkeys(repair.name for repair in record.repairs))
+    """What changed something: `repair: pass-through`, or `conversion: logits last`, which answers no finding."""
+    kinds: dict[str, dict[str, None]] = {}
+    for one in record.repairs:
+        kinds.setdefault("repair" if one.checks else "conversion", {})[one.name] = None
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
 
 
 def format_copy(record: RepairRecord) -> str:
@@ -42,9 +45,10 @@ def format_repaired(record: RepairRecord) -> Iterator[str]:
         verb = "would change" if record.is_planned else "changed" if record.after is not None else "tried to change"
         yield f"{mark} {verb}: {places}"
     first = record.changes[0]
-    more = f" and {len(record.changes) - 1} more" if len(record.changes) > 1 else ""
+    others = len(record.changes) - 1
+    more = f" (and in {format_count(others, 'more place')})" if others else ""
     change = f"{first.file}: {first.where}: {first.before} \u2192 {first.after}{more}"
-    yield f"  change  {change}, by {list_repair_names(record)}"
+    yield f"  change  {change}; {list_repair_names(record)}"
     holding = sum(entry.holds for entry in record.proof)
     yield f"  proof   {holding} of {format_count(len(record.proof), 'claim')} hold (-v lists them)"
     yield from (f"  base    {line}" for line in record.bases)

@@ -5,7 +5,15 @@ from kvdoctor.report.document import Report
 from kvdoctor.report.facts import SpeedFacts
 from kvdoctor.report.wording.units import format_bytes, format_milliseconds
 
-HEADER = ["past", "first token", "step", "tokens per second", "rounds apart", "peak memory", "cache written per step"]
+HEADER = [
+    "past",
+    "first token",
+    "step",
+    "tokens per second",
+    "range of rounds",
+    "peak memory",
+    "cache written per step",
+]
 
 
 def tabulate_speed(report: Report) -> list[tuple[str, list[str], list[list[str]]]]:
