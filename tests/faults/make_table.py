@@ -59,7 +59,7 @@ These must give no finding, and the verdict must be healthy.
 MISNAMED_HEAD = """
 ## Found under another name
 
-The leading finding has a name that differs from the expected one.
+The leading finding has a name, or a severity, that differs from the expected one.
 
 | fault | export | finding |
 | --- | --- | --- |

@@ -25,7 +25,8 @@ class Outcome:
 
     Attributes:
         found: Whether anything of the fault's severity was found; of something harmless, whether nothing was.
-        called: The name of the leading finding, or the verdict where nothing was found.
+        called: The name of the leading finding, with its severity where that alone is another than the fault's; the
+            verdict where nothing was found.
         named: Whether that is the name it must have, at the right severity.
         decided_by: What the leading finding rests on: an experiment, the graph, the file.
         errors: The names of all errors.
@@ -76,7 +77,8 @@ def treat(fault: Fault, export: Export, folder: Path, runtime: Runtime) -> Outco
         return Outcome(False, report.verdict, False, "", errors, details)
     first = findings[0]
     named = (first.name, first.severity) == (fault.check, fault.severity)
-    return Outcome(True, first.name, named, _decided_by(first), errors, details)
+    called = f"{first.name} ({first.severity})" if first.name == fault.check and not named else first.name
+    return Outcome(True, called, named, _decided_by(first), errors, details)
 
 
 def _decided_by(finding: Finding) -> str:
