@@ -1,17 +1,22 @@
 """Help, usage errors, completion and color of the command line, as a user calls it."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+import click
 import pytest
 from support.command_line import ROOT, kvdoctor
 from support.text_fixtures import load_all
 
+from kvdoctor.api import schemas
 from kvdoctor.cli.main import COMMANDS, find_command, main
 from kvdoctor.cli.options import GroupedOption
+from kvdoctor.loops.language import languages
 from kvdoctor.options import OTHER, options_of
 
 MARIAN = "fixtures/exports/marian-4.46.3"
@@ -196,3 +201,11 @@ def test_a_wrong_call_says_what_to_do(
         main()
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "names"), [("loop", languages()), ("schema", schemas())])
+def test_help_lists_every_name_that_can_be_given(command: str, names: Iterable[str]) -> None:
+    found = find_command(command)
+    assert found is not None
+    text = " ".join(found.get_help(click.Context(found, info_name=command)).split())
+    assert all(re.search(rf"\b{name}\b", text) for name in names)
