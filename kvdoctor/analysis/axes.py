@@ -40,6 +40,8 @@ def slot_axes(
         return ruled
     if ruled[0] == "parts" and name is not None and name.part in ("key", "value"):
         ruled = ("layers", *ruled[1:])  # a tensor of keys alone, or of values alone, has no parts axis
+    if ruled[0] == "layers" and state is not None and (state.layers, state.parts) == (None, 0):
+        ruled = ("parts", *ruled[1:])  # the graph takes it apart into the keys and values of one layer
     if ruled[:2] == ("batch", "kv_heads") and shape[1] == 1 and isinstance(shape[0], int) and shape[0] > 1:
         ruled = ("kv_heads", "batch", *ruled[2:])  # NPU layouts have the heads in front of a batch of 1
     meaning = _length_meaning(shape, ruled, kind, growth, state is not None and state.cut)
