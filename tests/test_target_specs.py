@@ -185,8 +185,8 @@ def test_this_python_is_taken_where_it_fits() -> None:
 def test_without_uv_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(release_environments, "find_uv", lambda: None)
-    for offline in (True, False):
-        with pytest.raises(EnvironmentUnavailable, match=r"1\.16\.3 is not in the cache.* pip install uv$"):
+    for offline, end in ((True, "pip install uv; then remove --offline once: .*"), (False, "pip install uv")):
+        with pytest.raises(EnvironmentUnavailable, match=rf"1\.16\.3 is not in the cache.* {end}$"):
             prepare_environment("1.16.3", offline=offline)
 
 

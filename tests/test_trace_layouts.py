@@ -67,11 +67,17 @@ def runtime() -> Iterator[Runtime]:
 
 
 def driven(name: str, tmp_path: Path, runtime: Runtime) -> list[CacheContract]:
-    """The contracts of the stacks that step-test drives."""
+    """The contracts of the stacks that step-test drives.
+
+    A graph of several tokens in each call is left out: it is fed its own first call again, over a cut cache.
+    """
     folder = FIXTURES[name].write(tmp_path)
     loops = (run for run in step_test(str(folder), runtime=runtime).runs if run.experiment == "plain-loop")
     ran = {run.stack for run in loops if run.outcome == "passed"}
-    return [stack.contract for stack in inspect(str(folder)).stacks if stack.name in ran and stack.contract is not None]
+    found = [
+        stack.contract for stack in inspect(str(folder)).stacks if stack.name in ran and stack.contract is not None
+    ]
+    return [contract for contract in found if contract.new_tokens in (None, 1)]
 
 
 @pytest.mark.parametrize("name", sampled(LAYOUTS, 4))

@@ -31,12 +31,15 @@ class FixedNumbers:
         self._known: dict[str, Abstract | None] = {}
 
     def of(self, name: str) -> Sequence[int]:
-        """The whole numbers of a value, those of floats rounded down; none where they are not known."""
+        """The one number of a value, a float rounded down; none where it is not known, or has several.
+
+        Rows of positions are computed as well: where one ends is the capacity of a buffer.
+        """
         if name in self.flow.constants or name not in self.flow.fixed:
             return ()
         value = self._compute(name, MOST_DEEP)
         found = value.numbers if value is not None else None
-        if found is None or found.size > MOST_LISTED:
+        if found is None or found.size != 1:
             return ()
         return tuple(math.floor(number) for number in found.ravel().tolist() if math.isfinite(number))
 
